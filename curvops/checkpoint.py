@@ -88,9 +88,9 @@ class Checkpoint:
         self.folder = None if path is None else storage.folder_of(path)
         self._reached: Any = None
         self._ended: Any = None
-        self._others: dict[str, Callable[[], Any]] = {}
+        self._attached: dict[str, Callable[[], Any]] = {}
         self._took, self._told = 0.0, False
-        self._count, self._numbered, self._name = 0, list[Path](), ""
+        self._count, self._to_discard, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
         """Objects that parts of the whole run hold, by name."""
         self.whole = self
@@ -101,7 +101,7 @@ class Checkpoint:
         found = self._read()
         if found is not None:
             self._require_same(found["problem"])
-            self._reached, self._ended = (_unpacked(found[name], device) for name in ("reached", "result"))
+            self._reached, self._ended = (_unpack(found[name], device) for name in ("reached", "result"))
             self._count = self._reached["parts"] if self._reached else 0
         if self._ended is None:
             self._write(self._reached, None)  # a folder that cannot be written is better known now
@@ -134,16 +134,16 @@ class Checkpoint:
         """The folder of a step inside that the whole run has need of."""
         return None if self.folder is None else self.folder / name
 
-    def numbered(self, what: str) -> Path | None:
+    def next_part(self, what: str) -> Path | None:
         """The folder of the next step inside."""
         if self.folder is None or self._name:
             return self.part(self._name)
         self._count += 1
-        self._numbered.append(self.folder / f"{what}-{self._count}")
-        return self._numbered[-1]
+        self._to_discard.append(self.folder / f"{what}-{self._count}")
+        return self._to_discard[-1]
 
     @contextlib.contextmanager
-    def naming(self, name: str) -> Iterator[None]:
+    def name_part(self, name: str) -> Iterator[None]:
         """The step inside is one that the whole run has need of, in the folder of this name."""
         self._name = name
         try:
@@ -151,11 +151,11 @@ class Checkpoint:
         finally:
             self._name = ""
 
-    def also(self, name: str, state: Callable[[], Any]) -> Any:
+    def attach(self, name: str, state: Callable[[], Any]) -> Any:
         """Save this beside the state from now on; returns what was saved so, None where nothing was."""
         if self.folder is None:
             return None
-        self._others[name] = state
+        self._attached[name] = state
         known = self._reached if self._ended is None else self._ended
         return None if known is None else known["others"].get(name)
 
@@ -164,7 +164,7 @@ class Checkpoint:
         if self.folder is None:
             return generator
         kept = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
-        known = self.also(name, kept.get_state)
+        known = self.attach(name, kept.get_state)
         if known is not None:
             kept.set_state(known.cpu())
         return kept
@@ -173,24 +173,26 @@ class Checkpoint:
         """Save this state, plain values, tensors and dataclasses, if it is time to, or `now`."""
         if self.folder is None or not (now or time.monotonic() >= self._due):
             return
-        tree = record_of({"state": state(), "others": self._beside(), "parts": self._count})
+        tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
         expected = self._took or _nbytes(tree) / SPEED
         if not now and time.monotonic() < self._saved + expected / SHARE:
             self._due = self._saved + expected / SHARE
             return
-        if self._written(tree, None):
-            while self._numbered:
-                storage.discard(self._numbered.pop(), KIND)
+        if self._try_write(tree, None):
+            while self._to_discard:
+                storage.discard(self._to_discard.pop(), KIND)
 
     def finish(self, result: T) -> T:
         """Save what the run ended with, in place of all that led to it; returns it."""
-        if self.folder is not None and self._written(None, record_of({"result": result, "others": self._beside()})):
+        if self.folder is not None and self._try_write(
+            None, record_of({"result": result, "others": self._attachments()})
+        ):
             for each in self._parts():
                 storage.discard(each, KIND)
         return result
 
-    def _beside(self) -> dict[str, Any]:
-        return {name: other() for name, other in self._others.items()}
+    def _attachments(self) -> dict[str, Any]:
+        return {name: other() for name, other in self._attached.items()}
 
     def _parts(self) -> list[Path]:
         assert self.folder is not None
@@ -210,7 +212,7 @@ class Checkpoint:
             raise ValueError(f"{error} To begin anew, delete the folder or give another path.") from error
         return found
 
-    def _written(self, reached: Any, result: Any) -> bool:
+    def _try_write(self, reached: Any, result: Any) -> bool:
         begin, done = time.monotonic(), True
         try:
             self._write(reached, result)
@@ -226,7 +228,7 @@ class Checkpoint:
 
     def _write(self, reached: Any, result: Any) -> None:
         assert self.folder is not None
-        tree = {"problem": self._about, "reached": _packed(reached), "result": _packed(result)}
+        tree = {"problem": self._about, "reached": _pack(reached), "result": _pack(result)}
         storage.save(self.folder, KIND, VERSION, tree)
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
@@ -283,7 +285,7 @@ def begin(
     """
     if path is None:
         run = current()
-        kept = Checkpoint(run.numbered(what), what, device=device)
+        kept = Checkpoint(run.next_part(what), what, device=device)
         kept.whole = run.whole if run else kept
     else:
         kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device)
@@ -341,7 +343,7 @@ def seed_of(generator: torch.Generator | None) -> str | None:
     return None if generator is None else digest([generator.get_state()])
 
 
-def seeded_as(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+def derive_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
     """A source of other numbers, equal for equal states of this one, which it leaves as it is."""
     seed = seed_of(generator)
     return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
@@ -369,12 +371,12 @@ def _difference(name: str, known: Any, given: Any) -> str:
     return f"{name} ({known!r}, here {given!r})" if short else name
 
 
-def _packed(tree: Any) -> Any:
+def _pack(tree: Any) -> Any:
     """The tree with tensors of accelerators marked as such."""
     return tree_map_only(Tensor, lambda t: t if t.device.type == "cpu" else {"on accelerator": t}, tree)
 
 
-def _unpacked(tree: Any, device: torch.device | None) -> Any:
+def _unpack(tree: Any, device: torch.device | None) -> Any:
     """The tree with the tensors that were of accelerators on this device."""
     return tree_map(lambda x: x["on accelerator"].to(device) if _is_marked(x) else x, tree, is_leaf=_is_marked)
 

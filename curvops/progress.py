@@ -4,8 +4,8 @@ Work that has taken two seconds shows a bar on standard error where that is a te
 Every function that may take long has the keyword `progress`: None for that, False for no bar, True for a bar also where
 standard error is a file, or a function (what, done, total), called at each step; total is None where it is not known.
 
-An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and `counting`
-makes a product count. Of nested algorithms the outermost is shown, and counts the products of all; work
+An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and
+`count_products` makes a product count. Of nested algorithms the outermost is shown, and counts the products of all; work
 inside one product, inside a preconditioner or inside a callback is not counted.
 """
 
@@ -37,8 +37,8 @@ def check_progress(progress: Any) -> None:
 
 
 @contextmanager
-def shown(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Iterator[Steps]:
-    """The steps of some work, to be counted by `advance`; what is shown of them goes at the end, also at an error."""
+def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Iterator[Steps]:
+    """Yield the steps of some work, to be counted by `advance`; the bar is cleared at the end, also at an error."""
     steps = Steps(what, total, False if _silenced.get() else progress, unit)
     try:
         yield steps
@@ -47,7 +47,7 @@ def shown(what: str, total: int | None = None, progress: Progress = None, unit: 
 
 
 class Steps:
-    """How far some work has come. Nothing is set up before there is something to show."""
+    """The steps of some work and the bar that shows them, which is made when there is something to show."""
 
     def __init__(self, what: str, total: int | None, progress: Progress, unit: str) -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -80,7 +80,7 @@ class Steps:
             self._note = note()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Clear the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -96,7 +96,7 @@ in_force: ContextVar[Any] = ContextVar("in_force", default=None)
 
 @contextmanager
 def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterator[None]:
-    """Products are counted as those of this algorithm on A, unless it works for another that is shown.
+    """Count products as those of this algorithm on A, unless it works for another that is shown.
 
     With `progress` None an operator of a linearised network shows them as the linearisation was asked to.
 
@@ -109,7 +109,7 @@ def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterato
             yield
             return
         progress = progress_of(A)
-    with shown(what, total, progress, " products") as steps:
+    with progress_bar(what, total, progress, " products") as steps:
         silence = _silenced.set(progress is False or _silenced.get())
         current = _current.set(steps)
         try:
@@ -120,13 +120,13 @@ def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterato
 
 
 def progress_of(A: Any) -> Progress:
-    """How the networks in A show long work, None for a tensor or a foreign operator."""
-    found: Progress = getattr(A, "progress", None)
-    return found
+    """Return how the networks in A show long work, None for a tensor or a foreign operator."""
+    progress: Progress = getattr(A, "progress", None)
+    return progress
 
 
 def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
-    """Do this work, which counts as so many products, whatever happens inside it."""
+    """Do this work and count it as so many products, whatever happens inside it."""
     steps = _current.get()
     if steps is None and in_force.get() is None:
         return work(*args, **options)
@@ -141,15 +141,15 @@ def as_step(count: int, work: Callable[Options, T], *args: Options.args, **optio
     return result
 
 
-def counting(make: Maker) -> Maker:
-    """Let what this makes, products with blocks (n, K), count: K products each."""
+def count_products(make: Maker) -> Maker:
+    """Count the products with blocks (n, K) that are made by this function, K each."""
 
     @wraps(make)
-    def made(*args: Any) -> Callable[[Any], Any]:
+    def wrap(*args: Any) -> Callable[[Any], Any]:
         multiply = make(*args)
         return lambda V: as_step(V.shape[1], multiply, V)
 
-    return cast(Maker, made)
+    return cast(Maker, wrap)
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:

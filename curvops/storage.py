@@ -62,10 +62,10 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
     """
     folder = folder_of(path)
     tensors: dict[str, Tensor] = {}
-    encoded = _encoded(tree, "", tensors)
+    encoded = _encode(tree, "", tensors)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; give the path of a folder, which will be made.")
-    before = _present(folder)
+    before = _contents(folder)
     if before.get("kind", kind) != kind:
         raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; give another path.")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -105,21 +105,21 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not to the end{given}.")
     text = (folder / CONTENTS).read_bytes()
     while True:
-        found = _checked(folder, text, kind, version)
+        found = _read_contents(folder, text, kind, version)
         try:
             tensors = _tensors(folder, found["tensors"])
         except FileNotFoundError as error:
             again = (folder / CONTENTS).read_bytes()
             if again == text:
-                raise _damaged(folder, f"{found['tensors']['file']} is missing") from error
+                raise _damage(folder, f"{found['tensors']['file']} is missing") from error
             text = again  # it was saved anew meanwhile
             continue
-        return found["version"], _decoded(found["tree"], tensors)
+        return found["version"], _decode(found["tree"], tensors)
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """Return the kind that the folder declares, unchecked; None where it declares none."""
-    found = _present(folder_of(path)).get("kind")
+    found = _contents(folder_of(path)).get("kind")
     return found if isinstance(found, str) else None
 
 
@@ -135,7 +135,7 @@ def folder_of(path: Any) -> Path:
 def discard(path: str | os.PathLike[str], kind: str) -> None:
     """Remove what `save` wrote there, if it is of this kind, with folders of the kind inside; nothing else goes."""
     folder = folder_of(path)
-    before = _present(folder)
+    before = _contents(folder)
     if before.get("format") != "curvops" or before.get("kind") != kind:
         return
     with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ def discard(path: str | os.PathLike[str], kind: str) -> None:
 # Trees as JSON: what begins with "$" is not a name but says what stands in its place.
 
 
-def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The JSON of a value, its tensors collected by name."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -161,20 +161,20 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor):
-        return _named(value, name, tensors)
+        return _refer_to(value, name, tensors)
     if isinstance(value, list | tuple):
-        return [_encoded(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
+        return [_encode(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors are stored.")
     if not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name or 'the tree'} has names that are no words: {list(value)}.")
     return {
-        f"${key}" if key.startswith("$") else key: _encoded(part, f"{name}.{key}" if name else key, tensors)
+        f"${key}" if key.startswith("$") else key: _encode(part, f"{name}.{key}" if name else key, tensors)
         for key, part in value.items()
     }
 
 
-def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A reference to a tensor; of a transposed one with the order in which its dimensions lie in memory.
 
     The layout is kept because products of another layout round otherwise.
@@ -209,9 +209,9 @@ def _shares(one: Tensor, other: Tensor) -> bool:
     return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decoded(part, tensors) for part in value]
+        return [_decode(part, tensors) for part in value]
     if not isinstance(value, dict):
         return value
     if "$float" in value:
@@ -219,7 +219,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensor" in value:
         tensor, order = tensors[value["$tensor"]], value.get("order")
         return tensor if order is None else tensor.permute(*torch.tensor(order).argsort().tolist())
-    return {key.removeprefix("$"): _decoded(part, tensors) for key, part in value.items()}
+    return {key.removeprefix("$"): _decode(part, tensors) for key, part in value.items()}
 
 
 # Writing
@@ -256,7 +256,7 @@ def _write(
         _flush(folder)
         os.replace(text, folder / CONTENTS)
     except BaseException:
-        if target.name != _file_of(_present(folder)):
+        if target.name != _file_of(_contents(folder)):
             target.unlink(missing_ok=True)
         raise
     with contextlib.suppress(OSError):  # while it is not sure which JSON a power failure leaves, both files stay
@@ -265,7 +265,7 @@ def _write(
             (folder / str(predecessor)).unlink(missing_ok=True)
 
 
-def _present(folder: Path) -> Mapping[str, Any]:
+def _contents(folder: Path) -> Mapping[str, Any]:
     """The contents of an earlier save, as far as they can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads((folder / CONTENTS).read_bytes())
@@ -282,7 +282,7 @@ def _file_of(contents: Mapping[str, Any]) -> str | None:
 
 def _tidy(folder: Path) -> None:
     """Remove what crashed saves left; files of one that may be running in another process are young."""
-    current = _file_of(_present(folder))
+    current = _file_of(_contents(folder))
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
             left = each.name.startswith(SCRATCH) or (TENSORS.fullmatch(each.name) and each.name != current)
@@ -327,11 +327,11 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 # Reading
 
 
-def _checked(folder: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
+def _read_contents(folder: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged(folder, f"{CONTENTS} is no JSON ({error})") from error
+        raise _damage(folder, f"{CONTENTS} is no JSON ({error})") from error
     if not isinstance(found, dict) or found.get("format") != "curvops":
         raise ValueError(f"{folder / CONTENTS} is not a file of curvops.")
     _require_readable(folder, found, "layout", LAYOUT)
@@ -339,7 +339,7 @@ def _checked(folder: Path, text: bytes, kind: str, version: int) -> dict[str, An
         raise ValueError(f"{folder} holds {found.get('kind')!r}, expected {kind!r}.")
     _require_readable(folder, found, "version", version)
     if found.get("sha256") != _checksum(found) or _file_of(found) is None:
-        raise _damaged(folder, f"{CONTENTS} is not as it was written")
+        raise _damage(folder, f"{CONTENTS} is not as it was written")
     return found
 
 
@@ -356,9 +356,9 @@ def _tensors(folder: Path, written: Mapping[str, str]) -> dict[str, Tensor]:
     """The tensors, copied: aligned as torch aligns its own, and independent of the file."""
     file = folder / written["file"]
     if _sha256(file) != written["sha256"]:
-        raise _damaged(folder, f"{file.name} is not as it was written: truncated, or changed")
+        raise _damage(folder, f"{file.name} is not as it was written: truncated, or changed")
     return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
-def _damaged(folder: Path, what: str) -> ValueError:
+def _damage(folder: Path, what: str) -> ValueError:
     return ValueError(f"{folder} is damaged: {what}. Save it again, or take a copy that is whole.")

@@ -153,7 +153,7 @@ class Work:
             return kept.outcome
         done, x = kept.state or (0, x)
         for step in range(done + 1, steps + 1):
-            with current().naming("once"):
+            with current().name_part("once"):
                 x = x + self.half(1)
             x = self.half(10 * self.half(x))
             kept.save(lambda: (step, x), now=step == 2)  # noqa: B023

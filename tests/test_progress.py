@@ -13,7 +13,7 @@ from linear_operator import to_linear_operator
 import curvops as co
 from curvops import linalg, progress
 from curvops.linalg.solvers.verdicts import Records
-from curvops.progress import shown
+from curvops.progress import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ def stand_in(monkeypatch, stream):
 
 
 def run(**options):
-    with shown("solve", 5, **options) as steps:
+    with progress_bar("solve", 5, **options) as steps:
         for _ in range(5):
             steps.advance(1, "residual 0.1")
 
@@ -70,7 +70,7 @@ def test_elsewhere_it_is_silent_unless_asked(monkeypatch):
 def test_an_error_takes_the_bar_away(monkeypatch):
     terminal = stand_in(monkeypatch, Terminal())
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    with pytest.raises(KeyboardInterrupt), shown("solve", 5) as steps:
+    with pytest.raises(KeyboardInterrupt), progress_bar("solve", 5) as steps:
         steps.advance()
         raise KeyboardInterrupt
     assert terminal.getvalue().rsplit("\r", 1)[1].strip() == ""

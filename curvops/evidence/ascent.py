@@ -43,7 +43,7 @@ class Ascent:
     generator: torch.Generator | None
     probes: int
     mode: str
-    taken: list[TuningStep] = field(default_factory=list)
+    records: list[TuningStep] = field(default_factory=list)
     vectors: Tensor | None = None
     solutions: Tensor | None = None
     average: Tensor | None = None
@@ -87,8 +87,8 @@ class Ascent:
                 break
         self._check_limits(start)
         targets = None if data is None else data.targets
-        tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.taken), ending, targets=targets)
-        tuning.warn_of_ending(f"after {len(self.taken)} steps of maximize: ", stacklevel=3)
+        tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
+        tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ", stacklevel=3)
         return self.now.posterior_with(tuning, self.generator)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
@@ -123,7 +123,7 @@ class Ascent:
         gamma = each.mean(0)
         spread = each.std(0) / len(each) ** 0.5 if len(each) > 1 else torch.full_like(gamma, math.inf)
         if self.over == "weights":
-            count = len(self.taken)
+            count = len(self.records)
             weight = min(1.0, 4 / (count + 1))  # early precisions are wrong, late ones alike
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
@@ -133,7 +133,7 @@ class Ascent:
         alpha = self.now.alpha
         if self.over == "weights":
             alpha, gamma, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
-        self.taken.append(TuningStep(alpha, gamma, spread, self.now.noise, matvecs))
+        self.records.append(TuningStep(alpha, gamma, spread, self.now.noise, matvecs))
 
     def _check_limits(self, start: Hyperparameters) -> None:
         if self.over != "weights":

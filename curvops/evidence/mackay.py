@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seeded_as
+from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest, resumable
 from curvops.checks import check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
@@ -28,7 +28,7 @@ from curvops.records import restore, state_of
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 LEAST_CURVATURE = 1e-6
 """Entries of diag(GGN) below this count as this in a g-prior."""
-STATE = ("noise", "taken", "past", "changes", "targets", "halved", "ending")
+STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
 STEADY = 0.5
 """Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
 
@@ -136,7 +136,7 @@ def mackay(
         kept = begin("mackay", checkpoint, problem, post.mean.device, parts=True)
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever was asked of this posterior before
-            sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
+            sketches = derive_generator(generator, post.mean.device)  # None: each from a seed of its own
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
@@ -168,7 +168,7 @@ class _FixedPoint:
     xtol: float
     generator: torch.Generator | None
     kept: Checkpoint
-    taken: list[TuningStep] = field(default_factory=list)
+    records: list[TuningStep] = field(default_factory=list)
     past: list[StepSolution] = field(default_factory=list)
     changes: list[Float[Tensor, " H"]] = field(default_factory=list)
     targets: float | None = None
@@ -191,7 +191,7 @@ class _FixedPoint:
 
     def result(self) -> Laplace:
         """The posterior where the steps ended."""
-        names, steps = self.now.groups.names, tuple(self.taken)
+        names, steps = self.now.groups.names, tuple(self.records)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
         tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=5)
         return self.now.posterior_with(tuning, self.generator)
@@ -201,16 +201,16 @@ class _FixedPoint:
         start, changes = self.start, self.changes
         if self.kept.state is None:
             self.kept.save(self.state, now=True)  # the sources of random numbers
-        for _ in range(len(self.taken), steps):
+        for _ in range(len(self.records), steps):
             first, last = self._guess()
             wanted = 0.1 * self.xtol if self.samples is None else MODE_RTOL
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None else data.targets
             gamma, stderr, drawn = self._count(last)
-            products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._saved(drawn))
+            products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._products_saved(drawn))
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
-            self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
+            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
             new.require_near(start)
             changes.append(new.logs - self.now.logs)
@@ -253,7 +253,7 @@ class _FixedPoint:
             draws = draws + share * (draws - before.draws)
         return last.theta + share * (last.theta - before.theta), draws
 
-    def _saved(self, drawn: Deviations) -> float:
+    def _products_saved(self, drawn: Deviations) -> float:
         """Products that a start at zero would have taken in addition, by the rate at which residuals fell."""
         if not self.past or drawn.method == "closed form" or not len(drawn.history):
             return 0.0

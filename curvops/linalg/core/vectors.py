@@ -23,7 +23,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_generator
-from curvops.progress import counting
+from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
@@ -97,7 +97,7 @@ def describe_square(A: Matrix) -> Description:
     return facts
 
 
-@counting
+@count_products
 @singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """Return the map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
@@ -107,7 +107,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     return _without_graph(A._matmul, A.shape[0])
 
 
-@counting
+@count_products
 @singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """Return the map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""

@@ -19,7 +19,7 @@ from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
-from curvops.progress import PATIENCE, Progress, shown
+from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel: LAPACK gains little from threads."""
@@ -466,7 +466,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
     limit: Callable[[int], None] = torch.set_num_threads
     try:
         with (
-            shown("eigendecompositions", len(factors), progress) as steps,
+            progress_bar("eigendecompositions", len(factors), progress) as steps,
             ThreadPoolExecutor(workers, initializer=limit, initargs=(threads // workers,)) as pool,
         ):
             largest_first = sorted(range(len(factors)), key=lambda i: -costs[i])

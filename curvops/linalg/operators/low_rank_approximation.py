@@ -124,7 +124,7 @@ def low_rank(
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
             probed = Probed(multiply, facts, generator)
             check = _Check(probed, probes)
-            check.recall(kept.also("error", check.state))
+            check.recall(kept.attach("error", check.state))
             found = approximate(probed, is_psd(op), limit, aim is None, satisfied, kept)
             ended = kept.finish(_Outcome(found, check(found.vectors, found.values, found.matvecs), limit))
     found, error = ended.found, ended.error

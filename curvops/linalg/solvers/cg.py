@@ -131,7 +131,7 @@ def cg(
     kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, parts=refine is False)
     if kept.done:
         return kept.result(Solution)
-    B, x0 = kept.also("right-hand sides", lambda: [B, x0]) or (B, x0)
+    B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = as_function(preconditioner)
 
     done: list[int] = []

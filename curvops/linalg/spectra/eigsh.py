@@ -121,7 +121,7 @@ def eigsh(
         at_work("eigsh", max_matvecs, progress, A),
         working(A, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room),
     ):
-        sizes = kept.also("basis", lambda: sizes) or list(basis_columns(facts, n, n, k, wide, narrow, room))
+        sizes = kept.attach("basis", lambda: sizes) or list(basis_columns(facts, n, n, k, wide, narrow, room))
         capacity, b, capped = sizes
         block = start_block(facts, start, b, generator)
         most = math.inf if max_matvecs is None else max_matvecs - k

@@ -28,7 +28,7 @@ class DrawnFisher(FromResiduals):
 
     def resume(self, kept: Checkpoint, device: torch.device) -> None:
         self.generator = kept.source("generator", self.generator, device)
-        known = kept.also("draws", lambda: self.draws)
+        known = kept.attach("draws", lambda: self.draws)
         self.draws = self.draws if known is None else known
 
     def num_columns(self, num_outputs: int) -> int:

@@ -25,7 +25,7 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Ro
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
-from curvops.progress import Progress, Steps, shown
+from curvops.progress import Progress, Steps, progress_bar
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
@@ -376,7 +376,7 @@ class Passes(JacobianRows):
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
         """Steps that count points, or so many rows of each."""
-        return shown(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
+        return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(
         self, inputs: Any, batch: Batch, columns: int, chunk: int, of_others: bool = False

@@ -196,7 +196,7 @@ class CurvatureCache:
     def keep_in(self, kept: Checkpoint) -> None:
         """Save it beside this step of the run that it is part of; where the step has ended, recall what it left."""
         if self.is_kept:
-            known = kept.also("known", self.state)
+            known = kept.attach("known", self.state)
             if kept.done:
                 self.recall(known)
 

@@ -196,7 +196,7 @@ class Laplace(GaussianWeights):
         self.cache.keep_in(kept)
         if kept.done:
             return kept.result(Deviations)
-        known = kept.also("noise", lambda: noise)
+        known = kept.attach("noise", lambda: noise)
         noise = noise if known is None else from_record(Noise, known)
         kept.save(dict, now=True)
         return kept.finish(

@@ -154,7 +154,7 @@ def find_mode(
             M, spent = precision.preconditioner(1), 0
         else:
             if sketch is None or not kept:  # one for all steps of a run that is kept
-                with kept.naming("preconditioner"):
+                with kept.name_part("preconditioner"):
                     sketch = _preconditioner(cache, prior)
             M, spent = sketch
             spent = 0 if kept and steps else spent

@@ -118,7 +118,7 @@ class Transition(ABC):
     """Whether proposals are accepted or rejected."""
     largest_step: ClassVar[float] = math.inf
 
-    def step_taken(self, step: int) -> tuple[str, float]:
+    def step_length(self, step: int) -> tuple[str, float]:
         """Return the name of the option that sets the step's length, and its value."""
         return "step_size", self.step_size(step)
 
@@ -156,7 +156,7 @@ class Transition(ABC):
             return ValueError(
                 f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
             )
-        name, epsilon = self.step_taken(step)
+        name, epsilon = self.step_length(step)
         measured = " (co.sampling.run measures the curvature and names the limit.)"
         return Diverged(
             f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "

@@ -44,7 +44,7 @@ class ExtendedKalmanFilter(Transition):
     rank: int
     state_type: ClassVar[type[State]] = KalmanState
 
-    def step_taken(self, step: int) -> tuple[str, float]:
+    def step_length(self, step: int) -> tuple[str, float]:
         """Return "lr" and its value, the fraction with which a batch counts."""
         return "lr", self.step_size(step)
 

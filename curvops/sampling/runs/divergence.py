@@ -68,7 +68,7 @@ class Watch:
         bound = RUNAWAY * (temperature * state.structure.size + self._first.abs() + 1)
         if bool(((energies - self._first) <= bound).all()) and bool(state.theta.isfinite().all()):
             return
-        name, length = self._transition.step_taken(int(state.step))
+        name, length = self._transition.step_length(int(state.step))
         worst = float(energies.max()) if bool(energies.isfinite().all()) else float("inf")
         raise Diverged(
             f"the energy −log_posterior grew from {float(self._first.max()):.4g} to {worst:.4g} within "
@@ -95,7 +95,7 @@ class Watch:
         curvature = largest_curvature(self._transition, theta, state, batch)
         limit = self._transition.stability_limit(curvature)
         if limit is None:
-            name, length = self._transition.step_taken(int(state.step))
+            name, length = self._transition.step_length(int(state.step))
             return f"; take a smaller step, {name}={length / 4:.2g}."
         return (
             f", where the largest curvature is {curvature:.3g} and steps up to {limit:.3g} are stable; try "

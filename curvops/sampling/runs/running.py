@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
-from curvops.progress import Progress, check_progress, shown
+from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.metric import OperatorMetric
@@ -163,7 +163,7 @@ def _take_steps(
         reached = replace(reached, state=reached.state.clone())
     watch = Watch(sampler)
     adapted: Any = None
-    with shown("sampling", total, progress) as bar:
+    with progress_bar("sampling", total, progress) as bar:
         bar.done = reached.done
         try:
             while reached.done < total:

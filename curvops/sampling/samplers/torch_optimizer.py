@@ -44,7 +44,7 @@ class Optimizer(Transition):
         """Return this optimiser with another `lr`; states stay valid."""
         return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
 
-    def step_taken(self, step: int) -> tuple[str, float]:
+    def step_length(self, step: int) -> tuple[str, float]:
         """`lr`, the optimiser's own default where none is given."""
         if self.scheduled:
             return "lr", self.step_size(step)
