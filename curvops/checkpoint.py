@@ -59,7 +59,7 @@ class NotSaved(UserWarning):
 
 
 class Checkpoint:
-    """The folder of one run, with what an earlier one saved last and ended with.
+    """The folder of one run, with the state that an earlier one saved last and the result that it ended with.
 
     Without a path nothing is read or written.
     """
@@ -131,11 +131,11 @@ class Checkpoint:
         return from_record(kind, self.outcome)
 
     def part(self, name: str) -> Path | None:
-        """The folder of a step inside that the whole run has need of."""
+        """Return the folder of a step inside that has a name."""
         return None if self.folder is None else self.folder / name
 
     def next_part(self, what: str) -> Path | None:
-        """The folder of the next step inside."""
+        """Return the folder of the next step inside."""
         if self.folder is None or self._name:
             return self.part(self._name)
         self._count += 1
@@ -144,7 +144,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def name_part(self, name: str) -> Iterator[None]:
-        """The step inside is one that the whole run has need of, in the folder of this name."""
+        """Give the next step inside this name in place of a number, so that its folder stays until the run ends."""
         self._name = name
         try:
             yield
@@ -152,7 +152,7 @@ class Checkpoint:
             self._name = ""
 
     def attach(self, name: str, state: Callable[[], Any]) -> Any:
-        """Save this beside the state from now on; returns what was saved so, None where nothing was."""
+        """Save this beside the state from now on; return the value of an earlier run, None where there is none."""
         if self.folder is None:
             return None
         self._attached[name] = state
@@ -183,12 +183,12 @@ class Checkpoint:
                 storage.discard(self._to_discard.pop(), KIND)
 
     def finish(self, result: T) -> T:
-        """Save what the run ended with, in place of all that led to it; returns it."""
-        if self.folder is not None and self._try_write(
-            None, record_of({"result": result, "others": self._attachments()})
-        ):
-            for each in self._parts():
-                storage.discard(each, KIND)
+        """Save the result of the run in place of its state and steps; return it."""
+        if self.folder is not None:
+            tree = record_of({"result": result, "others": self._attachments()})
+            if self._try_write(None, tree):
+                for each in self._parts():
+                    storage.discard(each, KIND)
         return result
 
     def _attachments(self) -> dict[str, Any]:
@@ -270,15 +270,15 @@ def begin(
     parts: bool = False,
     **instead: Any,
 ) -> Checkpoint:
-    """The checkpoint of the `resumable` function at work: at this path, or a part of the run that it is a step of.
+    """Return the checkpoint of the `resumable` function at work: at this path, or a part of the run it is a step of.
 
     Args:
         what: the algorithm.
         path: as the user gave it.
-        problem: what the function's first argument is, by name. The others are told by their values.
+        problem: values that identify the function's first argument, by name. The others are identified by their own.
         device: as in `Checkpoint`.
         parts: whether steps inside keep what they reach, too.
-        instead: what tells arguments whose own values do not, by name.
+        instead: values in place of arguments whose own do not identify them, by name.
 
     Raises:
         OSError, ValueError, TypeError: as `Checkpoint` does.
@@ -294,17 +294,17 @@ def begin(
 
 
 def current() -> Checkpoint:
-    """The run whose step this is."""
+    """Return the checkpoint of the run whose step this is."""
     return in_force.get() or NOTHING
 
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
-    """The checkpoint of a step inside the run in force that the whole run has need of, without steps of its own."""
+    """Return the checkpoint of a step inside the run in force that has a name, and no steps of its own."""
     return Checkpoint(current().part(name), name, device=device)
 
 
 def part_of_whole(name: str, device: torch.device) -> Checkpoint:
-    """The checkpoint of what several steps of the whole run in force have need of, however far inside it is found."""
+    """Return the checkpoint of something that several steps of the whole run need, wherever it is computed."""
     return Checkpoint(current().whole.part(name), name, device=device)
 
 
@@ -329,7 +329,7 @@ def _numbers(value: Any) -> Any:
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """A text that is equal for equal numbers of equal shapes and dtypes."""
+    """Return a text that is equal for equal numbers of equal shapes and dtypes."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -344,7 +344,7 @@ def seed_of(generator: torch.Generator | None) -> str | None:
 
 
 def derive_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-    """A source of other numbers, equal for equal states of this one, which it leaves as it is."""
+    """Return a source of other numbers, equal for equal states of this one, which it leaves as it is."""
     seed = seed_of(generator)
     return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
 

@@ -5,8 +5,8 @@ Every function that may take long has the keyword `progress`: None for that, Fal
 standard error is a file, or a function (what, done, total), called at each step; total is None where it is not known.
 
 An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and
-`count_products` makes a product count. Of nested algorithms the outermost is shown, and counts the products of all; work
-inside one product, inside a preconditioner or inside a callback is not counted.
+`count_products` makes a product count. Of nested algorithms the outermost is shown, and counts the products of all;
+work inside one product, inside a preconditioner or inside a callback is not counted.
 """
 
 from __future__ import annotations
