@@ -64,6 +64,7 @@ def test_the_parts_are_those_of_dense_matrices_and_add_up(network, select, prior
     torch.testing.assert_close(found.value, total, rtol=1e-14, atol=0)
     assert found.effective_parameters is found.effective_parameters  # counted once
     assert found.mode == "map" and "scatter=" in repr(found) and repr(found).startswith("Evidence(")
+    assert found.power == 1 and "power" not in repr(found)
 
 
 def test_a_sum_or_a_multiple_is_a_plain_estimate_without_parts(network):

@@ -37,9 +37,9 @@ class Evidence(Estimate):
     count: Callable[[], Estimate] = field(kw_only=True)
     theta: Float[Tensor, " D"] = field(kw_only=True)
     """The weights θ at which likelihood and scatter are taken."""
-    mode: str = field(default="map", kw_only=True)
+    mode: str = field(kw_only=True)
     """Which these are: "map", the network's own θ*, or "linear", the mode of its linear model."""
-    power: float = field(default=1.0, kw_only=True)
+    power: float = field(kw_only=True)
     """1/T of a tempered likelihood, by which `log_likelihood` is multiplied."""
 
     @cached_property
