@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from curvops import evidence, linalg, sampling
+from curvops import evidence, gp, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import DataChanged, NoCurvature, RewardPairs, likelihoods
 from curvops.operators import (
@@ -72,6 +72,7 @@ __all__ = [
     "TangentKernel",
     "Uncertainty",
     "evidence",
+    "gp",
     "laplace",
     "likelihoods",
     "linalg",

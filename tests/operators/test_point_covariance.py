@@ -90,12 +90,20 @@ def test_points_together_are_what_solves_for_the_rows_give(name, structure):
     torch.testing.assert_close(found, by_solves(J, inverse, J.shape[0]), **TIGHT)
 
 
-def test_points_together_in_several_pieces_go_by_solves():
+@pytest.mark.parametrize("points", [2, 3, 4, 12])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_points_together_that_come_in_several_pieces(structure, points, monkeypatch):
     lin, inputs = linearized("mlp")
-    J = lin.jacobian(inputs)
-    assert point_covariances(J, STRUCTURES["DiagonalGGN"](lin).inverse(), J.shape[0]) is None
+    monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_: 500)
+    inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(torch.cat([inputs, inputs + 1, inputs - 1])[:12])
+    rows = points * lin.num_outputs
+    torch.testing.assert_close(point_covariances(J, inverse, rows), by_solves(J, inverse, rows), **TIGHT)
+
+
+def test_joint_predictions_of_several_pieces():
+    lin, inputs = linearized("mlp")
     post = co.laplace(lin, co.KFAC, prior_precision=0.7, check_mode=False)
-    dense, P = J.to_dense(), post.precision.to_dense()
+    dense, P = lin.jacobian(inputs).to_dense(), post.precision.to_dense()
     expected = dense @ torch.linalg.solve(P, dense.mT)
     torch.testing.assert_close(post.predict(inputs, joint=True).covariance_matrix, expected, **TIGHT)
 

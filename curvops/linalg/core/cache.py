@@ -29,6 +29,19 @@ def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
         )
 
 
+def require_first_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is itself recorded: what it lacks would be taken for zero.
+
+    torch's `once_differentiable` raises where the incoming gradient has a graph alone: the second derivative of a sum
+    would be zero without a word.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "products, solves, determinants and draws of operators have first derivatives alone: differentiate them "
+            "without create_graph=True."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Entry:
     """A value with the tensors it came from: holding them keeps their addresses from being used again."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Estimate, accept
 from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
@@ -78,8 +78,8 @@ class _WithGradient(Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
         tensors = ctx.saved_tensors
         A = tensors[0] if ctx.tree is None else ctx.tree(*tensors)
         total: list[Tensor | None] = [None] * len(tensors)

@@ -9,8 +9,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.contour_solve import ContourProduct, contour
@@ -36,8 +36,8 @@ class _InverseRootProduct(Function):
         return _contour(tree(*tensors), rhs, lower_bound).product.value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
         rhs, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
@@ -75,8 +75,8 @@ class _InverseRoot(Function):
         return vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        require_first_derivative()
         # In the eigenbasis, d(A^-½)_ij = −dA_ij / (√λ_i √λ_j (√λ_i + √λ_j)): no difference of eigenvalues.
         values, vectors = ctx.saved_tensors
         root = values.sqrt()

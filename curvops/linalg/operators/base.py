@@ -25,7 +25,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import checked_whole
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, carries_graph
+from curvops.linalg.core.cache import Cache, carries_graph, require_first_derivative
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Estimate, indefinite
@@ -151,6 +151,12 @@ class Operator(LinearOperator):
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return by_columns(self._transposed_product, rhs)
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of Σ uᵀAv in the operator's tensors; RuntimeError where that is to be differentiated."""
+        require_first_derivative()
+        found: tuple[Tensor | None, ...] = super()._bilinear_derivative(left_vecs, right_vecs)
+        return found
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)

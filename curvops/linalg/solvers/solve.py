@@ -30,10 +30,9 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from curvops.checks import check_choice, check_limits
-from curvops.linalg.core.cache import carries_graph
+from curvops.linalg.core.cache import carries_graph, require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
@@ -272,8 +271,8 @@ class _Solve(Function):
         return solution
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
         solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
         adjoint = ctx.request(operator.mT, gradient)
@@ -295,8 +294,8 @@ class _LeastSquares(Function):
         return solution
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
         # dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973)
         rhs, solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_map
 
 from curvops.network.data.inputs import Inputs, components, move, num_points, replaced, take
 from curvops.network.engines.engine import Engines
@@ -22,7 +23,7 @@ from curvops.network.engines.layerwise import Features, record, sensitivities
 from curvops.network.engines.routes import has_custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, JacobianRows, grouped, parts_of
+from curvops.network.walks.layer_roots import Group, JacobianRows, grouped, groups_of, parts_of
 
 Compute = Callable[..., Tensor]
 
@@ -122,6 +123,17 @@ class GraphRows(JacobianRows):
         groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
         yield 0, n * columns, groups
 
+    def by_layer(self) -> list[Group]:
+        """Return the rows of all points, one group a layer; of a last layer from its inputs alone."""
+        if (last := self.features()) is not None:
+            groups = [group for each in last for group in groups_of(each, self._engines.plan.num_outputs)]
+        else:
+            ((_, _, groups),) = self.jacobian_rows()
+        layers: dict[tuple[str, ...], list[Group]] = {}
+        for group in groups:  # of one point after the other where there is no layer rule
+            layers.setdefault(group.names, []).append(group)
+        return [Group.concatenate(parts) for parts in layers.values()]
+
     def _of_others(self, names: tuple[str, ...], point: slice, units: Tensor) -> Group:
         """The rows of one point for parameters without a layer rule."""
         model, one = self.model, take(self._inputs, point)
@@ -147,8 +159,9 @@ class InputGraph:
     `inputs` have their graph, and `names` tells which require a gradient.
     """
 
-    def __init__(self, engines: Engines, inputs: Inputs, names: tuple[str, ...]) -> None:
-        require_input_gradients(engines, inputs)
+    def __init__(self, engines: Engines, inputs: Inputs, names: tuple[str, ...] = ()) -> None:
+        if names:
+            require_input_gradients(engines, inputs)
         self.engines, self.inputs, self.names = engines, inputs, names
 
     @property
@@ -211,13 +224,19 @@ class InputGraph:
 
         return through_inputs(model, self.inputs, compute, block)
 
-    def by_rows(self, compute: Callable[[JacobianRows], Tensor], chunk_bytes: int) -> Tensor:
-        """`compute` of the rows of J."""
+    def followed_by(self, other: InputGraph) -> InputGraph:
+        """Return the points of both, one after the other."""
+        inputs = tree_map(lambda x, y: torch.cat([x, y]), self.inputs, other.inputs)
+        names = tuple(name for name, tensor in components(inputs) if tensor.requires_grad)
+        return InputGraph(self.engines, inputs, names)
 
-        def run(given: Inputs) -> Tensor:
-            return compute(GraphRows(self.engines, given, chunk_bytes))
+    def by_rows(self, compute: Callable[..., Tensor], chunk_bytes: int, *vectors: Tensor) -> Tensor:
+        """`compute` of the rows of J and of vectors."""
 
-        return through_inputs(self.engines.model, self.inputs, run)
+        def run(given: Inputs, *values: Tensor) -> Tensor:
+            return compute(GraphRows(self.engines, given, chunk_bytes), *values)
+
+        return through_inputs(self.engines.model, self.inputs, run, *vectors)
 
 
 def require_input_gradients(engines: Engines, inputs: Inputs) -> None:

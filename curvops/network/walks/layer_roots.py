@@ -141,6 +141,13 @@ class Group:
         parts = [(part.layer.path, part.kept.shape[1:], part.delta.shape[1:]) for part in self.parts]
         return self.names, parts, {name: rows.shape[1:] for name, rows in self.given.items()}
 
+    def take(self, points: slice) -> Group:
+        """The rows of some of the points."""
+        parts = tuple(Part(part.layer, part.kept[points], part.delta[points]) for part in self.parts)
+        given = {name: rows[points] for name, rows in self.given.items()}
+        start = self.start + points.indices(self.num_points)[0]
+        return Group(self.names, parts, self.counted[points], self.first, given, start)
+
     @property
     def layer(self) -> Layer | None:
         """The one layer that these rows belong to, if there is just one with an outer-product structure."""
@@ -186,10 +193,11 @@ class Group:
         given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
         return cls(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
-    def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
-        """`rows` of some points at a time from the one named on, at most `most_bytes` where one point's fit."""
+    def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
+        """`rows` of some points at a time from the one named on, so many `together` at least, else `most_bytes`."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
-        step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
+        step = most_bytes // max(1, size * self.num_columns * self._sample.element_size())
+        step = max(1, step // together) * together
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
 
@@ -347,8 +355,35 @@ class JacobianRows(ABC):
     def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]:
         """Yield (first row, how many, groups) of some points at a time."""
 
-    def selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, some points at a time; of a subnetwork its S columns alone."""
+    def groups_together(self, rows: int) -> Iterator[tuple[int, list[Group]]]:
+        """Yield (first row, groups) where so many rows that follow one another come in one piece.
+
+        The points at the end of a piece whose rows are not complete wait for the next piece.
+        """
+        rest: list[Group] = []
+        for first, _, groups in self.jacobian_rows():
+            if rest:
+                first, groups = (
+                    first - rest[0].num_rows,
+                    [Group.concatenate(pair) for pair in zip(rest, groups, strict=True)],
+                )
+            num_points = groups[0].num_points if groups else 0
+            over = num_points % max(1, rows // groups[0].num_columns) if groups else 0
+            rest = [group.take(slice(num_points - over, None)) for group in groups] if over else []
+            if not over or over < num_points:
+                yield first, [group.take(slice(num_points - over)) for group in groups] if over else groups
+
+    def selected_rows(self, together: int = 1) -> Iterator[Float[Tensor, "r D"]]:
+        """Yield the rows of J as a matrix, some points at a time, and a multiple of so many rows `together`."""
+        rest: list[Tensor] = []
+        for rows in self._selected_rows():
+            rows = torch.cat([*rest, rows]) if rest else rows
+            over = len(rows) % together
+            rest = [rows[len(rows) - over :]] if over else []
+            yield rows[: len(rows) - over]
+
+    def _selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
+        """Yield the rows of J as a matrix, piece by piece; of a subnetwork its S columns alone."""
         selection, theta = self.model.selection, self.model.theta
         positions = selection.positions()
         for _, count, groups in self.jacobian_rows():

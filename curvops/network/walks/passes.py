@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_map
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
@@ -24,6 +25,7 @@ from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
+from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 
@@ -104,6 +106,11 @@ class Passes(JacobianRows):
         self._asked: Counter[int] = Counter()
         self._complete = False
         self.memory.register(self)
+
+    def input_graph(self) -> InputGraph:
+        """Return the inputs of all batches as those of one, none of which requires a gradient."""
+        inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self._source))
+        return InputGraph(self.engines, inputs)
 
     @property
     def memory_budget(self) -> int:

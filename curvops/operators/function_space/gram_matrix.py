@@ -29,24 +29,35 @@ Piece = tuple[int, Group]
 """The first row among all, and the rows of one layer from there on."""
 
 
-@torch.no_grad()
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
     """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x.
 
     `kept` saves what these walks add up to and how far they came; with as much room, what goes on ends with the same
     bits.
     """
-    passes, begin = left.passes, 0
-    result, most_bytes = left.theta.new_zeros(left.shape[-2], right.shape[-2]), max(0, passes.memory.room())
-    if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], len(result)):
-        begin, result, most_bytes = kept.state["rows"], kept.state["sums"], min(kept.state["bytes"], most_bytes)
+    return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), kept).squeeze(0)
+
+
+@torch.no_grad()
+def gram_terms(
+    left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], kept: Checkpoint = NOTHING
+) -> Float[Tensor, "T nC mC"]:
+    """The terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ of the parameters that each takes (numbered from 0)."""
+    passes, begin, most_bytes = left.passes, 0, max(0, left.passes.memory.room())
+    result = left.theta.new_zeros(1 + max(term_of.values()), left.shape[-2], right.shape[-2])
+    if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], left.shape[-2]):
+        begin, most_bytes = kept.state["rows"], min(kept.state["bytes"], most_bytes)
+        result = kept.state["sums"].view_as(result)
     scales, same = _scales(passes.model.selection.positions(), prior), passes is right.passes
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
-        if group.names == partner.names and (not same or row <= column):
-            target = result[row : row + group.num_rows, column : column + partner.num_rows]
-            _add(target, group, partner, scales, most_bytes // 8)
+        if group.names != partner.names or (same and row > column):
+            return
+        for term in {term_of[name] for name in group.names}:
+            target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
+            own = {name: scales[name] if term_of[name] == term else result.new_zeros(()) for name in group.names}
+            _add(target, group, partner, own, most_bytes // 8)
 
     with passes.memory.holding(most_bytes):
         for end, panel in _panels(passes.jacobian_rows(begin), 3 * most_bytes // 8):
@@ -56,7 +67,7 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
                 for piece, other in product(panel, others):
                     add(piece, other)
             kept.save(partial(dict, rows=end, sums=result, bytes=most_bytes))
-    return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
+    return mirrored(result) if same else result
 
 
 def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:

@@ -84,9 +84,9 @@ def point_covariances(
     With `diagonals` their diagonals alone. A forward pass, C backward passes (of a last layer none) and, for each
     layer, two rotations (none for a diagonal P); where it is applied at one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at
     few the same for each pair of them, elsewhere (and between points) the layer's own Jacobian, in chunks. Low rank
-    adds J U from the same a and δ. None for other operators, where parameters have no layer rule, where Woodbury's
-    difference would cancel too many digits, and where the points of a block do not come in one piece. `rows` with a
-    graph take the place of those of the Jacobian's walk, and give the result one.
+    adds J U from the same a and δ. None for other operators, where parameters have no layer rule, and where Woodbury's
+    difference would cancel too many digits. `rows` with a graph take the place of those of the Jacobian's walk, and
+    give the result one.
     """
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
@@ -132,15 +132,14 @@ def _summed(
         if tangents is not None and pushed is not None:
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
-    for first, rows, groups in walk.jacobian_rows():
-        if rows % outputs:
-            return None
+    for first, groups in walk.groups_together(outputs):
         for group in groups:
-            start, count = (first + group.first_row) // outputs, group.num_rows // outputs
+            row = first + group.first_row
+            start, count = row // outputs, group.num_rows // outputs
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
                 return None
             if tangents is not None and pushed is not None:
-                part = pushed[:, first + group.first_row :][:, : group.num_rows]
+                part = pushed[:, row : row + group.num_rows]
                 part += group.push(tangents).flatten(1)
     return total
 
@@ -170,12 +169,10 @@ def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) 
         target.add_((layer.left[0] * kernel.unsqueeze(1)) @ layer.left[0].mT)
 
 
-def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target | None:
+def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
     """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
-    for rows in walk.selected_rows():
-        if len(rows) % shape[1]:
-            return None
+    for rows in walk.selected_rows(together=shape[1]):
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
         part = half.unflatten(0, (-1, shape[1]))
         _add_products(total[start : start + len(part)], part, part)
@@ -373,7 +370,7 @@ def _add_rows(
 def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
     """The group's rows of some points at a time, its tensors one after the other, with their part of the target."""
     start = 0
-    for rows in group.pieces(most_bytes) if len(target) >= group.num_points else [group.rows()]:
+    for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
         flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
         count = flat.shape[0] * flat.shape[1] // target.shape[1]
         yield target[start : start + count], flat

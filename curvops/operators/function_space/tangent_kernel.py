@@ -9,10 +9,13 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg import Diagonal
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
-from curvops.network import read_precision
+from curvops.network import JacobianRows, read_precision
+from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -42,8 +45,8 @@ class TangentKernel(UserOperator, Operator):
 
     def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
         scale = read_precision("prior", prior, lin.model)
-        left = lin.jacobian(x)
-        super().__init__(left, left if x2 is None else lin.jacobian(x2), scale)
+        left = _jacobian(lin, x)
+        super().__init__(left, left if x2 is None else _jacobian(lin, x2), scale)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -91,10 +94,56 @@ class TangentKernel(UserOperator, Operator):
         second = first if self.psd else right.to(device=device, dtype=dtype)
         return TangentKernel(first, second, convert(prior, device, dtype))
 
+    def _diagonal(self) -> Float[Tensor, " nC"]:
+        """The variances Σ_d J²_id / A_d from each layer's inputs and sensitivities, at C backward passes."""
+        outputs = self._args[0].passes.engines.plan.num_outputs
+        return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
+
+    def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
+        """The blocks on the diagonal of so many points each, of one set of inputs: no entry between them is formed."""
+        left = self._args[0]
+        outputs = points * left.passes.engines.plan.num_outputs
+        if not self.psd or left.shape[-2] % outputs:
+            raise ValueError(
+                f"blocks of {points} points stand on the diagonal of a kernel of one set of inputs whose number they "
+                f"divide; this one is of shape {tuple(self.shape)}."
+            )
+        return self._in_blocks(outputs, False)
+
+    def _in_blocks(self, rows: int, diagonals: bool) -> Tensor:
+        left, _, prior = self._args
+
+        def compute(walk: JacobianRows | None, precision: Tensor) -> Tensor:
+            weights = precision.reciprocal().expand(left.shape[-1])
+            found = point_covariances(left, Diagonal(weights), rows, diagonals, walk)
+            if found is not None:
+                return found
+            each = torch.cat([*(left.passes if walk is None else walk).selected_rows()]).unflatten(0, (-1, rows))
+            return (each * each * weights).sum(-1) if diagonals else (each * weights) @ each.mT
+
+        if not left.is_recorded and not carries_graph((prior,)):
+            return compute(None, prior)
+        found: Tensor = left.graph.by_rows(compute, left.passes.chunk_bytes, prior)
+        return found
+
     def to_dense(self) -> Float[Tensor, "nC mC"]:
         """The Gram matrix, where a gradient for A is asked for by one product a column."""
         left, right, prior = self._args
+        if left.is_recorded or right.is_recorded:
+            return gram_with_graph(left, right, _scales(left, prior))
         if carries_graph((prior,)):
             unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
             return torch.cat([self._product(part.mT) for part in unit.split(COLUMN_BLOCK)], 1)
         return gram_matrix(left, right, prior)
+
+
+def _jacobian(lin: Linearization, x: Any) -> Jacobian:
+    return lin.jacobian() if x is None else lin.jacobian(x, differentiable=True)
+
+
+def _scales(jacobian: Jacobian, prior: Tensor) -> dict[str, Tensor]:
+    """Return A⁻¹ by parameter name; one number for all where A is one and no entry lies outside a subnetwork."""
+    selection = jacobian.passes.model.selection
+    if prior.ndim == 0 and selection.index is None:
+        return dict.fromkeys(selection.names, prior.reciprocal())
+    return selection.unflatten(prior.reciprocal().expand(selection.num_parameters))

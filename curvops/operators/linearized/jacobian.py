@@ -44,8 +44,9 @@ class Jacobian(NetworkOperator):
 
     @property
     def graph(self) -> Any:
-        """The inputs of the Jacobian with their graph, where `is_recorded`."""
-        return self._kwargs["graph"].at(self._args[1:])
+        """The inputs of the Jacobian, all points together, with their graph where `is_recorded`."""
+        graph = self._kwargs["graph"]
+        return self.passes.input_graph() if graph is None else graph.at(self._args[1:])
 
     def _tangent_space(self) -> Space:
         return self.passes.model.tangent_space
@@ -75,12 +76,19 @@ class Jacobian(NetworkOperator):
             return found
         return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self._num_outputs)
 
-    @torch.no_grad()
     def formed(self) -> Float[Tensor, "D NC"]:
         """Jᵀ itself, for few points: its columns from each layer's rows, at C backward passes.
 
-        A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers.
+        A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers. It has a gradient in
+        the inputs where the Jacobian `is_recorded`.
         """
+        if self.is_recorded:
+            found: Tensor = self.graph.by_rows(lambda rows: torch.cat([*rows.selected_rows()]), self.passes.chunk_bytes)
+            return found.mT
+        return self._formed()
+
+    @torch.no_grad()
+    def _formed(self) -> Float[Tensor, "D NC"]:
         rows = list(self.passes.selected_rows()) or [self.theta.new_zeros(0, len(self.theta))]
         return self.passes.line_up(rows).mT
 

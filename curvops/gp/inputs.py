@@ -1,0 +1,36 @@
+"""Inputs as gpytorch and BoTorch give them, (..., n, d), as the network takes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from curvops.operators import Linearization
+
+
+def as_points(lin: Linearization, x: Tensor) -> Tensor:
+    """Return the points (..., n, d) in one row, each of the shape that the network takes.
+
+    Raises TypeError where the network takes several tensors, and ValueError where d is not the size of its input.
+    """
+    few = lin.data.few
+    if not isinstance(few, Tensor):
+        raise TypeError(
+            f"a Gaussian process has inputs of one tensor (n, d), the network takes a {type(few).__name__} of them: "
+            "wrap it in a module that splits one tensor."
+        )
+    shape = few.shape[1:]
+    if x.ndim < 2 or x.shape[-1] != math.prod(shape):
+        raise ValueError(
+            f"inputs of shape {tuple(x.shape)} do not fit a network whose input has the shape {tuple(shape)}: expected "
+            f"(..., n, {math.prod(shape)}), one row a point."
+        )
+    points = x.reshape(-1, *shape)
+    return points if few.is_floating_point() else points.to(few.dtype)
+
+
+def same_points(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same points, as gpytorch passes one tensor twice."""
+    return x is y or (x.shape == y.shape and torch.equal(x, y))

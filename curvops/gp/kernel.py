@@ -1,0 +1,248 @@
+"""The tangent kernel of a linearised network as a gpytorch kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from gpytorch.constraints import Interval, Positive
+from gpytorch.kernels import Kernel
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.priors import Prior
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import check_choice, checked_number
+from curvops.gp.inputs import as_points, same_points
+from curvops.linalg import Dense, LowRank
+from curvops.network.model.parameters import matching
+from curvops.network.model.weight_vectors import read_precision
+from curvops.operators import Linearization, TangentKernel
+from curvops.operators.function_space.gram_graph import gram_with_graph
+from curvops.operators.function_space.gram_matrix import gram_terms
+from curvops.operators.linearized.jacobian import Jacobian
+
+OVER = ("scalar", "layers", "tensors")
+
+
+class LinearizedKernel(Kernel):
+    """k(x, x') = s J(x) A⁻¹ J(x')ᵀ: the covariance of a linearised network's outputs under the prior N(m, A⁻¹).
+
+    Its parameters are the prior precision, one number for all weights, for each layer or for each tensor, and where it
+    is asked for the output scale s (which one prior precision makes redundant). They train by gpytorch's marginal
+    likelihoods with any optimiser. Rows are ordered point by point, as `MultitaskMultivariateNormal` interleaves them.
+
+    The matrix of one set of points is J itself where it has fewer columns than rows (weight space), else the Gram
+    matrix, kept for the last inputs without a gradient; where the memory budget has no room for it, products with J.
+    Sums with a noise variance stay operators of curvops: solves and determinants are ours. gpytorch's own kernels of
+    this one (`ScaleKernel`, sums, products) evaluate lazily by gpytorch's rules, under
+    `gpytorch.settings.lazily_evaluate_kernels(False)` at once.
+
+    Args:
+        lin: the linearised network. It is no submodule: not trained, not moved, not in the state dict.
+        prior_precision: the start of A, a positive number, or {glob over parameter names: number}, one parameter each.
+        over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
+        outputscale: the start of s; None leaves it out.
+        prior_precision_prior, outputscale_prior: gpytorch priors.
+        prior_precision_constraint, outputscale_constraint: gpytorch constraints; None is `Positive()`.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind; inputs that do not fit the network; batches of other lengths;
+            `last_dim_is_batch`, which has no meaning for a network.
+
+    Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
+    """
+
+    has_lengthscale = False
+
+    def __init__(
+        self,
+        lin: Linearization,
+        prior_precision: Any = 1.0,
+        *,
+        over: str = "scalar",
+        outputscale: float | None = None,
+        prior_precision_prior: Prior | None = None,
+        prior_precision_constraint: Interval | None = None,
+        outputscale_prior: Prior | None = None,
+        outputscale_constraint: Interval | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(lin, Linearization):
+            raise TypeError(f"lin must be a Linearization, as co.linearize returns it, got {type(lin).__name__}.")
+        self.lin, self._kept = lin, Kept()
+        self._group_of, start = _groups(lin, prior_precision, over)
+        self._add_parameter("prior_precision", start, prior_precision_prior, prior_precision_constraint)
+        self.has_outputscale = outputscale is not None
+        if outputscale is not None:
+            scale = torch.tensor(checked_number("outputscale", outputscale), dtype=lin.theta.dtype)
+            self._add_parameter("outputscale", scale.to(lin.theta.device), outputscale_prior, outputscale_constraint)
+        elif outputscale_prior is not None or outputscale_constraint is not None:
+            raise ValueError("a prior or a constraint of the output scale needs its start: pass outputscale=1.0.")
+
+    def _add_parameter(self, name: str, start: Tensor, prior: Prior | None, constraint: Interval | None) -> None:
+        self.register_parameter(f"raw_{name}", torch.nn.Parameter(torch.zeros_like(start)))
+        self.register_constraint(f"raw_{name}", Positive() if constraint is None else constraint)
+        if prior is not None:
+            self.register_prior(f"{name}_prior", prior, lambda m: getattr(m, name), lambda m, v: setattr(m, name, v))
+        setattr(self, name, start)
+
+    @property
+    def prior_precision(self) -> Float[Tensor, " G"]:
+        """A, one number for each group of weights."""
+        return self.raw_prior_precision_constraint.transform(self.raw_prior_precision)
+
+    @prior_precision.setter
+    def prior_precision(self, value: Any) -> None:
+        raw = self.raw_prior_precision
+        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand_as(raw)
+        self.initialize(raw_prior_precision=self.raw_prior_precision_constraint.inverse_transform(given))
+
+    @property
+    def outputscale(self) -> Float[Tensor, ""]:
+        """s; 1 where the kernel has none."""
+        if not self.has_outputscale:
+            return torch.ones_like(self.lin.theta[0])
+        return self.raw_outputscale_constraint.transform(self.raw_outputscale)
+
+    @outputscale.setter
+    def outputscale(self, value: Any) -> None:
+        if not self.has_outputscale:
+            raise ValueError("this kernel has no output scale: pass outputscale=1.0 when it is made.")
+        raw = self.raw_outputscale
+        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
+        self.initialize(raw_outputscale=self.raw_outputscale_constraint.inverse_transform(given))
+
+    def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
+        """C, the number of the network's outputs."""
+        return self.lin.num_outputs
+
+    def __call__(
+        self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> Any:
+        """Return the lazy matrix, or its diagonal; see gpytorch's `Kernel.__call__`."""
+        found = super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
+        if type(found) is LazyEvaluatedKernelTensor:
+            return LazyLinearizedKernel(found.x1, found.x2, kernel=self)
+        return found
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> LinearOperator | Tensor:
+        """Return the kernel's matrix (..., n·C, m·C), or its diagonal (..., n·C)."""
+        if last_dim_is_batch:
+            raise ValueError("last_dim_is_batch makes a kernel of each input dimension; a network takes them together.")
+        same = same_points(x1, x2)
+        if diag and not same:
+            return self._blocks(x1.unsqueeze(-2), x2.unsqueeze(-2)).diagonal(dim1=-2, dim2=-1).flatten(-2)
+        if diag:
+            return self._tangent_kernel(x1, x1).diagonal().reshape(*x1.shape[:-2], -1)
+        if x1.ndim > 2 or x2.ndim > 2:
+            return Dense(self._blocks(x1, x1 if same else x2), psd=same)
+        return self._matrix(x1, x1 if same else x2)
+
+    def _scales(self) -> Float[Tensor, " G"]:
+        return self.outputscale / self.prior_precision
+
+    def _entries(self) -> Float[Tensor, " D"]:
+        """s A⁻¹, one number a weight."""
+        selection, scales = self.lin.model.selection, self._scales()
+        each = {
+            name: scales[self._group_of[name]].expand(shape) for name, shape in zip(selection.names, selection.shapes)
+        }
+        return selection.flatten(each)
+
+    def _tangent_kernel(self, x1: Tensor, x2: Tensor) -> TangentKernel:
+        second = None if x2 is x1 else as_points(self.lin, x2)
+        return TangentKernel(self.lin, self._precision(), as_points(self.lin, x1), second)
+
+    def _precision(self) -> Tensor:
+        """A / s as `TangentKernel` takes it."""
+        scales = self._scales()
+        return scales.reciprocal().squeeze(0) if len(scales) == 1 else self._entries().reciprocal()
+
+    def _blocks(self, x1: Tensor, x2: Tensor) -> Float[Tensor, "*b nC mC"]:
+        """Return a matrix for each batch: of both sets of points together, where there are two."""
+        batch, rows = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2]), x1.shape[-2] * self.lin.num_outputs
+        sets = [x1] if x2 is x1 else [x1, x2]
+        together = torch.cat([x.expand(*batch, -1, -1) for x in sets], -2)
+        blocks = self._tangent_kernel(together, together).blocks(together.shape[-2])
+        found = blocks.reshape(*batch, *blocks.shape[-2:])
+        return found if x2 is x1 else found[..., :rows, rows:]
+
+    def _matrix(self, x1: Tensor, x2: Tensor) -> LinearOperator:
+        kernel = self._tangent_kernel(x1, x2)
+        left, right, _ = kernel._args
+        (rows, columns), weights = kernel.shape, self.lin.num_parameters
+        room = left.passes.memory.room() // self.lin.theta.element_size()
+        if x2 is x1 and weights < rows and rows * weights <= room:
+            rows_of_J = left.formed().mT if left.is_recorded else self._kept.get("J", x1, x2, lambda: left.formed().mT)
+            return LowRank(rows_of_J, self._entries())
+        if rows * columns * (len(self.raw_prior_precision) + 1) > room:
+            return kernel
+        if left.is_recorded or right.is_recorded:
+            scales = self._scales()
+            each = {name: scales[group] for name, group in self._group_of.items()}
+            return Dense(gram_with_graph(left, right, each), psd=x2 is x1)
+        units = self._kept.get("grams", x1, x2, lambda: self._units(left, right))
+        return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
+
+    def _units(self, left: Jacobian, right: Jacobian) -> Float[Tensor, "G nC mC"]:
+        """Return J_g(x) J_g(x')ᵀ for each group of weights."""
+        return gram_terms(left, right, torch.ones_like(self.lin.theta[0]), self._group_of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
+        """Return a copy with parameters of its own that shares the linearisation."""
+        memo[id(self.lin)], memo[id(self._kept)] = self.lin, Kept()
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return new
+
+
+class Kept:
+    """The last matrix of each kind that needed passes of the network, for as long as the points are the same."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def get(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, or what it returned for these points before."""
+        entry = self._entries.get(kind)
+        if entry is None or not (same_points(entry[0], x1) and same_points(entry[1], x2)):
+            entry = self._entries[kind] = x1.detach().clone(), x2.detach().clone(), compute()
+        return entry[2]
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], Float[Tensor, " G"]]:
+    """Return the group of each parameter tensor, and the prior precision that each group starts from."""
+    check_choice("over", over, OVER)
+    names = lin.model.selection.names
+    if isinstance(start, Mapping):
+        if over != "scalar":
+            raise ValueError(f"prior_precision={{glob: number}} names the groups itself; leave out over={over!r}.")
+        read_precision("prior_precision", start, lin.model)
+        of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
+        values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
+    else:
+        owner = {name: {"scalar": "", "layers": name.rpartition(".")[0], "tensors": name}[over] for name in names}
+        owners = list(dict.fromkeys(owner.values()))
+        of = {name: owners.index(owner[name]) for name in names}
+        values = [checked_number("prior_precision", start)] * len(owners)
+    return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
+
+
+class LazyLinearizedKernel(LazyEvaluatedKernelTensor):
+    """A kernel matrix that is evaluated when it is first used; its sums are curvops operators."""
+
+    def __add__(self, other: Any) -> LinearOperator:
+        return self.evaluate_kernel() + other
+
+    def add_diagonal(self, diag: Tensor) -> LinearOperator:
+        return self.evaluate_kernel().add_diagonal(diag)

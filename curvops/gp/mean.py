@@ -1,0 +1,47 @@
+"""The prior mean of a linearised network as a gpytorch mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpytorch.means import Mean
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.gp.inputs import as_points
+from curvops.network.model.weight_vectors import read_vector
+from curvops.operators import Linearization
+
+
+class LinearizedMean(Mean):
+    """The mean of the linear model under its prior N(m, A⁻¹): f(x, θ*) + J(x)(m − θ*).
+
+    With it and `LinearizedKernel` a gpytorch `ExactGP` is the linearised network as a Gaussian process: for a Gaussian
+    likelihood its predictions are those of `co.laplace` at the linear model's mode.
+
+    Shapes: inputs (..., n, d); the result (..., n) of a network with one output, else (..., n, C). Cost: a forward pass
+    and one product with J. It has a gradient in the inputs, none in the network's weights.
+
+    Args:
+        lin: the linearised network. It is no submodule: not trained, not moved, not in the state dict.
+        prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
+
+    Raises:
+        TypeError, ValueError: a prior mean of another kind or size; inputs that do not fit the network.
+    """
+
+    def __init__(self, lin: Linearization, prior_mean: Any = 0.0) -> None:
+        super().__init__()
+        self.lin, self._prior_mean = lin, read_vector("prior_mean", prior_mean, lin.model, "a number").detach()
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "*b n C"]:
+        """Return the mean at x."""
+        jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
+        step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
+        values = jacobian.outputs().flatten() + jacobian._matmul(step)
+        found = values.reshape(*x.shape[:-1], -1)
+        return found.squeeze(-1) if found.shape[-1] == 1 else found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedMean:
+        """Return a copy that shares the linearisation."""
+        return LinearizedMean(self.lin, self._prior_mean)

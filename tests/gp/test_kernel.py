@@ -1,0 +1,237 @@
+"""A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
+
+Tests `kernel.py`, `mean.py`, `inputs.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from linear_operator.utils import linear_cg
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import curvops as co
+from curvops.gp import LinearizedKernel, LinearizedMean
+from curvops.linalg import Operator
+
+DOUBLE = torch.float64
+N, NOISE = 12, 0.3
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "one output": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)), (3,), 1),
+    "two outputs": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), (3,), 2),
+    "fewer weights than rows": (lambda: nn.Sequential(nn.Linear(3, 1), nn.Tanh(), nn.Linear(1, 2)), (3,), 2),
+    "images": (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2)), (1, 3, 3), 2),
+}
+PRIORS: dict[str, dict[str, Any]] = {
+    "scalar": {"prior_precision": 2.0},
+    "layers": {"prior_precision": 2.0, "over": "layers"},
+    "tensors": {"prior_precision": 0.5, "over": "tensors"},
+    "globs": {"prior_precision": {"0.*": 2.0, "[!0]*": 0.5}},
+    "scaled": {"prior_precision": 2.0, "outputscale": 3.0},
+}
+
+
+class Process(gpytorch.models.ExactGP):
+    """The linearised network as an exact Gaussian process."""
+
+    def __init__(self, lin: co.Linearization, x: Tensor, y: Tensor, likelihood: Any, **prior: Any) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = LinearizedMean(lin), LinearizedKernel(lin, **prior)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        mean, kernel = self.mean_module(x), self.covar_module(x)
+        joint = gpytorch.distributions.MultitaskMultivariateNormal
+        return (gpytorch.distributions.MultivariateNormal if mean.ndim == 1 else joint)(mean, kernel)
+
+
+def linearized(name: str) -> tuple[co.Linearization, Tensor, Tensor]:
+    torch.manual_seed(0)
+    make, shape, outputs = NETWORKS[name]
+    x, y = torch.randn(N, *shape, dtype=DOUBLE), torch.randn(N, outputs, dtype=DOUBLE)
+    return co.linearize(make().double(), (x, y), co.likelihoods.Gaussian(NOISE)), x, y
+
+
+def process(lin: co.Linearization, x: Tensor, y: Tensor, **prior: Any) -> tuple[Process, Any, Tensor]:
+    outputs = y.shape[1]
+    if outputs == 1:
+        likelihood: Any = gpytorch.likelihoods.GaussianLikelihood().double()
+    else:
+        likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(outputs, has_task_noise=False).double()
+    likelihood.noise = torch.tensor(NOISE, dtype=DOUBLE)
+    y = y.squeeze(1) if outputs == 1 else y
+    return Process(lin, x.flatten(1), y, likelihood, **prior), likelihood, y
+
+
+def dense_kernel(lin: co.Linearization, x: Tensor, x2: Tensor, kernel: LinearizedKernel) -> Tensor:
+    shape = lin.data.few.shape[1:]
+    J, J2 = (lin.jacobian(points.reshape(-1, *shape)).to_dense() for points in (x, x2))
+    return (J * kernel._entries()) @ J2.mT
+
+
+@pytest.fixture
+def no_conjugate_gradients_of_gpytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("gpytorch's conjugate gradients were called.")
+
+    assert callable(linear_cg)
+    monkeypatch.setattr("linear_operator.utils.linear_cg", refuse)
+    monkeypatch.setattr("linear_operator.operators._linear_operator.utils.linear_cg", refuse)
+    with gpytorch.settings.max_cholesky_size(0), gpytorch.settings.min_preconditioning_size(1):
+        yield
+
+
+@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
+    lin, x, y = linearized(name)
+    gp, likelihood, targets = process(lin, x, y, **PRIORS[prior])
+    post = co.laplace(lin, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
+    new = torch.randn(4, *x.shape[1:], dtype=DOUBLE)
+
+    gp.train()
+    marginal = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    value = marginal(gp(x.flatten(1)), targets) * targets.numel()
+    torch.testing.assert_close(value, post.log_evidence(mode="linear").value, rtol=1e-9, atol=1e-9)
+    value.backward()
+    assert all(parameter.grad is not None for parameter in gp.parameters())
+
+    gp.eval()
+    predicted, mode = gp(new.flatten(1)), post.linear_mode(rtol=1e-12).theta
+    joint = post.predict(new, joint=True).covariance_matrix
+    torch.testing.assert_close(predicted.covariance_matrix, joint, rtol=1e-8, atol=1e-8)
+    mean = lin.predict(new) + (lin.jacobian(new) @ (mode - lin.theta)).reshape(4, -1)
+    torch.testing.assert_close(predicted.mean.reshape(4, -1), mean, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_matrices_diagonals_and_batches(name: str, prior: str) -> None:
+    lin, x, _ = linearized(name)
+    kernel, size = LinearizedKernel(lin, **PRIORS[prior]), x[0].numel()
+    a, b = torch.randn(2, 3, size, dtype=DOUBLE), torch.randn(2, 4, size, dtype=DOUBLE)
+    exact = {"rtol": 1e-10, "atol": 1e-12}
+    cross = torch.stack([dense_kernel(lin, p, q, kernel) for p, q in zip(a, b)])
+    square = torch.stack([dense_kernel(lin, p, p, kernel) for p in a])
+    torch.testing.assert_close(kernel(a[0]).to_dense(), square[0], **exact)
+    torch.testing.assert_close(kernel(a[0], b[0]).to_dense(), cross[0], **exact)
+    torch.testing.assert_close(kernel(a, b).to_dense(), cross, **exact)
+    torch.testing.assert_close(kernel(a).to_dense(), square, **exact)
+    torch.testing.assert_close(kernel(a, b[0]).to_dense()[1], dense_kernel(lin, a[1], b[0], kernel), **exact)
+    torch.testing.assert_close(kernel(a, diag=True), square.diagonal(dim1=1, dim2=2), **exact)
+    torch.testing.assert_close(kernel(a).diagonal(dim1=-1, dim2=-2), square.diagonal(dim1=1, dim2=2), **exact)
+    torch.testing.assert_close(kernel(a[0], b[0, :3], diag=True), cross[0, :, : square.shape[1]].diagonal(), **exact)
+    torch.testing.assert_close(kernel(x.flatten(1)).to_dense(), dense_kernel(lin, x, x, kernel), **exact)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_in_inputs_and_parameters(name: str, prior: str) -> None:
+    lin, x, _ = linearized(name)
+    kernel, size = LinearizedKernel(lin, **PRIORS[prior]), x[0].numel()
+    a, b = (torch.randn(n, size, dtype=DOUBLE, requires_grad=True) for n in (3, 2))
+    assert gradcheck(lambda a: kernel(a).to_dense(), (a,), fast_mode=True)
+    assert gradcheck(lambda a, b: kernel(a, b).to_dense(), (a, b), fast_mode=True)
+    assert gradcheck(lambda a: kernel(a, diag=True), (a,), fast_mode=True)
+    assert gradcheck(lambda a: kernel(torch.stack([a, a + 1])).to_dense(), (a,), fast_mode=True)
+    assert gradcheck(LinearizedMean(lin), (a,), fast_mode=True)
+    start = kernel.prior_precision.detach().clone().requires_grad_()
+
+    def matrix(precision: Tensor) -> Tensor:
+        changed = copy.deepcopy(kernel)
+        del changed.raw_prior_precision
+        changed.raw_prior_precision = changed.raw_prior_precision_constraint.inverse_transform(precision)
+        return changed(a.detach()).to_dense()
+
+    assert gradcheck(matrix, (start,), fast_mode=True)
+
+
+def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = torch.randn(5, 3, dtype=DOUBLE), torch.randn(5, 2, dtype=DOUBLE)
+    lin = co.linearize(net, data, "regression", parameters=torch.tensor([1, 5, 17, 20]))
+    kernel = LinearizedKernel(lin, 2.0, over="layers")
+    torch.testing.assert_close(kernel(data[0]).to_dense(), dense_kernel(lin, data[0], data[0], kernel))
+
+
+def test_kernels_compose() -> None:
+    lin, x, _ = linearized("two outputs")
+    kernel, points = LinearizedKernel(lin, 2.0), x[:4]
+    scaled = gpytorch.kernels.ScaleKernel(LinearizedKernel(lin, 2.0)).double()
+    scaled.outputscale = 3.0
+    dense = kernel(points).to_dense()
+    torch.testing.assert_close(scaled(points).to_dense(), 3 * dense)
+    torch.testing.assert_close((kernel + scaled)(points).to_dense(), 4 * dense)
+    torch.testing.assert_close((kernel * LinearizedKernel(lin, 2.0))(points).to_dense(), dense.square())
+
+
+def test_it_is_lazy_and_its_sums_are_ours() -> None:
+    lin, x, _ = linearized("two outputs")
+    lazy = LinearizedKernel(lin, 2.0)(x)
+    assert isinstance(lazy, gpytorch.lazy.LazyEvaluatedKernelTensor)
+    assert isinstance(lazy.add_diagonal(torch.tensor(0.5, dtype=DOUBLE)), Operator)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2).double()
+    prior = gpytorch.distributions.MultitaskMultivariateNormal(torch.zeros(N, 2, dtype=DOUBLE), lazy)
+    assert isinstance(likelihood(prior).lazy_covariance_matrix, Operator)
+
+
+def test_the_network_is_neither_trained_nor_moved_nor_saved() -> None:
+    lin, x, y = linearized("one output")
+    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0, over="layers", outputscale=2.0)
+    names = {"raw_prior_precision", "raw_outputscale"}
+    assert {name for name, _ in gp.covar_module.named_parameters()} == names
+    assert not [name for name in gp.state_dict() if "lin" in name]
+    before, theta = copy.deepcopy(gp.state_dict()), lin.theta.clone()
+    optimizer, marginal = (
+        torch.optim.Adam(gp.parameters(), 0.1),
+        gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp),
+    )
+    gp.train()
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(-marginal(gp(x), targets))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert torch.equal(theta, lin.theta)
+    copied = copy.deepcopy(gp)
+    assert copied.covar_module.lin is lin
+    gp.load_state_dict(before)
+    torch.testing.assert_close(gp.covar_module.prior_precision, torch.full((2,), 2.0, dtype=DOUBLE))
+
+
+def test_priors_and_constraints_of_gpytorch() -> None:
+    lin, x, y = linearized("one output")
+    gp, likelihood, targets = process(
+        lin,
+        x,
+        y,
+        prior_precision=2.0,
+        prior_precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0),
+        prior_precision_constraint=gpytorch.constraints.GreaterThan(0.1),
+    )
+    plain, other, _ = process(lin, x, y, prior_precision=2.0)
+    values = [
+        gpytorch.mlls.ExactMarginalLogLikelihood(noise, model.train())(model(x), targets)
+        for model, noise in ((gp, likelihood), (plain, other))
+    ]
+    added = gpytorch.priors.GammaPrior(2.0, 1.0).log_prob(torch.tensor(2.0)) / N
+    torch.testing.assert_close(values[0] - values[1], added.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_beyond_the_memory_budget_products_take_the_matrix_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    lin, x, _ = linearized("two outputs")
+    kernel = LinearizedKernel(lin, 2.0)
+    monkeypatch.setattr(lin.memory, "room", lambda: 0)
+    lazy = kernel._matrix(x, x)
+    assert isinstance(lazy, co.TangentKernel)
+    ones = torch.ones(2 * N, dtype=DOUBLE)
+    torch.testing.assert_close(lazy @ ones, dense_kernel(lin, x, x, kernel) @ ones)
