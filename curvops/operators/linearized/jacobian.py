@@ -45,7 +45,7 @@ class Jacobian(NetworkOperator):
     @property
     def graph(self) -> Any:
         """The inputs of the Jacobian, all points together, with their graph where `is_recorded`."""
-        graph = self._kwargs["graph"]
+        graph = self._kwargs.get("graph")
         return self.passes.input_graph() if graph is None else graph.at(self._args[1:])
 
     def _tangent_space(self) -> Space:
