@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_number
-from curvops.gp.inputs import as_points, same_points
+from curvops.gp.points import as_points, same_points
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import matching
 from curvops.network.model.weight_vectors import read_precision

@@ -8,7 +8,7 @@ from gpytorch.means import Mean
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.gp.inputs import as_points
+from curvops.gp.points import as_points
 from curvops.network.model.weight_vectors import read_vector
 from curvops.operators import Linearization
 

@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `mean.py`, `inputs.py`.
+Tests `kernel.py`, `mean.py`, `points.py`.
 """
 
 from __future__ import annotations
