@@ -73,7 +73,7 @@ class LinearizedKernel(Kernel):
         super().__init__()
         if not isinstance(lin, Linearization):
             raise TypeError(f"lin must be a Linearization, as co.linearize returns it, got {type(lin).__name__}.")
-        self.lin, self._kept = lin, Kept()
+        self.lin, self._kept = lin, KeptMatrices()
         self._group_of, start = _groups(lin, prior_precision, over)
         self._add_parameter("prior_precision", start, prior_precision_prior, prior_precision_constraint)
         self.has_outputscale = outputscale is not None
@@ -196,14 +196,14 @@ class LinearizedKernel(Kernel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with parameters of its own that shares the linearisation."""
-        memo[id(self.lin)], memo[id(self._kept)] = self.lin, Kept()
+        memo[id(self.lin)], memo[id(self._kept)] = self.lin, KeptMatrices()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         return new
 
 
-class Kept:
+class KeptMatrices:
     """The last matrix of each kind that needed passes of the network, for as long as the points are the same."""
 
     def __init__(self) -> None:
@@ -216,8 +216,8 @@ class Kept:
             entry = self._entries[kind] = x1.detach().clone(), x2.detach().clone(), compute()
         return entry[2]
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[KeptMatrices], tuple[()]]:
+        return KeptMatrices, ()
 
 
 def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], Float[Tensor, " G"]]:
