@@ -202,32 +202,13 @@ class Operator(LinearOperator):
             other = dense.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
-        return other._add_to(self) if isinstance(other, Operator) else self._plus(other)
-
-    def _add_to(self, left: Operator) -> LinearOperator:
-        """Return B + A for an operator B: a diagonal and a damped operator are no further terms of a sum."""
-        return left._plus(self)
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        """Return A + B for an operator B that is not a diagonal."""
-        return algebra.Sum(self, other)
-
-    def _plus_diagonal(self, entries: Tensor, sources: Sources | None) -> LinearOperator:
-        """Return A + diag(d), where d has these sources."""
-        total = self.add_diagonal(entries)
-        return total.with_sources(sources) if isinstance(total, damped.Damped) else total
-
-    def __radd__(self, other: Any) -> LinearOperator:
-        return self + other
+        return damped.add(self, other)
 
     def __neg__(self) -> LinearOperator:
         return self.mul(-1.0)
 
     def __sub__(self, other: Any) -> LinearOperator:
         return self + (-other)
-
-    def __rsub__(self, other: Any) -> LinearOperator:
-        return (-self) + other
 
     def _mul_constant(self, other: Any) -> LinearOperator:
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)

@@ -18,11 +18,11 @@ from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
-from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.core.spaces import Spaces, common, spaces_of
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
-from curvops.linalg.operators.algebra import Product, UnaryOperator
+from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
 from curvops.linalg.operators.diagonal_matrix import Diagonal
@@ -120,18 +120,6 @@ class Damped(UnaryOperator):
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         total = super().add_diagonal(diag)
         return Damped(self.base, self.shift + total.shift, sources=self._shift_sources)
-
-    def __add__(self, other: Any) -> LinearOperator:
-        if isinstance(other, Damped):
-            of_shift = merge_sources(self._shift_sources, other._shift_sources)
-            return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
-        return super().__add__(other)
-
-    def _add_to(self, left: Operator) -> LinearOperator:
-        return self + left
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        return Damped(self.base + other, self.shift, sources=self._shift_sources)
 
     def _times(self, factor: Tensor) -> LinearOperator:
         sources = scale_sources(self._shift_sources, factor)
@@ -302,6 +290,25 @@ class Damped(UnaryOperator):
         if form is not None:
             return form.draw_inverse(k, generator, rtol)
         return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
+
+
+def add(left: Operator, right: LinearOperator) -> LinearOperator:
+    """Return A + B: diagonals add up, a diagonal joins the shift of the other term, and a shift stays outermost."""
+    if isinstance(left, Diagonal) and isinstance(right, Diagonal):
+        space, sources = common(*left.spaces, *right.spaces), merge_sources(left.sources, right.sources)
+        return Diagonal(left.entries + right.entries, space, sources=sources)
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, Diagonal) and isinstance(other, Operator):
+            common(*spaces_of(left), *spaces_of(right))
+            total = other.add_diagonal(one.entries)
+            return total.with_sources(one.sources) if isinstance(total, Damped) else total
+    if isinstance(left, Damped) and isinstance(right, Damped):
+        sources = merge_sources(left._shift_sources, right._shift_sources)
+        return Damped(left.base + right.base, left.shift + right.shift, sources=sources)
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, Damped):
+            return Damped(one.base + other, one.shift, sources=one._shift_sources)
+    return Sum(left, right)
 
 
 class Nearby(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
-from curvops.linalg.core.spaces import Space, common, spaces_of
+from curvops.linalg.core.sources import Sources, scale_sources
+from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, Spectral, not_definite
 from curvops.linalg.operators.draws import normal, require_not_negative
@@ -74,21 +74,6 @@ class Diagonal(Operator):
 
     def _diagonal(self) -> Tensor:
         return self.entries
-
-    def __add__(self, other: Any) -> LinearOperator:
-        if not isinstance(other, Diagonal):
-            return super().__add__(other)
-        space, sources = common(*self.spaces, *other.spaces), merge_sources(self.sources, other.sources)
-        return Diagonal(self.entries + other.entries, space, sources=sources)
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        common(*self.spaces, *spaces_of(other))
-        own = self.entries, self.sources
-        return other._plus_diagonal(*own) if isinstance(other, Operator) else super()._plus(other)
-
-    def _add_to(self, left: Operator) -> LinearOperator:
-        common(*spaces_of(left), *self.spaces)
-        return left._plus_diagonal(self.entries, self.sources)
 
     def _times(self, factor: Tensor) -> LinearOperator:
         return Diagonal(self.entries * factor, self.spaces[0], sources=scale_sources(self.sources, factor))

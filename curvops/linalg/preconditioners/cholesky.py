@@ -27,6 +27,7 @@ from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, indefin
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
+    as_columns,
     axpy,
     check_finite,
     combine,
@@ -36,6 +37,7 @@ from curvops.linalg.core.vectors import (
     entries,
     gram,
     join,
+    shaped_as,
     square_sums,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
@@ -93,7 +95,7 @@ class PivotedCholesky:
 
     def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
         """Multiply the approximation by a vector or a block."""
-        return combine(self.F, gram(self.F, V.reshape(len(V), -1))).reshape(V.shape)
+        return shaped_as(combine(self.F, gram(self.F, as_columns(V))), V)
 
 
 def cholesky(
