@@ -55,6 +55,7 @@ EPOCHS = 100
 """Passes over the data of stochastic descent, unless asked otherwise."""
 
 SKETCHED = "cg with a sketch"
+NO_GRADIENT = "a gradient is recorded, which it has not"
 METHODS = {
     "closed form": ("closed form", "formed matrix"),
     "cg": ("closed form", "dense", "formed matrix", SKETCHED, "cg"),
@@ -135,7 +136,7 @@ class System:
 
 @dataclass(frozen=True)
 class Route:
-    """One way, the products that it takes at least (of J Jᵀ, gradients), its bytes, and why it is not open ("")."""
+    """A way to solve, the products that it takes at least (of J Jᵀ, gradients), its bytes, and what is in its way."""
 
     name: str
     products: float | int
@@ -149,131 +150,141 @@ class Route:
 
     @property
     def possible(self) -> bool:
-        """Whether it is open."""
+        """Whether nothing is in its way."""
         return not self.why_not
 
 
+def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tuple[bool, str]) -> Route:
+    """Return a route, closed for the first of the obstacles that there is."""
+    return Route(name, products, nbytes, next((why for there, why in obstacles if there), ""))
+
+
 def routes(system: System) -> tuple[Route, ...]:
-    """All routes in order of preference; of a posterior those of its method alone, where one is asked for."""
+    """Return all routes in order of preference; for a posterior whose method is given, the routes of that method."""
     if system.posterior is None:
-        return tuple(_of_operators(system))
-    found, asked = _of_posteriors(system, system.posterior), system.asked
+        return tuple(_operator_routes(system))
+    found, asked = _posterior_routes(system, system.posterior), system.asked
     return tuple(route for route in found if asked is None or route.name in METHODS[asked])
 
 
 def chosen(found: tuple[Route, ...]) -> Route | None:
-    """The first that is possible; None where none is."""
+    """Return the first possible route; None where none is."""
     return next((route for route in found if route.possible), None)
 
 
-def _of_operators(s: System) -> Iterator[Route]:
+def _operator_routes(s: System) -> Iterator[Route]:
+    least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares are lsmr's")
     yield _closed_form(s)
     yield _dense(s)
-    least = PRODUCTS_A_SOLVE * s.columns
-    not_square = "" if s.square else "least squares are lsmr's"
-    not_definite = not_square or ("" if s.definite else "not known to be positive semidefinite")
-    yield from _conjugate_gradients(s, not_definite)
-    yield Route("minres", least, s.vectors(), not_square or ("" if s.symmetric else "not symmetric"))
+    yield from _conjugate_gradients(s, not_square, (not s.definite, "not known to be positive semidefinite"))
+    yield _route("minres", least, s.vectors(), not_square, (not s.symmetric, "not symmetric"))
     yield Route("lsmr", 2 * least, s.vectors())
 
 
-def _of_posteriors(s: System, p: Posterior) -> Iterator[Route]:
-    by_rounding = "the prior precision lies within the rounding of J Jᵀ"
+def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and s.vectors() > s.room and s.columns > 1
     yield _closed_form(s)
     yield _dense(s)
     yield _formed_matrix(s, p)
     most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
-    yield _formed_kernel(s, p, most, "" if p.resolved else by_rounding)
-    no_root = "" if p.root_columns else f"needs the curvature's square root by points, which {p.name} has not"
-    no_gradient = "gives no gradient for the prior precision or the noise" if s.recorded else ""
-    not_diagonal = "" if p.diagonal else "needs a prior precision that is a number or a vector"
-    dual = Route(
-        "dual", PRODUCTS_A_SOLVE * s.columns, s.vectors(p.root_columns), no_root or no_gradient or not_diagonal
+    yield _formed_kernel(s, p, most, (not p.resolved, "the prior precision lies within the rounding of J Jᵀ"))
+    obstacles = (
+        (not p.root_columns, f"needs the curvature's square root by points, which {p.name} has not"),
+        (s.recorded, "gives no gradient for the prior precision or the noise"),
+    )
+    dual = _route(
+        "dual",
+        PRODUCTS_A_SOLVE * s.columns,
+        s.vectors(p.root_columns),
+        *obstacles,
+        (not p.diagonal, "needs a prior precision that is a number or a vector"),
     )
     cg = tuple(_conjugate_gradients(s))
     yield from (dual, *cg) if short else (*cg, dual)
-    yield Route("sgd", EPOCHS * s.columns, s.vectors(), no_root or no_gradient)
+    yield _route("sgd", EPOCHS * s.columns, s.vectors(), *obstacles)
 
 
-def _conjugate_gradients(s: System, why_not: str = "") -> Iterator[Route]:
+def _conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> Iterator[Route]:
     """Block CG; a sketch is tried where there is a positive shift, and grows while it pays."""
-    least = PRODUCTS_A_SOLVE * s.columns
-    yield Route(SKETCHED, least, s.vectors(), why_not or ("" if s.sketch else "there is no positive diagonal to add"))
-    yield Route("cg", least, s.vectors(), why_not)
+    least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
+    yield _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
+    yield _route("cg", least, s.vectors(), *obstacles)
 
 
 def _closed_form(s: System) -> Route:
-    more = "its dense matrix has more gradients" if s.recorded and s.small and s.posterior is None else ""
-    return Route("closed form", 0, 0, more if s.closed_form else "no closed form is known")
+    none, more = (not s.closed_form, "no closed form is known"), "its dense matrix has more gradients"
+    return _route("closed form", 0, 0, none, (s.recorded and s.small and s.posterior is None, more))
 
 
 def _dense(s: System) -> Route:
     most = DENSE_BLOCK if s.at_hand else DENSE_SIZE
-    why = "" if s.square else "least squares are lsmr's"
-    products = 0 if s.at_hand else s.rows
-    return Route("dense", products, 2 * s.itemsize * s.rows**2, why or ("" if s.small else f"more than {most:,} rows"))
+    obstacles = (not s.square, "least squares are lsmr's"), (not s.small, f"more than {most:,} rows")
+    return _route("dense", 0 if s.at_hand else s.rows, 2 * s.itemsize * s.rows**2, *obstacles)
 
 
 def _formed_matrix(s: System, p: Posterior) -> Route:
     nbytes = FORMED_COPIES * 8 * s.rows**2
-    reasons = (
+    return _route(
+        "formed matrix",
+        0 if p.formed else s.rows,
+        nbytes,
         (s.closed_form, "the closed form takes no products"),
         (s.rows <= DENSE_SIZE, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
         (not s.may_be_formed, f"more than {DENSE_BLOCK:,} rows"),
-        (s.recorded, "a gradient is recorded, which it has not"),
+        (s.recorded, NO_GRADIENT),
         (not p.psd, "the curvature is not known to be positive semidefinite"),
         (PRODUCTS_A_SOLVE * s.columns < s.rows, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),
         (nbytes > s.room and not p.formed, "memory has no room for it"),
     )
-    return Route("formed matrix", 0 if p.formed else s.rows, nbytes, _first(reasons))
 
 
-def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, why_not: str = "") -> Route:
+def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
     """J Jᵀ of all training points, decomposed for every prior precision that is a number."""
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
-    reasons = (
+    return _route(
+        "formed kernel",
+        p.gram_cost,
+        nbytes,
         (not p.scalar, "the prior precision is not one number"),
         (p.gram_cost == math.inf, "it is formed layer by layer, for the exact GGN of these data alone"),
-        (s.recorded, "a gradient is recorded, which it has not"),
+        (s.recorded, NO_GRADIENT),
         (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in all"),
         (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights an output"),
         (nbytes > p.budget // 2, "half of the memory budget has no room for it"),
         (p.gram_cost > most_gradients, f"J Jᵀ takes more than {most_gradients:.0f} gradients"),
+        *obstacles,
     )
-    return Route("formed kernel", p.gram_cost, nbytes, _first(reasons) or why_not)
 
 
 def determinants(system: System) -> tuple[Route, ...]:
-    """The routes to log det P − log det A and tr P⁻¹G under a prior precision A that is a number or a vector."""
+    """Return the routes to log det P − log det A and tr P⁻¹G under a prior precision A, a number or a vector."""
     s, p = system, system.posterior or Posterior()
-    too_large = s.rows > WHOLE or 2 * 8 * s.rows**2 > p.budget
-    probes = products_of_probes(s.rows)
-    recorded = "a gradient is recorded, which it has not" if s.recorded else ""
+    nbytes = 2 * 8 * s.rows**2
+    too_large = (s.rows > WHOLE or nbytes > p.budget) and not (p.decomposed and p.scalar)
     return (
         _closed_form(s),
-        Route(
+        _route(
             "spectrum",
             0 if p.decomposed else s.rows,
-            2 * 8 * s.rows**2,
-            f"more than {WHOLE:,} rows, or than memory has room for"
-            if too_large and not (p.decomposed and p.scalar)
-            else "",
+            nbytes,
+            (too_large, f"more than {WHOLE:,} rows, or than memory has room for"),
         ),
         _formed_kernel(s, p, MOST_GRADIENTS),
-        Route("quadrature", 0, 0, recorded or ("" if p.prepared else "none was prepared for a range of priors")),
-        Route("probes", probes, s.vectors()),
+        _route(
+            "quadrature", 0, 0, (s.recorded, NO_GRADIENT), (not p.prepared, "none was prepared for a range of priors")
+        ),
+        Route("probes", products_of_probes(s.rows), s.vectors()),
     )
 
 
 def products_of_probes(rows: int) -> int:
-    """Products that probes for a determinant may take: fewer than rows where all eigenvalues come next."""
+    """Return how many products probes for a determinant may take: fewer than rows where all eigenvalues come next."""
     return MOST_MATVECS if rows > MOST_MATVECS else max(4, rows // 2)
 
 
 def decomposes(system: System) -> bool:
-    """Whether all eigenvalues are found where probes did not reach the tolerance."""
+    """Return whether the matrix is decomposed where probes did not reach the tolerance."""
     p = system.posterior or Posterior()
     return p.scalar and system.rows <= MOST_MATVECS and 2 * 8 * system.rows**2 <= p.budget
 
@@ -306,7 +317,3 @@ def _table(question: str, found: tuple[Route, ...]) -> str:
 
 def _number(count: float | int) -> str:
     return f"{count:,.0f}" if count < math.inf else "not known"
-
-
-def _first(reasons: tuple[tuple[bool, str], ...]) -> str:
-    return next((why for applies, why in reasons if applies), "")
