@@ -12,6 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Operator
+from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.solvers.solve import seems_symmetric
 
 T = TypeVar("T")
@@ -81,8 +82,7 @@ class CountingOperator(Operator):
         return self.base._t_matmul(rhs)
 
     def _columns(self, index: Tensor) -> Tensor:
-        units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
-        return self._matmul(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
+        return self._matmul(unit_columns(index, self.shape[-1], self.dtype))
 
     def _diagonal(self) -> Tensor:
         self.counter.count += self.diagonal_matvecs

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.vectors import Matrix, columns, product
+from curvops.linalg.core.vectors import Matrix, columns, product, unit_columns
 from curvops.progress import as_step
 
 
@@ -41,8 +41,7 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
         with torch.no_grad():
             own: Tensor = as_step(len(index), A._columns, index)
         return own.detach()
-    units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
-    return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
+    return product(A)(unit_columns(index, A.shape[-1], A.dtype))
 
 
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:

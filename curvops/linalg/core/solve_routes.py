@@ -130,7 +130,7 @@ class System:
         return DENSE_SIZE < self.rows <= DENSE_BLOCK
 
     def vectors(self, length: int = 0) -> int:
-        """Bytes of a block solve with vectors of that length, by default the longest."""
+        """Return the bytes of a block solve with vectors of that length, by default the longest."""
         return SOLVE_VECTORS * self.columns * (length or max(self.rows, self.longest)) * self.itemsize
 
 
@@ -206,7 +206,7 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
 
 
 def _conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> Iterator[Route]:
-    """Block CG; a sketch is tried where there is a positive shift, and grows while it pays."""
+    """Yield block CG with a sketch, tried where there is a positive shift and grown while it pays, and without."""
     least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
     yield _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
     yield _route("cg", least, s.vectors(), *obstacles)
@@ -240,7 +240,7 @@ def _formed_matrix(s: System, p: Posterior) -> Route:
 
 
 def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
-    """J Jᵀ of all training points, decomposed for every prior precision that is a number."""
+    """Return the route by J Jᵀ of all training points, decomposed for every prior precision that is a number."""
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
     return _route(
         "formed kernel",

@@ -64,8 +64,8 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
     return bool((values[..., 0] < -noise).any())
 
 
-def mirrored(total: Tensor) -> Tensor:
-    """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
+def mirror(total: Tensor) -> Tensor:
+    """Copy what is above the diagonals of (g, p, p) below them, in place; return diagonals (g, p) as they are."""
     p = total.shape[-1]
     for start in range(0, p if total.ndim == 3 else 0, TILE):
         here, after = slice(start, start + TILE), slice(start + TILE, None)

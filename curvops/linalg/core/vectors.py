@@ -243,6 +243,12 @@ def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]
         yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
 
 
+def unit_columns(index: Int[Tensor, " j"], n: int, dtype: torch.dtype) -> Float[Tensor, "n j"]:
+    """Return the unit vectors of these positions as columns."""
+    rows = torch.zeros(len(index), n, dtype=dtype, device=index.device)
+    return rows.scatter_(1, index.unsqueeze(1), 1.0).mT
+
+
 @singledispatch
 def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
     """Return the rows of X at the given positions."""

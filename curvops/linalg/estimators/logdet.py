@@ -165,7 +165,7 @@ class Split(Protocol):
     def shifted_form(self) -> ShiftedParts | None:
         """Return the parts, or None."""
 
-    def nearby(self) -> FactoredPreconditioner | None:
+    def nearby_preconditioner(self) -> FactoredPreconditioner | None:
         """Return a preconditioner from a closed form under a near diagonal, None where none is near enough."""
 
 
@@ -179,7 +179,7 @@ def _split_logdet(
 ) -> tuple[Estimate, VectorPairs | None]:
     base, level, offset, scale = split
     if scale is not None and preconditioner == "auto" and isinstance(P, Split):
-        preconditioner = P.nearby() or "auto"
+        preconditioner = P.nearby_preconditioner() or "auto"
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it is one of P, not of B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())

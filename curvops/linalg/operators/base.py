@@ -33,7 +33,7 @@ from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import clearly_indefinite
-from curvops.linalg.core.vectors import require_precision
+from curvops.linalg.core.vectors import require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.spectral_density import spectral_density
@@ -269,9 +269,7 @@ class Operator(LinearOperator):
 
     def _columns(self, index: Tensor) -> Tensor:
         """Return the columns A[:, index], (m, len(index)): one product each."""
-        units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
-        units.scatter_(1, index.unsqueeze(1), 1.0)
-        return self.matmul(units.mT)
+        return self.matmul(unit_columns(index.to(self.device), self.shape[-1], self.dtype))
 
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer where memory is short."""

@@ -194,7 +194,7 @@ class Damped(UnaryOperator):
         base, level, scale = self._whiten(shift)
         if memory_budget is None and (room := room_for(self, None, 0)) is not None:
             memory_budget = max(0, room - SOLVE_VECTORS * vector_bytes(describe(self)))  # room for one column
-        near = self._nearby()
+        near = self._nearby_form()
         most = None if near is None else math.ceil(expected_products(near.condition, columns))
         try:
             sketch = nystrom(
@@ -215,7 +215,7 @@ class Damped(UnaryOperator):
         keep(self, inner, inner.U.nbytes)
         return inner if scale is None else ScaledPreconditioner(scale, inner)
 
-    def _nearby(self) -> Nearby | None:
+    def _nearby_form(self) -> NearbyForm | None:
         """Return A's closed form of A + diag(m), m near d, as a preconditioner; None where there is no such form."""
         base, shift = self.base.detach(), self.shift.detach()
         form = closed_form(base, shift)
@@ -228,11 +228,11 @@ class Damped(UnaryOperator):
         low, high = min(1.0, float(least)), max(1.0, float(most))
         found = cast(ClosedFormPreconditioner, as_preconditioner(near))
         extremes = float(near.shift.min()), found.extremes[1]
-        return Nearby(replace(found, extremes=extremes, least=low), high / low)
+        return NearbyForm(replace(found, extremes=extremes, least=low), high / low)
 
-    def nearby(self) -> ClosedFormPreconditioner | None:
+    def nearby_preconditioner(self) -> ClosedFormPreconditioner | None:
         """Return a closed form under a shift within a factor of `NEAR` of d, for determinants."""
-        near = self._nearby()
+        near = self._nearby_form()
         return near.preconditioner if near is not None and near.condition <= NEAR else None
 
     def _whiten(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
@@ -311,7 +311,7 @@ def add(left: Operator, right: LinearOperator) -> LinearOperator:
     return Sum(left, right)
 
 
-class Nearby(NamedTuple):
+class NearbyForm(NamedTuple):
     """The closed form of A + diag(m) as a preconditioner of A + diag(d), and a bound of the condition number."""
 
     preconditioner: ClosedFormPreconditioner

@@ -14,7 +14,8 @@ from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.cache import require_no_graph
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.core.symmetry import is_psd, mirrored
+from curvops.linalg.core.symmetry import is_psd, mirror
+from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.network import Exact, OutputFisher
@@ -141,7 +142,7 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
     for start in range(0, len(indices), COLUMNS):
         part = slice(start, start + COLUMNS)
-        block[:, part] = operator._matmul(_units(indices[part], operator))[indices]
+        block[:, part] = operator._matmul(unit_columns(indices[part], operator.shape[-1], operator.dtype))[indices]
     return block
 
 
@@ -161,7 +162,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
             total[part, start:].addmm_(left[:, part].mT, right[:, start:])
-    return mirrored(lin.passes.add_up([total]).unsqueeze(0))[0]
+    return mirror(lin.passes.add_up([total]).unsqueeze(0))[0]
 
 
 FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
@@ -170,7 +171,8 @@ FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
 
 def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
     for batch, J in lin.passes.each(len(indices)):
-        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
+        units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in indices.split(COLUMNS))
+        pushed = torch.cat([J.push(block).double() for block in units])
         weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
         yield torch.cat(weighted).mT, pushed.flatten(1).mT
 
@@ -205,11 +207,6 @@ def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[T
         if len(local):
             found[name] = local.to(indices.device), taken[local].to(indices.device)
     return found
-
-
-def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
-    units = torch.zeros(len(indices), like.shape[-1], dtype=like.dtype, device=like.device)
-    return units.scatter_(1, indices.unsqueeze(1), 1.0).mT
 
 
 def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.symmetry import mirrored
+from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.linearized.jacobian import Jacobian
 
@@ -67,7 +67,7 @@ def gram_terms(
                 for piece, other in product(panel, others):
                     add(piece, other)
             kept.save(partial(dict, rows=end, sums=result, bytes=most_bytes))
-    return mirrored(result) if same else result
+    return mirror(result) if same else result
 
 
 def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:

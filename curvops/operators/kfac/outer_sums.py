@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.symmetry import mirrored
+from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
 from curvops.network import Passes
@@ -116,10 +116,10 @@ class OuterSum:
                 total = rows.new_empty(len(rows), p, p)
                 _add_upper(total, rows, 0)
                 root = _divided(rows, math.sqrt(divisor))
-                return _divided(mirrored(total), divisor), Details(root=root, of_rows=rounding_of_rows(rows.dtype))
+                return _divided(mirror(total), divisor), Details(root=root, of_rows=rounding_of_rows(rows.dtype))
             self._add_rows(rows)
         assert self.total is not None
-        total, self.total = _divided(mirrored(self.total), divisor), None
+        total, self.total = _divided(mirror(self.total), divisor), None
         found, rest = round_with_rest(total, dtype)
         rounding = ROUNDING_UNITS * torch.finfo(dtype).eps if total.dtype != torch.float64 else 0.0
         return found, Details(rest, rounding=rounding, of_rows=rounding_of_rows(dtype))
