@@ -100,6 +100,25 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     assert max(expected.values()) > 2 * min(expected.values())
 
 
+@pytest.mark.parametrize("loss", ["low_variance", "standard"])
+@pytest.mark.parametrize("zeros", [[0], [0, 1]])
+def test_descent_on_a_right_hand_side_of_zeros_stays_at_zero(loss, zeros, monkeypatch):
+    def zero(plain):
+        def sides(*args):
+            found = plain(*args).clone()
+            found[:, zeros] = 0
+            return found
+
+        return sides
+
+    for name in ("of_prior", "of_points"):
+        monkeypatch.setattr(Systems, name, zero(getattr(Systems, name)))
+    method = co.StochasticDescent(loss, batch_size=15, epochs=40)
+    found = setting().deviations(2, method=method, rtol=0.2, generator=seeded())
+    assert found.converged and not found.draws[zeros].any() and not found.relative_residuals[zeros].any()
+    assert bool(found.draws.any()) == (len(zeros) == 1)
+
+
 def test_a_step_that_diverges_is_an_error_with_one_to_try():
     post = setting(prior=0.01)
     with pytest.raises(co.Diverged, match=r"step_size=1\b.*try step_size="):

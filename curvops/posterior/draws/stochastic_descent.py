@@ -157,12 +157,13 @@ class _Problem:
 
     def step(self) -> float:
         """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), λ_max being the largest over a few minibatches."""
-        largest = 0.0
+        largest, first = 0.0, self.right[:, :1]
+        first = first if bool(first.any()) else torch.ones_like(first)
         for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):
             if index == POWER_BATCHES:
                 break
             factor = self.root.lin.num_data / len(chosen)
-            v = self.right[:, :1] / _length(self.right[:, :1])
+            v = first / _length(first)
             for _ in range(POWER_STEPS):
                 image = (factor * piece._matmul(piece._t_matmul(v)) + self._of_prior(v)) / self.scale
                 size = _length(image)
@@ -174,12 +175,12 @@ class _Problem:
     def residuals(self, z: Tensor) -> Tensor:
         """Return the true relative residuals."""
         self.passes += 1
-        return norm(self.right - self.precision._matmul(z)) / norm(self.right)
+        return norm(self.right - self.precision._matmul(z)) / _nonzero(norm(self.right))
 
     def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
         """Run the epochs that are left, or as many as reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
-        size = _length(self.right / self.scale)
+        size = _nonzero(_length(self.right / self.scale))
         total = options.epochs * sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
         while at.epoch < options.epochs:
             for chosen, piece in self.root.minibatches(options.batch_size, self.generator):
@@ -220,6 +221,11 @@ class _Problem:
             round(self.passes * len(final)),
             torch.stack(at.history),
         )
+
+
+def _nonzero(sizes: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
+    """Return the sizes to divide by: 1 for a right-hand side of zeros, whose solution is 0."""
+    return sizes.where(sizes > 0, 1.0)
 
 
 def _length(V: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
