@@ -34,7 +34,7 @@ class Line(Point):
 
         return after
 
-    def moved(self, step, share):
+    def move(self, step, share):
         return Line(self.of, self.x + share * step)
 
 

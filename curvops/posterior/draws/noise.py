@@ -42,7 +42,7 @@ class Noise:
     """The fingerprint of the training data."""
 
     @classmethod
-    def drawn(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
+    def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
         return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
 

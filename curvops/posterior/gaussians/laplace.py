@@ -192,7 +192,7 @@ class Laplace(GaussianWeights):
             return problem_of(self.precision) | {"the temperature": self.temperature}
 
         kept = begin("deviations", checkpoint, problem, self.mean.device, parts=True)
-        noise = Noise.drawn(self.lin, k, generator) if noise is None else noise
+        noise = Noise.draw(self.lin, k, generator) if noise is None else noise
         self.cache.keep_in(kept)
         if kept.done:
             return kept.result(Deviations)

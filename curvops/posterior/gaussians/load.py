@@ -15,7 +15,7 @@ from curvops.operators.operator_record import record_of_operator, recorded_opera
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, recorded_gaussian, recorded_parts
+from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, read_gaussian, read_parts
 from curvops.progress import Progress
 
 OPERATOR, OF_OPERATORS = "operator", 1
@@ -101,5 +101,5 @@ def load(
     version, record = storage.load(path, KIND, max(VERSIONS))
     lin = recorded_network(Linearization, record["linearization"], model, data, likelihood, memory_budget, progress)
     if version == OF_GAUSSIANS:
-        return GaussianPosterior.of(lin, **recorded_gaussian(record, lin))
-    return Laplace(lin, **recorded_parts(record, lin))
+        return GaussianPosterior.of(lin, **read_gaussian(record, lin))
+    return Laplace(lin, **read_parts(record, lin))

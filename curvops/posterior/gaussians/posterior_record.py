@@ -70,13 +70,13 @@ def _is_inverse_of(operator: LinearOperator, others: Iterable[LinearOperator]) -
     return isinstance(operator, Inverse) and any(operator.base is other for other in others)
 
 
-def recorded_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
+def read_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     """Return the operators that the record of a posterior that is not Laplace's holds."""
     kept = {name: record[name] for name in ("covariance", "precision")}
     return {name: None if part is None else recorded_operator(part, lin) for name, part in kept.items()}
 
 
-def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
+def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     """Return the arguments of `Laplace` that a record holds, beside the linearisation."""
     device, known = lin.theta.device, record["prior"]
     curvature, precision = recorded_operator(record["curvature"], lin), recorded_value(known["precision"], lin)

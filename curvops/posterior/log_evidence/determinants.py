@@ -63,7 +63,7 @@ def _ratio_above(
         return exact + (-reference)
     system, taken = _route(cache, prior, rtol)
     if taken == "spectrum":
-        return _ratio_from(decomposed(cache), A, P, rtol)
+        return _ratio_from(decompose(cache), A, P, rtol)
     if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
         return kernel.log_ratio(float(A), rtol)
     if taken == "quadrature":
@@ -71,7 +71,7 @@ def _ratio_above(
     most = routes.products_of_probes(system.rows)
     found: Estimate = P._logdet_estimate(rtol=rtol, max_matvecs=most, generator=generator)
     if _failed(found) and routes.decomposes(system):
-        return _ratio_from(decomposed(cache), A, P, rtol)
+        return _ratio_from(decompose(cache), A, P, rtol)
     return found + (-reference)
 
 
@@ -156,12 +156,12 @@ def _count_above(
 ) -> Estimate:
     system, taken = _route(cache, prior, rtol)
     if taken == "spectrum" and A.ndim:
-        found, inverse = decomposed(cache).plus_diagonal(A.detach(), rtol)
+        found, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
         shares = 1 - A.detach().double() * inverse.diagonal()
         # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
         return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
     if taken == "spectrum":
-        return decomposed(cache).effective_dimension(float(A.detach()), rtol)
+        return decompose(cache).effective_dimension(float(A.detach()), rtol)
     if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
         return kernel.spectrum.effective_dimension(float(A.detach()), rtol)
     if taken == "quadrature":
@@ -169,14 +169,14 @@ def _count_above(
     most = routes.products_of_probes(system.rows)
     found = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
     if _failed(found) and routes.decomposes(system):
-        return decomposed(cache).effective_dimension(float(A.detach()), rtol)
+        return decompose(cache).effective_dimension(float(A.detach()), rtol)
     return found
 
 
 def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
     if len(cache.lin.theta) <= routes.WHOLE:
-        known = decomposed(cache)
+        known = decompose(cache)
         G = known.semidefinite_part()
         if prior.error_of_sum(cache.curvature) is None:
             P = G + prior.precision.to_dense().double()
@@ -209,7 +209,7 @@ def shares_of_weights(
             return _count_above(cache, prior, A, rtol, generator)
         if _route(cache, prior, rtol)[1] != "spectrum":
             return None
-        found, inverse = decomposed(cache).plus_diagonal(A, rtol)
+        found, inverse = decompose(cache).plus_diagonal(A, rtol)
         # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
         delta, A = found.bias_bound / inverse.trace(), A.double()
         error = (delta * (A / A.min()).sqrt() * inverse.square().sum(0).sqrt()).clamp_max(1)
@@ -231,7 +231,7 @@ def normal_mode(cache: CurvatureCache, prior: Prior) -> Float[Tensor, " D"] | No
         each = replace(prior, precision=A.expand_as(theta))
         if _route(cache, each, 1.0)[1] != "spectrum":
             return None
-        _, inverse = decomposed(cache).plus_diagonal(A.expand_as(theta), 1.0)
+        _, inverse = decompose(cache).plus_diagonal(A.expand_as(theta), 1.0)
         gradient = cache.gradient()
         assert gradient is not None
         return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
@@ -249,13 +249,13 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
         most = routes.products_of_probes(system.rows)
         found = spectral_quadrature(cache.curvature, shift=smallest, rtol=rtol, max_matvecs=most, generator=generator)
         if _failed(found.logdet(smallest)) and routes.decomposes(system):
-            decomposed(cache)
+            decompose(cache)
         else:
             cache.put("quadrature", (smallest, rtol, found))
 
 
 @torch.no_grad()
-def decomposed(cache: CurvatureCache) -> DenseSpectrum:
+def decompose(cache: CurvatureCache) -> DenseSpectrum:
     """Find all eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
     A, formed = cache.curvature, cache.known("formed")
 

@@ -135,7 +135,7 @@ def with_graph(
 
 
 @torch.no_grad()
-def solved(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
+def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
     """Solve with P for the rows, which are taken as constants."""
     width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
     with holding(jacobian, beside):
@@ -196,7 +196,7 @@ class PointCovariance(PointBlocks):
                 jacobian,
                 lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
                 lambda R: quadratic(
-                    R.unflatten(0, (-1, c)), solved(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
+                    R.unflatten(0, (-1, c)), solve_rows(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
                 ),
             )
         of_layers = None if carries_graph(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
@@ -267,7 +267,7 @@ class JointCovariance(Product):
             )
         weighted = self.factors[1]
         if jacobian.is_recorded:
-            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solved(jacobian, weighted, R)))
+            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solve_rows(jacobian, weighted, R)))
         if (beside := _beside_rows(jacobian, weighted)) is not None:
             with holding(jacobian, beside):
                 together = point_covariances(jacobian, weighted, self.shape[-1])

@@ -65,7 +65,7 @@ def log_likelihoods(
     return torch.cat(parts, 1)
 
 
-def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def draw_pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draw ⌊n/2⌋ random pairs of points (2, m) and the copies of each in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
     device = None if generator is None else generator.device
     order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
@@ -73,18 +73,18 @@ def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     return order, torch.stack([first, COPIES - first])
 
 
-def dyadic(
+def dyadic_score(
     log_p: Float[Tensor, "k N"], generator: torch.Generator | None, error: ErrorOfMean = error_of_mean
 ) -> Estimate:
     """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
     It sees how predictions vary together, which a mean over points does not.
     """
-    order, copies = (index.to(log_p.device) for index in pairs(log_p.shape[1], generator))
+    order, copies = (index.to(log_p.device) for index in draw_pairs(log_p.shape[1], generator))
     return log_mean_exp((log_p[:, order] * copies).sum(1), error)
 
 
-def gaussian(
+def gaussian_log_density(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
     """Return log N(y; mean, covariance) of each point, in nats."""

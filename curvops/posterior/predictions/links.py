@@ -37,23 +37,23 @@ def normal_probabilities(
     if isinstance(likelihood, BradleyTerry):
         return preference(mean, covariance.to_dense())
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return scaled(mean, variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean, variance)
+    return scale_logits(mean, variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean, variance)
 
 
-def scaled(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """Return κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
     return mean * (1 + math.pi / 8 * variance).rsqrt()
 
 
 def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """Return softmax(κ f), `scaled` per class (Gibbs 1997)."""
-    return scaled(mean, variance).softmax(-1)
+    """Return softmax(κ f), `scale_logits` per class (Gibbs 1997)."""
+    return scale_logits(mean, variance).softmax(-1)
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
-    """Return the probabilities that the first, and the second, of two rewards is the larger: `scaled` differences."""
+    """Return the probabilities that the first, and the second, of two rewards is the larger, by their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
-    first = scaled(mean[:, 0] - mean[:, 1], apart)
+    first = scale_logits(mean[:, 0] - mean[:, 1], apart)
     return torch.stack([first, -first], -1).sigmoid()
 
 

@@ -232,13 +232,13 @@ class Predictive(ABC):
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian) and not joint:
             predicted = self.predict(x, noise=True)
-            return Estimate.exact(held_out.gaussian(predicted.mean, predicted.covariance_matrix, targets))
+            return Estimate.exact(held_out.gaussian_log_density(predicted.mean, predicted.covariance_matrix, targets))
         if isinstance(outputs, NormalOutputs) and joint:
             outputs = self._outputs_at(self.sample(WEIGHT_DRAWS, generator))
         log_p = held_out.log_likelihoods(likelihood, outputs.draws(x, generator), targets)
-        return (
-            held_out.dyadic(log_p, generator, outputs.error) if joint else held_out.log_mean_exp(log_p, outputs.error)
-        )
+        if joint:
+            return held_out.dyadic_score(log_p, generator, outputs.error)
+        return held_out.log_mean_exp(log_p, outputs.error)
 
     def _target(self) -> Likelihood:
         """Return the likelihood of one position's target."""

@@ -234,5 +234,5 @@ class _DualPoint(Point):
 
         return after
 
-    def moved(self, step: Tensor, share: float) -> _DualPoint:
+    def move(self, step: Tensor, share: float) -> _DualPoint:
         return self._tried[share]

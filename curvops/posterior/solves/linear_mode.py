@@ -110,7 +110,7 @@ class _LinearModel(Point):
         pushes = [lin.push(step) for lin in self.lins]
         return lambda share: self._loss([share * each for each in pushes], share * step)
 
-    def moved(self, step: Tensor, share: float) -> _LinearModel:
+    def move(self, step: Tensor, share: float) -> _LinearModel:
         return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
 
     def _loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:

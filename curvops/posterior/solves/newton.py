@@ -45,7 +45,7 @@ class Point(ABC):
         """Return the loss after a share of the step."""
 
     @abstractmethod
-    def moved(self, step: Tensor, share: float) -> Point:
+    def move(self, step: Tensor, share: float) -> Point:
         """Return the point after a share of the step whose loss was computed before."""
 
 
@@ -86,7 +86,7 @@ def minimise(
             limited = point.relative < math.sqrt(point.eps) or promised <= point.rounding
             return point, Reason.PRECISION_LIMIT if limited else Reason.STAGNATION, steps
         before, rounding, nothing = point.relative, point.rounding, promised <= ROUNDINGS * point.eps * abs(point.loss)
-        point = point.moved(step, share)  # type: ignore[assignment]
+        point = point.move(step, share)  # type: ignore[assignment]
         stuck = point.relative > 0.5 * before and (point.relative < math.sqrt(point.eps) or promised <= rounding)
         if stuck or nothing:
             return point, Reason.CONVERGED if point.relative <= rtol else Reason.PRECISION_LIMIT, steps
