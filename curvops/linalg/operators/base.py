@@ -6,7 +6,7 @@ import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +72,11 @@ class Operator(LinearOperator):
 
     Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
     """
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape, of which linear_operator asks a sum or a product many times."""
+        return self._size()
 
     @property
     def _memoize_cache(self) -> dict[str, Any]:

@@ -112,10 +112,11 @@ class DirectSumForm(ClosedForm):
 
 
 def _form(damped: Any) -> ClosedForm | None:
-    form: ClosedForm | None = damped._closed_form()
-    if form is None and damped.shape[-1] <= routes.DENSE_BLOCK and is_symmetric(damped.base):
-        return DenseForm(damped.base, damped.shift)
-    return form
+    form = closed_form(damped.base, damped.shift)
+    if form is not None and form.holds:
+        return form
+    small = damped.shape[-1] <= routes.DENSE_BLOCK and is_symmetric(damped.base)
+    return DenseForm(damped.base, damped.shift) if small else None
 
 
 class DirectSum(Operator):

@@ -232,7 +232,7 @@ class Batches:
             )
 
     def _items(self) -> Iterator[object]:
-        return items(self._source, torch.device(self._reading.device or "cpu"))
+        return items_of(self._source, torch.device(self._reading.device or "cpu"))
 
     def verify(self) -> None:
         """Compare the data with the first pass. Raises :class:`DataChanged`. One pass."""
@@ -349,6 +349,11 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
+
+
+def items_of(source: Iterable[object], device: torch.device) -> Iterator[object]:
+    """Yield the batches of a source in the library's random stream; slices of tensors in memory draw nothing."""
+    return iter(source) if isinstance(source, _InMemory) else items(source, device)
 
 
 def holds_all(data: object) -> bool:

@@ -11,7 +11,7 @@ itself, so that results and gradients belong to its present value. Data are not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,30 +67,36 @@ def components(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
 
 def num_points(inputs: Inputs) -> int:
     """Return the common leading dimension n. Raises ValueError when there is none."""
-    lengths = {name: len(tensor) if tensor.ndim else None for name, tensor in components(inputs)}
-    first = next(iter(lengths.values()))
-    if first is None or any(length != first for length in lengths.values()):
+    first, *others = (tensor.shape[:1] for _, tensor in components(inputs))
+    if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
         raise ValueError(
             f"All inputs need the same leading dimension, the number of points; given {shapes}. Put the batch "
             "dimension first, and keep what does not vary between points (masks, positions) inside the model."
         )
-    return first
+    return first[0]
+
+
+def map_inputs(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Return the inputs with each tensor changed."""
+    return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
     """Return the points in a slice, as views, or those at given positions, as copies."""
-    return tree_map(lambda tensor: tensor[index], inputs)
+    return map_inputs(lambda tensor: tensor[index], inputs)
 
 
 def first_of(inputs: Inputs) -> Inputs:
     """Return at most two points to try a model on; where there are none, one point of zeros."""
-    return take(inputs, slice(0, 2)) if num_points(inputs) else tree_map(lambda t: t.new_zeros(1, *t.shape[1:]), inputs)
+    if num_points(inputs):
+        return take(inputs, slice(0, 2))
+    return map_inputs(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), inputs)
 
 
 def copy(inputs: Inputs) -> Inputs:
     """Return a copy of the inputs."""
-    return tree_map(torch.clone, inputs)
+    return map_inputs(torch.clone, inputs)
 
 
 def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
@@ -101,7 +107,7 @@ def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
     """Move the inputs to a device and cast floating tensors (no others) to ``dtype``; None leaves either unchanged."""
-    return tree_map(lambda tensor: move_tensor(tensor, device, dtype), inputs)
+    return map_inputs(lambda tensor: move_tensor(tensor, device, dtype), inputs)
 
 
 def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -59,12 +59,11 @@ class Model:
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
         }
-        for name, tensor in self.frozen.items():
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or load other weights.")
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
+        _require_finite([self._flat], chosen, "leave it out of the selection")
+        _require_finite(self.frozen.values(), self.frozen, "load other weights")
         self._views: tuple[Tensor | None, Blocks] = (None, {})
         self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
         self.layout: Layout | None = None
@@ -333,6 +332,13 @@ def _computed(module: nn.Module) -> set[str]:
         for path, part in module.named_modules()
         for name in part._non_persistent_buffers_set
     }
+
+
+def _require_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> None:
+    """Raise ValueError, with the name of the parameter, where one of these tensors, which hold all, is not finite."""
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        name = next(name for name, tensor in named.items() if not bool(tensor.isfinite().all()))
+        raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or {remedy}.")
 
 
 def places(module: nn.Module) -> dict[str, str]:

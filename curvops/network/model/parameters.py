@@ -186,8 +186,6 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is of {tensor.dtype}; only real floating parameters can be selected.")
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or leave it out of the selection.")
 
 
 def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.batches import Reading, as_batches, as_source, parts_of
+from curvops.network.data.batches import Reading, as_batches, as_source, items_of, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
-from curvops.network.data.randomness import items, own_randomness
+from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
@@ -77,7 +78,7 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
 def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
     """The inputs of the first two points, their targets as they are given, and the type of mappings."""
     source = as_source(data, 2, weights)
-    for item in items(source, theta.device):
+    for item in items_of(source, theta.device):
         try:
             given, targets, _ = parts_of(item, weights)
         except TypeError:
@@ -109,9 +110,8 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         return  # nothing can be said of points that do not count
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-    near = [y + 1e-3 * noise] if y.shape == f.shape and y.is_floating_point() else []
     of_loss = isinstance(likelihood.of_position, FromLoss)
-    for g in (f, f / (1 + f.abs().max()), *near):
+    for g in _tried(f, y, noise):
         try:
             if of_loss:
                 slopes = likelihood.hessian_product(g, noise, y)
@@ -130,6 +130,14 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         NoCurvature,
         stacklevel=5,
     )
+
+
+def _tried(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
+    """Yield outputs at which a curvature may show: these, smaller ones, and some near the targets."""
+    yield f
+    yield f / (1 + f.abs().max())
+    if y.shape == f.shape and y.is_floating_point():
+        yield y + 1e-3 * noise
 
 
 def _repeated(x: Tensor, times: int = 8) -> Tensor:

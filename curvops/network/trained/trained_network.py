@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy as copy_object
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
-from uuid import uuid4
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_batches, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
+from curvops.network.data.inputs import Inputs, as_inputs, components, copy, map_inputs, num_points, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -82,7 +81,7 @@ class TrainedNetwork:
         few, points = (None, data.num_data) if data.is_present else (data.few, 0)
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few)
         self._theta = model.theta
-        self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
+        self.token = os.urandom(16).hex() if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # at these hyperparameters
 
@@ -184,7 +183,7 @@ class TrainedNetwork:
         given, engines = copy(self.admitted(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _differentiated(given)) if num_points(given) else ()
         graph = InputGraph(engines, given, names) if names else None
-        inputs, step = tree_map(torch.Tensor.detach, given), max(self.data.sizes)
+        inputs, step = map_inputs(Tensor.detach, given), max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
         walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph

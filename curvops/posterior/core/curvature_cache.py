@@ -70,7 +70,7 @@ class CurvatureCache:
         self.lin, self.curvature, self.generator = lin, curvature, generator
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
-        self._hyperparameters, self._values = self._present(), dict[str, Any]()
+        self._hyperparameters, self._values = [t.clone() for t in self._present()], dict[str, Any]()
         self.of_data = _of_data.setdefault(id(lin.passes), OfData())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class CurvatureCache:
             now = self._present()
             if not all(map(torch.equal, now, self._hyperparameters)):
                 self._require_followed()
-                self._hyperparameters = now
+                self._hyperparameters = [tensor.clone() for tensor in now]
                 self._values.clear()
             return self._values.get(name)
 
@@ -202,7 +202,7 @@ class CurvatureCache:
 
     def _present(self) -> list[Tensor]:
         """Return the present values of all that a learned likelihood may change under a posterior that is kept."""
-        return [tensor.detach().clone() for _, tensor in self._learned()]
+        return [tensor.detach() for _, tensor in self._learned()]
 
     def _require_followed(self) -> None:
         """Raise ValueError unless the curvature holds the hyperparameters, which have changed."""

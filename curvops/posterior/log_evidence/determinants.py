@@ -30,7 +30,7 @@ from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
-from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of, with_closed_form
+from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of
 
 SHARE_ROUNDINGS = 4
 """Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
@@ -76,12 +76,17 @@ def _ratio_above(
 
 
 def _route(cache: CurvatureCache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
-    """Return the facts under a prior that is a number or a vector, and the route that follows."""
+    """Return the facts under a prior that is a number or a vector, and the route that follows.
+
+    Where there is a closed form the others are not found: it comes first.
+    """
+    if prior.plus(cache.curvature)._closed_form() is not None:
+        return routes.System(len(cache.lin.theta), closed_form=True), "closed form"
     system, A, known = system_of(cache, prior), prior.diagonal, cache.known("quadrature")
     assert system.posterior is not None and A is not None
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
-    first = routes.chosen(routes.determinants(with_closed_form(system, prior.plus(cache.curvature))))
+    first = routes.chosen(routes.determinants(system))
     assert first is not None  # probes serve every matrix
     return system, first.name
 

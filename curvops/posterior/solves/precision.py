@@ -67,15 +67,11 @@ def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str 
     )
 
 
-def with_closed_form(system: System, precision: Any) -> System:
-    """Return the facts with that of a closed form, which may be computed for this."""
-    return replace(system, closed_form=precision._closed_form() is not None)
-
-
 def _to_be_solved(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> System:
     """Return all facts about P X = B; passes over a few points find the room in memory, unless no route asks for it."""
     P, root = prior.plus(cache.curvature), root_of(cache.curvature)
-    system = replace(with_closed_form(system_of(cache, prior, columns, asked), P), longest=longest(P))
+    known = system_of(cache, prior, columns, asked)
+    system = replace(known, closed_form=P._closed_form() is not None, longest=longest(P))
     assert system.posterior is not None
     if root is not None:
         system = replace(system, posterior=replace(system.posterior, root_columns=root.shape[-1]))

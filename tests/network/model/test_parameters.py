@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from curvops.network.model.model import Model
 from curvops.network.model.parameters import Selection, select
 
 PARAMETERS: dict[str, Tensor] = {
@@ -112,5 +113,5 @@ def test_entries_outside_a_subnetwork_are_zero() -> None:
 def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, message: str) -> None:
     parameters = {"one": torch.zeros(2), "other": tensor}
     with pytest.raises(error, match=message):
-        select(parameters, list(parameters), None, [])
+        Model((lambda params, x: x, parameters))
     assert select(parameters, list(parameters), "one", []).names == ("one",)
