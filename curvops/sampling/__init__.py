@@ -1,10 +1,11 @@
 """Samplers, variational families and Kalman filters: one protocol, any curvature operator as preconditioner."""
 
 from curvops.sampling import diagnostics
+from curvops.sampling.core.chain_draws import Chain
 from curvops.sampling.core.evaluation import NotVectorized
 from curvops.sampling.core.log_density import LogPosterior, log_posterior
 from curvops.sampling.core.schedules import Constant, Cosine, RobbinsMonro
-from curvops.sampling.core.state import Chain, Info, MomentumState, State
+from curvops.sampling.core.state import Info, MomentumState, State
 from curvops.sampling.core.transition import Transition
 from curvops.sampling.families.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
 from curvops.sampling.families.variational import (

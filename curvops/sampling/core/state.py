@@ -1,4 +1,4 @@
-"""States of samplers with their sources of noise, the information that a step returns, and the chain of a run."""
+"""States of samplers with their sources of noise, and the information that a step returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Float64, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from curvops.linalg.core.summary import Summarised
@@ -126,31 +126,3 @@ class NoiseSource:
             return
         for generator, state in zip(self._generators, self._states):
             state.copy_(generator.get_state())
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Chain(Summarised):
-    """The result of a run: k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
-
-    theta: the draws as vectors, (k, S, d). log_posterior, and for Metropolis samplers acceptance and energy_error: the
-    traces (k, steps) of the steps after warm-up, see `Info`. thin: steps between two draws. state: the last state, from
-    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up.
-    """
-
-    theta: Float[Tensor, "k S d"]
-    log_posterior: Float64[Tensor, "k steps"]
-    acceptance: Float64[Tensor, "k steps"] | None
-    energy_error: Float64[Tensor, "k steps"] | None
-    thin: int
-    state: State
-    sampler: Any
-
-    @property
-    def structure(self) -> Structure:
-        """The layout of the parameters in the vectors of `theta`."""
-        return self.state.structure
-
-    @property
-    def params(self) -> Any:
-        """The draws as a tree like the parameters, its tensors (k, S, *shape): views of `theta`."""
-        return self.structure.unflatten(self.theta)

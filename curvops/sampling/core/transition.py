@@ -15,7 +15,7 @@ from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
-from curvops.sampling.core.schedules import Schedule, as_schedule, at
+from curvops.sampling.core.schedules import Constant, Schedule, as_schedule, at
 from curvops.sampling.core.state import Info, NoiseSource, State, generator_states
 from curvops.sampling.core.structure import flatten, flatten_starts
 
@@ -39,6 +39,10 @@ class Transition(ABC):
     data_size: int
     metric: Isotropic = field(default_factory=Isotropic)
     chains: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cold and self.temperature == Constant(0.0):
+            raise ValueError(self.cold)
 
     @property
     def log_posterior(self) -> LogDensity:
@@ -116,6 +120,8 @@ class Transition(ABC):
     state_type: ClassVar[type[State]] = State
     metropolis: ClassVar[bool] = False
     """Whether proposals are accepted or rejected."""
+    cold: ClassVar[str] = ""
+    """The error at temperature 0, where the method needs a positive one."""
     largest_step: ClassVar[float] = math.inf
 
     def step_length(self, step: int) -> tuple[str, float]:
@@ -140,6 +146,8 @@ class Transition(ABC):
         """Return ε and 𝒯 at this step."""
         step = int(state.step)
         temperature = at("temperature", self.temperature, step)
+        if self.cold and temperature == 0:
+            raise ValueError(self.cold)
         return at("step_size", self.step_size, step), temperature / self.data_size
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:

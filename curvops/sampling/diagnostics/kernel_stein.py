@@ -17,10 +17,9 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg import Estimate
 from curvops.network.data.batches import parts_of
+from curvops.sampling.core.chain_draws import Chain, checked_draws
 from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
-from curvops.sampling.core.state import Chain
-from curvops.sampling.diagnostics.chain_draws import checked_draws
 
 AT_A_TIME = 2**22
 """Numbers of the draws that are converted together."""

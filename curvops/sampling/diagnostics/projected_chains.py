@@ -12,7 +12,7 @@ from torch import Tensor
 from curvops.checks import check_generator
 from curvops.linalg.core.summary import Summarised
 from curvops.posterior.core.arguments import checked_count
-from curvops.sampling.diagnostics.chain_draws import checked_draws
+from curvops.sampling.core.chain_draws import checked_draws
 
 AT_A_TIME = 2**22
 """Numbers of the draws that are converted together."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvops.checks import check_choice
-from curvops.sampling.diagnostics.chain_draws import checked_draws
+from curvops.sampling.core.chain_draws import checked_draws
 
 LEAST_DRAWS = 4
 """The fewest draws of a chain that can be split into halves."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -17,7 +16,6 @@ from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.core.log_density import order_at_mean
-from curvops.sampling.core.schedules import at
 from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.families.normal_families import FAMILIES, GaussianFamily, family_of
@@ -85,6 +83,7 @@ class Variational(Optimizer):
     stick_the_landing: bool
     initial_scale: float
     state_type: ClassVar[type[State]] = VariationalState
+    cold: ClassVar[str] = "temperature=0: the optimum is then a point; use co.sampling.optimizer."
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
@@ -150,9 +149,7 @@ class Variational(Optimizer):
 
         The residual of a draw is the gradient of log(q/p) in its standard normal numbers.
         """
-        temperature = at("temperature", self.temperature, int(state.step)) / self.data_size
-        if not temperature > 0:
-            raise ValueError("temperature must be positive, got 0: the optimum is a point; use co.sampling.optimizer.")
+        _, temperature = self._now(state)
         family, structure = self.family, state.structure
         spread = {name: tensor.detach().clone().requires_grad_() for name, tensor in state.spread.items()}
         mean = state.theta.detach().clone().requires_grad_()
@@ -245,8 +242,6 @@ def vi(
     check_choice("family", family, FAMILIES)
     check_flag("stick_the_landing", stick_the_landing)
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
-    if isinstance(temperature, numbers.Real) and temperature == 0:
-        raise ValueError("temperature=0: the optimum is then a point; use co.sampling.optimizer.")
     inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(
         **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},

@@ -13,10 +13,11 @@ from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
+from curvops.sampling.core.chain_draws import Chain
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.metric import OperatorMetric
 from curvops.sampling.core.schedules import Constant
-from curvops.sampling.core.state import Chain, Info, State
+from curvops.sampling.core.state import Info, State
 from curvops.sampling.core.transition import Transition
 from curvops.sampling.runs.divergence import Watch
 from curvops.sampling.runs.feed import Feed, require_repeatable

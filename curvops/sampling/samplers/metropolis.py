@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.sampling.core.log_density import LogPosterior
-from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.state import NoiseSource, State
 from curvops.sampling.core.transition import Transition
-
-COLD = "temperature must be positive for a sampler that accepts or rejects; for temperature 0 take an optimiser."
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -35,16 +32,9 @@ class Metropolis(Transition):
 
     state_type: ClassVar[type[State]] = MetropolisState
     metropolis: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.temperature == Constant(0.0):
-            raise ValueError(COLD)
-
-    def _now(self, state: State) -> tuple[float, float]:
-        eps, T = super()._now(state)
-        if T == 0:
-            raise ValueError(COLD)
-        return eps, T
+    cold: ClassVar[str] = (
+        "temperature must be positive for a sampler that accepts or rejects; for temperature 0 take an optimiser."
+    )
 
     def _refresh(self, state: MetropolisState, batch: Any) -> None:
         """Evaluate where the state does not hold the value for this function and batch."""

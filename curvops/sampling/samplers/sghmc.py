@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_flag, checked_number
-from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.samplers.sgld import deviation
@@ -82,17 +81,15 @@ class SGNHT(MomentumSampler):
 
     beta: float = 0.0
     state_type: ClassVar[type[State]] = ThermostatState
+    cold: ClassVar[str] = (
+        "temperature=0: the thermostat of sgnht then only lowers the friction until it diverges; use sghmc at "
+        "temperature 0, or a positive temperature."
+    )
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         momenta, (_, T) = super()._initial_tensors(state, noise), self._now(state)
         x = noise.normal(state.theta[..., :1]).squeeze(-1).mul_(math.sqrt(T / state.structure.size)).add_(self.alpha)
         return momenta | {"thermostat": x}
-
-    def _now(self, state: State) -> tuple[float, float]:
-        eps, T = super()._now(state)
-        if T == 0:
-            raise ValueError(COLD)
-        return eps, T
 
     def _step(self, state: ThermostatState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
@@ -107,12 +104,6 @@ class SGNHT(MomentumSampler):
 
     def stability_limit(self, curvature: float) -> float | None:
         return self.alpha / curvature if curvature > 0 else None
-
-
-COLD = (
-    "temperature=0: the thermostat of sgnht then only lowers the friction until it diverges; use sghmc at temperature "
-    "0, or a positive temperature."
-)
 
 
 def sghmc(
@@ -196,8 +187,6 @@ def sgnht(
     Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    if shared["temperature"] == Constant(0.0):
-        raise ValueError(COLD)
     shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
     return SGNHT(**shared)
 

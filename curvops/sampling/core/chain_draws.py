@@ -1,15 +1,52 @@
-"""Draws of chains as users give them: named tensors with leading dimensions (chain, draw), or one such tensor."""
+"""Draws of chains: as a run returns them, and as users give them.
+
+Users give named tensors with leading dimensions (chain, draw), or one such tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
+
+from curvops.linalg.core.summary import Summarised
+from curvops.sampling.core.state import State
+from curvops.sampling.core.structure import Structure
 
 UNNAMED = "x"
 """The name of a single tensor that is given without one."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Chain(Summarised):
+    """The result of a run: k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
+
+    theta: the draws as vectors, (k, S, d). log_posterior, and for Metropolis samplers acceptance and energy_error: the
+    traces (k, steps) of the steps after warm-up, see `Info`. thin: steps between two draws. state: the last state, from
+    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up.
+    """
+
+    theta: Float[Tensor, "k S d"]
+    log_posterior: Float64[Tensor, "k steps"]
+    acceptance: Float64[Tensor, "k steps"] | None
+    energy_error: Float64[Tensor, "k steps"] | None
+    thin: int
+    state: State
+    sampler: Any
+
+    @property
+    def structure(self) -> Structure:
+        """The layout of the parameters in the vectors of `theta`."""
+        return self.state.structure
+
+    @property
+    def params(self) -> Any:
+        """The draws as a tree like the parameters, its tensors (k, S, *shape): views of `theta`."""
+        return self.structure.unflatten(self.theta)
 
 
 def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
