@@ -83,7 +83,7 @@ class Variational(Optimizer):
     stick_the_landing: bool
     initial_scale: float
     state_type: ClassVar[type[State]] = VariationalState
-    cold: ClassVar[str] = "temperature=0: the optimum is then a point; use co.sampling.optimizer."
+    cold: ClassVar[str] = "temperature must be positive, got 0: the optimum is then a point; use co.sampling.optimizer."
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
