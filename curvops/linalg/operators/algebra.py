@@ -144,7 +144,7 @@ class SumForm(ClosedForm):
     def require_definite(self) -> None:
         self.inner.require_definite()
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         found = self._solve(block)
         left = self.base._matmul(found) + (self.shift.unsqueeze(-1) if self.shift.ndim else self.shift) * found
         return found + self._solve(block - left)
@@ -169,7 +169,7 @@ class SumForm(ClosedForm):
         noise = normal(self.root.shape[1], k, self.root.dtype, self.root.device, generator)
         return self.inner.draw(k, generator) + self.root @ noise
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.solve(self.draw(k, generator))
 
     def inverse_root(self, block: Tensor) -> Tensor:
@@ -262,8 +262,8 @@ class ScaledForm(ClosedForm):
     def require_definite(self) -> None:
         self.inner.require_definite()
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self.inner.solve(block, rtol) / self.factor
+    def solve(self, block: Tensor) -> Tensor:
+        return self.inner.solve(block) / self.factor
 
     def logdet(self) -> Tensor:
         return self.inner.logdet() + self.base.shape[-1] * self.factor.log()
@@ -280,8 +280,8 @@ class ScaledForm(ClosedForm):
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.inner.draw(k, generator) * self.factor.sqrt()
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return self.inner.draw_inverse(k, generator, rtol) * self.factor.rsqrt()
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.inner.draw_inverse(k, generator) * self.factor.rsqrt()
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self.inner.inverse_root(block) * self.factor.rsqrt()

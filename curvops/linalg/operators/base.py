@@ -431,8 +431,8 @@ class Operator(LinearOperator):
         """Return the properties that `co.linalg.solve` may rely on."""
         return Promises(self.symmetric, self.psd)
 
-    def exact_solver(self) -> Callable[..., Tensor] | None:
-        """Return the function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""
+    def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the function block -> A⁻¹ block of a closed form, None where there is none."""
         form = self._closed_form()
         return None if form is None else form.solve
 

@@ -67,8 +67,8 @@ class ClosedForm(ABC):
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 
     @abstractmethod
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        """Return P⁻¹ B. `rtol` is for parts that have to be solved for iteratively."""
+    def solve(self, block: Tensor) -> Tensor:
+        """Return P⁻¹ B."""
 
     @abstractmethod
     def logdet(self) -> Tensor:
@@ -105,7 +105,7 @@ class ClosedForm(ABC):
         """Draw k columns of N(0, P), (n, k)."""
 
     @abstractmethod
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k columns of N(0, P⁻¹), (n, k)."""
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Spectral(ClosedForm):
     def eigenbasis(self) -> Eigenbasis | None:
         return Eigenbasis(self.spectrum, self.rotate, self.rotate_back)
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         return self._filtered(self.definite_spectrum.reciprocal(), block)
 
     def logdet(self) -> Tensor:
@@ -167,7 +167,7 @@ class Spectral(ClosedForm):
             raise not_definite(self.base, float(self.spectrum.min()))
         return self.rotate(self.spectrum.sqrt().unsqueeze(-1) * self._normal(k, generator))
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.rotate(self.definite_spectrum.rsqrt().unsqueeze(-1) * self._normal(k, generator))
 
     def inverse_root(self, block: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ class Damped(UnaryOperator):
         known = super().promises()
         return known._replace(definite=known.symmetric)  # a precision: an indefinite one is an error
 
-    def exact_solver(self) -> Callable[..., Tensor] | None:
+    def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()
         return None if form is None else partial(_solve_definite, form)
 
@@ -288,7 +288,7 @@ class Damped(UnaryOperator):
     def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
         form = self._closed_form()
         if form is not None:
-            return form.draw_inverse(k, generator, rtol)
+            return form.draw_inverse(k, generator)
         return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
 
 
@@ -341,8 +341,8 @@ class Inverse(UnaryOperator):
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         return self.base
 
-    def exact_solver(self) -> Callable[..., Tensor] | None:
-        return lambda block, rtol=None: self.base._matmul(block)
+    def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
+        return lambda block: self.base._matmul(block)
 
     @property
     def _form_of_base(self) -> ClosedForm | None:
@@ -373,10 +373,10 @@ class Inverse(UnaryOperator):
         return self.base.solve_to(draw_together(self.base, k, generator), self._kwargs["rtol"])
 
 
-def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) -> Tensor:
+def _solve_definite(form: ClosedForm, block: Tensor) -> Tensor:
     """Return P⁻¹ B by the closed form; raise for an indefinite P, which is no precision."""
     form.require_definite()
-    return form.solve(block, rtol)
+    return form.solve(block)
 
 
 @dataclass(frozen=True, eq=False)

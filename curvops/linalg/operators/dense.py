@@ -58,7 +58,7 @@ class DenseForm(ClosedForm):
     def require_definite(self) -> None:
         _ = self.chol
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         return torch.cholesky_solve(block.to(self.chol.dtype), self.chol).to(block.dtype)
 
     def logdet(self) -> Tensor:
@@ -71,7 +71,7 @@ class DenseForm(ClosedForm):
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.chol.to(self.base.dtype) @ self._normal(k, generator)
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
         noise = self._normal(k, generator)
         return torch.linalg.solve_triangular(self.chol.mT, noise.to(self.chol.dtype), upper=True).to(noise.dtype)
 

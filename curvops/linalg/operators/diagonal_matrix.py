@@ -28,7 +28,7 @@ class DiagonalForm(Spectral):
     def rotate_back(self, block: Tensor) -> Tensor:
         return block
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         if bool((self.spectrum == 0).any()):
             raise not_definite(self.base, 0.0)
         return block / self.spectrum.unsqueeze(-1)  # of any sign

@@ -66,9 +66,9 @@ class DirectSumForm(ClosedForm):
         for form in self.decomposed:
             form.require_definite()
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         return self.partition.join_columns(
-            [form.solve(part, rtol) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
+            [form.solve(part) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
         )
 
     def logdet(self) -> Tensor:
@@ -86,8 +86,8 @@ class DirectSumForm(ClosedForm):
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.partition.join_columns([form.draw(k, generator) for form in self.decomposed])
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return self.partition.join_columns([form.draw_inverse(k, generator, rtol) for form in self.decomposed])
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self.partition.join_columns(

@@ -81,12 +81,11 @@ class LowRankForm(ClosedForm):
         left = inside / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
         return outside / self.shift + U @ left
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+    def solve(self, block: Tensor) -> Tensor:
         if self._needs_splitting:
             return self._split_solve(block)
         U = self.base.vectors
-        inner = torch.linalg.lu_solve(*self.factors, self._pull(block))
-        weights = self.base.values.unsqueeze(-1) * inner
+        weights = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
         # As (K, n): the layout of a block, with the fewest passes over it.
         if self.shift.ndim or carries_graph((U, self.base.values, self.shift, block)):
             return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
@@ -162,7 +161,7 @@ class LowRankForm(ClosedForm):
         noise = self.inverse_shift.rsqrt() * self._normal(k, generator)
         return draw(self.base, k, generator) + noise
 
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.inverse_shift.sqrt() * self._whitened_root(self._normal(k, generator))
 
     def inverse_root(self, block: Tensor) -> Tensor:

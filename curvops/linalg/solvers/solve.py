@@ -73,8 +73,8 @@ class TaggedOperator(Protocol):
     def promises(self) -> Promises:
         """Return the properties known."""
 
-    def exact_solver(self) -> Callable[..., Tensor] | None:
-        """Return the function (block, rtol) -> A⁻¹ block where there is a closed form."""
+    def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the function block -> A⁻¹ block where there is a closed form."""
 
     def require_definite(self) -> None:
         """Raise where a closed form shows that A is singular or indefinite."""
@@ -177,7 +177,7 @@ class Request:
             exact = operator.exact_solver() if isinstance(operator, TaggedOperator) else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
-            return exact(B, self.rtol)
+            return exact(B)
         if self.method == "lsmr":
             square = operator.shape[-1] == operator.shape[-2]
             return accept(lsmr(operator, B, consistent=square, **common), rtol)
