@@ -332,3 +332,49 @@ def test_an_interrupt_leaves_eigendecompositions_that_have_not_begun(monkeypatch
     assert len(begun) <= 3 * threads and torch.get_num_threads() == threads
     kronecker.decompose(blocks)
     assert all(block.known_eigen is not None for block in blocks)
+
+
+class Tagger(nn.Module):
+    """An output for each token of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden, self.head = nn.Embedding(7, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.table(tokens))))
+
+
+def sequences() -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Tagger().double(), torch.randint(7, (6, 5)), torch.randint(3, (6, 5))
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+@pytest.mark.parametrize("options", [{}, {"fisher": "empirical"}, {"sharing": "reduce"}, {"bias": "separate"}])
+def test_a_sample_of_weight_two_counts_as_two(kind: Any, options: dict[str, str]) -> None:
+    """Weights multiplied the sensitivities alone, and inputs were averaged as if all points counted alike."""
+    weights = torch.tensor([1, 2, 0, 3, 1, 2])
+    repeated = torch.arange(6).repeat_interleave(weights)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    networks = (model, torch.randn(6, 3).double(), torch.arange(6) % 3), sequences()
+    for net, x, y in networks if options != {"fisher": "empirical"} else networks[:1]:
+        weighted = kind(co.linearize(net, (x, y, weights), "classification", weights=True), **options)
+        expected = kind(co.linearize(net, (x[repeated], y[repeated]), "classification"), **options)
+        torch.testing.assert_close(weighted.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("left_out", ["target", "weight"])
+def test_positions_that_do_not_count_are_as_if_they_were_not_there(sharing: str, left_out: str) -> None:
+    """sharing="reduce" averaged inputs over all positions."""
+    net, x, y = sequences()
+    masked, weights = y.clone(), torch.ones(6, 5)
+    if left_out == "target":
+        masked[:, 3:] = -100
+    else:
+        weights[:, 3:] = 0
+    found = co.KFAC(co.linearize(net, (x, masked, weights), "classification", weights=True), sharing=sharing)
+    expected = co.KFAC(co.linearize(net, (x[:, :3], y[:, :3]), "classification"), sharing=sharing)
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)

@@ -89,8 +89,8 @@ class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
     `counted` (n,) says which points count, `positions` (n,) or (n, T) which of a sequence, `all_counted` whether each
-    does; `first` whether these are the first columns of their points; `start` is the position of the first point in its
-    batch.
+    does; `weights` are those of the batch; `first` says whether these are the first columns of their points; `start` is
+    the position of the first point in its batch.
     """
 
     names: tuple[str, ...]
@@ -101,6 +101,7 @@ class Group:
     start: int = 0
     positions: Tensor | None = None
     all_counted: bool = False
+    weights: Tensor | None = None
 
     @property
     def num_points(self) -> int:
@@ -256,7 +257,15 @@ def each_group(
         for names, members in sharing.items():
             parts = parts_of(calls, deltas, members)
             if parts:
-                yield Group(names, parts, counted, start == 0, positions=positions, all_counted=everyone)
+                yield Group(
+                    names,
+                    parts,
+                    counted,
+                    start == 0,
+                    positions=positions,
+                    all_counted=everyone,
+                    weights=batch.weights,
+                )
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
         parts = ()

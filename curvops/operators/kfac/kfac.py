@@ -119,9 +119,10 @@ class KFAC(KroneckerCurvature):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
-    Fisher's square root. Linear layers, convolutions (a block for each group) and embeddings have factors; norm layers
-    and others have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names
-    them): no model is refused. Layers that share weights have one block.
+    Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for each
+    group) and embeddings have factors; norm layers and others have their exact block up to 1,024 parameters and its
+    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
+    block.
 
     Eigenvalues of factors with up to 512 columns come from sums in float64 whatever the data's dtype, those of wider
     factors, where they are sums of fewer rows than columns, from these rows: small ones are accurate. For others, a
@@ -142,7 +143,7 @@ class KFAC(KroneckerCurvature):
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
         sharing: where a layer is applied at several positions, "expand" treats each as a point of its own, and "reduce"
-            averages a and sums δ over them first (Eschenhagen et al. 2023; embeddings always expand).
+            averages a and sums δ over those that count first (Eschenhagen et al. 2023; embeddings always expand).
         mc_samples: targets to draw a point with fisher="mc".
         generator: source of the draws.
         bias: "joint", one block with the weight, or "separate", a block B of its own, without what it shares with the

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import named_part
@@ -49,7 +49,7 @@ class Block:
     left: OuterSum = field(default_factory=OuterSum)
     right: OuterSum = field(default_factory=OuterSum)
     tokens: Tensor | None = None
-    count: int = 0
+    count: float | int = 0
     exact: Tensor | None = None
     apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
 
@@ -57,7 +57,7 @@ class Block:
         """End the walk: what is added up is of all its points."""
         self.left.join(passes)
         self.right.join(passes)
-        self.count = int(passes.add_up([self.positions.new_tensor(self.count)]))
+        self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
         self.tokens = None if self.tokens is None else passes.add_up([self.tokens])
         self.exact = None if self.exact is None else passes.add_up([self.exact])
 
@@ -70,7 +70,7 @@ class Block:
             exact = Diagonal(self.exact) if self.exact.ndim == 1 else exact_block(self.exact, self.dtype)
             yield KroneckerBlock(self.names, self.positions.flatten(), exact)
             return
-        divisor = max(1, self.count)
+        divisor = self.count or 1.0
         left, of_left = self.left.matrix(1, self.dtype)
         if self.tokens is not None:
             right, of_right = self.tokens.to(self.dtype) / divisor, Details()
@@ -164,12 +164,38 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
         )
 
 
-def _counted(group: Group, right: Tensor) -> Tensor:
-    """The inputs (n, g, t, …) without points that do not count and, where t is the sequence, without such positions."""
-    mask = group.positions
-    if mask is None or mask.ndim == 1 or mask.shape[1] != right.shape[2]:
+def _has_positions(each: Tensor | None, right: Tensor) -> bool:
+    """Whether each of the layer's positions t is one of the sequence, with a value of its own."""
+    return each is not None and each.ndim == 2 and each.shape[1] == right.shape[2]
+
+
+def _counted(group: Group, right: Float[Tensor, "n g t *q"]) -> Float[Tensor, "m g s *q"]:
+    """The inputs without points that do not count and, where t is the sequence, without such positions."""
+    if group.all_counted:
+        return right
+    if not _has_positions(group.positions, right):
         return right[group.counted]
-    return right.transpose(1, 2)[mask].unsqueeze(2)
+    return right.transpose(1, 2)[group.positions].unsqueeze(2)
+
+
+def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
+    """The mean over the positions, where t is the sequence over those that count."""
+    if group.all_counted or not _has_positions(group.positions, right):
+        return right.mean(2, keepdim=True)
+    assert group.positions is not None
+    inside = group.positions[:, None, :, None].to(right.dtype)
+    return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
+
+
+def _input_weights(group: Group, right: Float[Tensor, "n g t *q"]) -> Float[Tensor, "m 1 s"] | None:
+    """The sample weight of each input that counts: a point of weight two counts as two."""
+    weights = group.weights
+    if weights is None:
+        return None
+    if weights.ndim == 2 and not _has_positions(weights, right):
+        weights = weights.amax(1)
+    each = weights.unsqueeze(1) if weights.ndim == 1 else weights
+    return _counted(group, each.unsqueeze(1).expand(-1, 1, right.shape[2]))
 
 
 def _add_inputs(block: Block, group: Group, sharing: str) -> None:
@@ -180,21 +206,22 @@ def _add_inputs(block: Block, group: Group, sharing: str) -> None:
     assert group.layer is not None
     rights = [part.right() for part in group.parts]
     if sharing == "reduce" and rights[0].is_floating_point():
-        rights = [torch.stack([right.mean(2, keepdim=True) for right in rights]).mean(0)]
+        rights = [torch.stack([_mean_input(group, right) for right in rights]).mean(0)]
     for right in rights:
-        kept = right if group.all_counted else _counted(group, right)
+        kept, weights = _counted(group, right), _input_weights(group, right)
         if kept.is_floating_point():
-            block.count += kept.shape[0] * kept.shape[2]
-            block.right.add(kept)
+            block.count += kept.shape[0] * kept.shape[2] if weights is None else float(weights.sum())
+            block.right.add(kept if weights is None else kept * weights.sqrt().unsqueeze(-1))
         else:
-            counts = _token_counts(kept, group.layer.module)
-            block.count += int(counts.sum())
+            counts = _token_counts(kept, group.layer.module, weights)
+            block.count += float(counts.sum())
             block.tokens = _plus(block.tokens, counts.unsqueeze(0))
 
 
-def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any) -> Int[Tensor, " V"]:
+def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
     """How often each row of the table is looked up; never the padding row, which has no gradient."""
-    counts = torch.bincount(tokens.flatten(), minlength=table.num_embeddings)
+    each = None if weights is None else weights.flatten()
+    counts = torch.bincount(tokens.flatten(), each, minlength=table.num_embeddings)
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 

@@ -104,7 +104,7 @@ class OuterSum:
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up([self.total])
 
-    def matrix(self, divisor: int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
+    def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
         """The sum divided by a number, in a dtype, and what that dtype does not hold.
 
         It ends the sum: call it once, after `join`.
