@@ -451,12 +451,13 @@ class Passes(JacobianRows):
     def _free(self) -> int:
         return self.memory.for_engines
 
-    def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
+    def by_points(self, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
         """Walks over so many points each (fewer at the end of a batch), and how many they are.
 
-        Where a batch's layer inputs and sensitivities are kept, its walks share them.
+        Where a batch's layer inputs and sensitivities are kept, its walks share them. So many points `together` come
+        in one walk, whatever the batches.
         """
-        for index, (inputs, _) in enumerate(self._source):
+        for index, inputs in self._batches_of_whole(together):
             for start in range(0, num_points(inputs), count):
                 points = slice(start, start + count)
                 part = take(inputs, points)
@@ -465,6 +466,18 @@ class Passes(JacobianRows):
                 if isinstance(engine, Layerwise) and (view := engine.at(points)) is not None:
                     walk._kept, walk._complete = {0: (None, view)}, True
                 yield walk, num_points(part)
+
+    def _batches_of_whole(self, together: int) -> Iterator[tuple[int, Any]]:
+        """Yield the inputs of each batch by its number, −1 where points of two batches stand together."""
+        if together == 1:
+            yield from ((index, inputs) for index, (inputs, _) in enumerate(self._source))
+            return
+        rest = None
+        for inputs, _ in self._source:
+            inputs = inputs if rest is None else tree_map(lambda *parts: torch.cat(parts), rest, inputs)
+            whole = num_points(inputs) - num_points(inputs) % together
+            rest = take(inputs, slice(whole, None))
+            yield -1, take(inputs, slice(whole))
 
     def minibatches(self, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:
         """(positions of some points among all, a walk over them), all points once, shuffled within each batch."""

@@ -59,9 +59,9 @@ class Jacobian(NetworkOperator):
     def progress(self) -> Progress:
         return self.passes.progress
 
-    def by_points(self, count: int) -> Iterator[Jacobian]:
+    def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
         """The Jacobians of so many points at a time, and of fewer at the end of a batch."""
-        for passes, points in self.passes.by_points(count):
+        for passes, points in self.passes.by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 
     @property

@@ -151,6 +151,8 @@ def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"],
 class PointCovariance(PointBlocks):
     """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
 
+    With more rows a block (`outputs`) the blocks are those of several points together.
+
     The first use solves N·C systems with P, in blocks (for structured P none, see `operators.point_covariance`); the
     result takes N·C² numbers, the variances alone N·C, and is kept, unless a gradient for the prior precision or the
     likelihood's hyperparameters is asked for.
@@ -202,14 +204,16 @@ class PointCovariance(PointBlocks):
         of_layers = None if carries_graph(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
         if of_layers is not None:
             return of_layers
-        parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time()))
+        together = max(1, c // jacobian.passes.engines.plan.num_outputs)
+        parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
         return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
 
-    def _points_at_a_time(self) -> int:
-        """Return the number of points with `BLOCK` rows in all, fewer where memory is short; at least one."""
+    def _points_at_a_time(self, together: int) -> int:
+        """Return the number of points with `BLOCK` rows in all, fewer where memory is short; at least one block's."""
         jacobian, _ = self._args
         rows = jacobian.passes.engines.plan.num_outputs
-        return max(1, solve_width(jacobian, max(BLOCK, rows))[0] // rows)
+        points = solve_width(jacobian, max(BLOCK, rows * together))[0] // rows
+        return max(1, points // together) * together
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
         """Compute the blocks of some points: their rows of J are solved for and multiplied with each other.

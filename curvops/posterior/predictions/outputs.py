@@ -55,8 +55,8 @@ class OutputDistribution(ABC):
     """The standard error of means over the draws of the outputs."""
 
     @abstractmethod
-    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
-        """Return the mean and the covariance of the outputs at x, of all points together where joint."""
+    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
+        """Return the mean and the covariance of the outputs at x, of so many points `together`: None are all."""
 
     @abstractmethod
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
@@ -66,6 +66,17 @@ class OutputDistribution(ABC):
         """Return the uncertainty of numbers whose outputs are normal, in closed form."""
         mean, covariance = self.moments(x)
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
+
+    def require_whole_groups(self, points: int, together: int | None) -> None:
+        """Raise ValueError where points cannot be taken so many together, or these would cut sequences."""
+        if together is None or together == 1:
+            return
+        positions = self.lin.num_outputs // self.lin.output_shape[-1]
+        if points % together or (together % positions and positions % together):
+            whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as so many points)"
+            raise ValueError(
+                f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
+            )
 
     def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
         """Return outputs with a row for each position of a sequence."""
@@ -82,25 +93,27 @@ class NormalOutputs(OutputDistribution):
     temperature: float
     error: ErrorOfMean = error_of_mean
 
-    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
+    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
         """Return f* and T J P⁻¹ Jᵀ, which is solved for when it is first used."""
         jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.by_position(jacobian.outputs()), self._covariance(jacobian, joint, rtol)
+        return self.by_position(jacobian.outputs()), self._covariance(jacobian, together, rtol)
 
-    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+    def _covariance(self, jacobian: Jacobian, together: int | None, rtol: float | None) -> LinearOperator:
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
+        self.require_whole_groups(rows // C, together)
         if not rows:
-            return Dense(self.lin.theta.new_zeros((0, 0) if joint else (0, C, C)), psd=True)
+            shape = (0, 0) if together is None else (0, together * C, together * C)
+            return Dense(self.lin.theta.new_zeros(shape), psd=True)
         inverse = self.inverse_for(rows, rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
                 "one in either, not in both. Detach one of them."
             )
-        if joint:
+        if together is None:
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
             return JointCovariance(jacobian, weighted, jacobian.mT)
-        return PointCovariance(jacobian, inverse, C, Kept(), self.temperature)
+        return PointCovariance(jacobian, inverse, together * C, Kept(), self.temperature)
 
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
@@ -119,10 +132,10 @@ class DrawnOutputs(OutputDistribution):
     weights: Float[Tensor, "k D"]
     error: ErrorOfMean = error_of_mean
 
-    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
+    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
         """Return f* and the mean over draws of the outer products of J(θ_k − θ*)."""
         jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.by_position(jacobian.outputs()), self.covariance_of(self._push(jacobian), joint)
+        return self.by_position(jacobian.outputs()), self.covariance_of(self._push(jacobian), together)
 
     def functions(self, x: Any) -> Float[Tensor, "k N C"]:
         """Return f* + J(θ_k − θ*), jointly at all points."""
@@ -133,11 +146,12 @@ class DrawnOutputs(OutputDistribution):
         """Yield the functions at all points."""
         yield self.functions(x)
 
-    def covariance_of(self, deviations: Float[Tensor, "k N C"], joint: bool) -> LinearOperator:
+    def covariance_of(self, deviations: Float[Tensor, "k N C"], together: int | None) -> LinearOperator:
         """Return the mean over draws of the outer products of the outputs' deviations."""
         last = deviations.movedim(0, -1)
-        if not joint:
-            return SampledCovariance(last, self.lin.memory_budget)
+        self.require_whole_groups(len(last), together)
+        if together is not None:
+            return SampledCovariance(last.unflatten(0, (-1, together)).flatten(1, 2), self.lin.memory_budget)
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 

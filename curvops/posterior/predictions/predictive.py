@@ -13,7 +13,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_flag, check_generator
+from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
@@ -62,6 +62,7 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float | None = None,
         noise: bool = False,
+        groups: int | None = None,
     ) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs at x.
 
@@ -75,6 +76,9 @@ class Predictive(ABC):
                 `variance_interval(level)` of each variance.
             rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
             noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
+            groups: q, points that follow one another and are joint, while groups are independent: a
+                `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of
+                a covariance between groups is formed.
 
         Covariances are lazy: exact ones solve for N·C rows of J when they are first used; of up to 2,048 weights, the
         matrix is formed and factorised instead once D / 8 rows have been asked for. Those under a structured curvature
@@ -86,9 +90,9 @@ class Predictive(ABC):
         times the cost of the covariance; exact solves are not repeated for it.
 
         Raises:
-            ValueError: noise=True with another likelihood, draws of another size, unfit inputs (see `jacobian`), x and
-                the prior precision or the noise with a gradient at once; and, when they are used, covariances that
-                exceed the memory budget.
+            ValueError: noise=True with another likelihood, groups that do not divide N, draws of another size, unfit
+                inputs (see `jacobian`), x and the prior precision or the noise with a gradient at once; and, when they
+                are used, covariances that exceed the memory budget.
         """
         check_flag("joint", joint)
         check_flag("noise", noise)
@@ -100,12 +104,17 @@ class Predictive(ABC):
                 f"noise=True adds the observation noise of a Gaussian likelihood; this is {likelihood!r}. "
                 "uncertainty(x) has the variance, or the entropy, of its targets."
             )
-        mean, covariance = self._outputs_of(samples).moments(x, joint, rtol)
+        if groups is not None and joint:
+            raise ValueError("joint=True makes one group of all points; pass groups or joint=True, not both.")
+        together = None if joint else 1 if groups is None else checked_whole("groups", groups)
+        mean, covariance = self._outputs_of(samples).moments(x, together, rtol)
         if noise and isinstance(likelihood, Gaussian):
-            noise_of_each = likelihood.noise.to(mean).expand(mean.shape[-1])
-            covariance = covariance.add_diagonal(noise_of_each.repeat(len(mean)) if joint else noise_of_each)
-        if joint:
-            return MultitaskNormal(mean, covariance)
+            each = likelihood.noise.to(mean).expand(mean.shape[-1])
+            covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
+        if groups is not None and not len(mean):
+            raise ValueError("x has no points: groups need some; leave groups out where there may be none.")
+        if joint or groups is not None:
+            return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
         if samples is None or noise:
             return Normal(mean, covariance)
         return SampledNormal(mean, covariance, draws=len(samples))

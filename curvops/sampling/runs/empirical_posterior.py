@@ -74,10 +74,10 @@ class EmpiricalOutputs(DrawnOutputs):
     def functions(self, x: Any) -> Float[Tensor, "k N C"]:
         return network_outputs(self.lin, x, self.weights) if self.through == "network" else super().functions(x)
 
-    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
+    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
         outputs = self.functions(x)
         mean = outputs.mean(0)
-        return mean, self.covariance_of(outputs - mean, joint)
+        return mean, self.covariance_of(outputs - mean, together)
 
     def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
         return decompose_drawn_numbers(likelihood, self.functions(x), self.error)
