@@ -21,7 +21,7 @@ from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution
-from curvops.linalg.core.solve_routes import SKETCHED
+from curvops.linalg.core.solve_routes import METHODS, SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
@@ -32,10 +32,6 @@ from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
-
-METHODS = ("closed form", "cg", "dual", "sgd")
-BY_ROUTE = {"dense": "cg", SKETCHED: "cg", "formed matrix": "closed form", "formed kernel": "dual"}
-"""The method names of draws by these routes; other routes are named as their method."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +76,7 @@ def draw_deviations(
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
     if not (asked is None or isinstance(asked, str)):
-        raise TypeError(f"method must be one of {METHODS}, a co.StochasticDescent or None, got {method!r}.")
+        raise TypeError(f"method must be one of {tuple(METHODS)}, a co.StochasticDescent or None, got {method!r}.")
     if asked is not None:
         check_choice("method", asked, METHODS)
     route, why_not = route_of(cache, prior, k, asked)
@@ -89,7 +85,7 @@ def draw_deviations(
         raise ValueError(f"method={asked!r} with {kind} + prior: {why_not}; use method='cg'.")
     P = for_columns(cache, prior, k) if route.name == "formed matrix" else prior.plus(cache.curvature)
     systems = Systems(cache, prior, noise, range(k), route.name, P)
-    named = asked or BY_ROUTE.get(route.name, route.name)
+    named = asked or next(name for name, served in METHODS.items() if route.name in served)
     chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
     found = _solve(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
     draws, history = found.x.mT, found.history

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -26,7 +25,7 @@ from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.posterior.draws.noise import Systems
 from curvops.progress import as_step, at_work, remark
 
-Loss = Literal["low_variance", "standard"]
+LOSSES = ("low_variance", "standard")
 POWER_STEPS, POWER_BATCHES = 8, 3
 GROWN = 100.0
 """Where the gradient exceeds the right-hand side by this factor, the descent has diverged."""
@@ -67,7 +66,7 @@ class StochasticDescent:
     clip: float = 10.0
 
     def __post_init__(self) -> None:
-        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("loss", self.loss, LOSSES)
         for name in ("batch_size", "epochs"):
             checked_whole(name, getattr(self, name))
         for name, interval in RANGES.items():

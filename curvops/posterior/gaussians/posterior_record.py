@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,17 +57,11 @@ def record_of_gaussian(
 
     Of an operator and its lazy inverse, only the operator is kept.
     """
-    given = {"covariance": covariance, "precision": precision}
-    derived = {name for name, operator in given.items() if _is_inverse_of(operator, given.values())}
-    kept = {
-        name: None if name in derived else record_of_operator(operator, lin, f"the {name}")
-        for name, operator in given.items()
-    }
+    kept: dict[str, Any] = {"covariance": None, "precision": None}
+    for name, operator, other in (("covariance", covariance, precision), ("precision", precision, covariance)):
+        if not (isinstance(operator, Inverse) and operator.base is other):
+            kept[name] = record_of_operator(operator, lin, f"the {name}")
     return {"linearization": record_of_network(lin, inputs), **kept}
-
-
-def _is_inverse_of(operator: LinearOperator, others: Iterable[LinearOperator]) -> bool:
-    return isinstance(operator, Inverse) and any(operator.base is other for other in others)
 
 
 def read_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
