@@ -166,9 +166,8 @@ class _Graph:
             return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
         # A copy: a custom backward that writes into what it is given would write into the caller's vector.
         given = cotangent.clone()
-        gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, allow_unused=True)
-        pairs = zip(self.names, leaves, gradients)
-        return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
+        gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, materialize_grads=True)
+        return {name: gradient.detach() for name, gradient in zip(self.names, gradients)}
 
     @cached_property
     def _adjoint(self) -> tuple[Tensor, Blocks]:

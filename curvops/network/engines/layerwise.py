@@ -121,7 +121,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """A layer kept as its input a and sensitivity δ (n, R, *out)."""
+    """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
 
     layer: Layer
     kept: Tensor
@@ -130,11 +130,11 @@ class Factors:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         given = self.layer.of(tangents)
         parts = self._parts(len(next(iter(given.values()))))
-        return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
+        return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         pieces = [self._pull(cotangents[part]) for part in self._parts(len(cotangents))]
-        return {local: _joined([piece[local] for piece in pieces]) for local in self.layer.names}
+        return {local: concatenate([piece[local] for piece in pieces]) for local in self.layer.names}
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
         z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
@@ -143,6 +143,20 @@ class Factors:
     def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
         s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+
+    def left(self) -> Tensor | None:
+        """See `Rule.left`."""
+        return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
+
+    def right(self) -> Tensor:
+        """See `Rule.right`."""
+        return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
+
+    def rows(self, points: slice) -> Blocks:
+        """The rows of some points by parameter name, (n, R, *shape)."""
+        layer = self.layer
+        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
+        return {layer.names[local]: row for local, row in rows.items()}
 
     def _parts(self, columns: int) -> list[slice]:
         return in_parts(columns, self.layer.output.numel() * self.delta.element_size(), self.delta.is_cuda)
@@ -163,7 +177,8 @@ def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
     return [slice(start, start + width) for start in range(0, columns, width)]
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
+def concatenate(pieces: list[Tensor]) -> Tensor:
+    """Return the pieces as one tensor; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -217,7 +232,7 @@ class Features:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         given, output = self.layer.of(tangents), self.layer.output.numel() * self.kept.element_size()
         parts = in_parts(len(next(iter(given.values()))), output, self.kept.is_cuda)
-        return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
+        return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
         return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)

@@ -97,11 +97,7 @@ class Reference:
 
     def is_adjoint(self, push: Push) -> bool:
         """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for the J v of a route, to the accuracy that the model's own rounding allows."""
-        pushed = push(self.v)
-        if adjoint(pushed, self.u, self.v, self.pulled):
-            return True
-        noise = rounding(lambda block: {"": push(block)}, self.v, {"": pushed}, self.generator)[""]
-        return adjoint(pushed, self.u, self.v, self.pulled, noise)
+        return is_adjoint(push, self.u, self.v, self.pulled, self.generator)
 
     def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
         """Whether another route's Jᵀu is this one."""
@@ -166,11 +162,15 @@ def proves_itself(engine: Recorded) -> bool:
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = _randn_like(engine.outputs.unsqueeze(0), generator)
     pulled = engine.pull(u)
-    v = _sharp(pulled, generator)
-    pushed = engine.push(v)
+    return is_adjoint(engine.push, u, _sharp(pulled, generator), pulled, generator)
+
+
+def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torch.Generator) -> bool:
+    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route to J v, to the accuracy that the model's own rounding allows."""
+    pushed = push(v)
     if adjoint(pushed, u, v, pulled):
         return True
-    noise = rounding(lambda block: {"": engine.push(block)}, v, {"": pushed}, generator)[""]
+    noise = rounding(lambda block: {"": push(block)}, v, {"": pushed}, generator)[""]
     return adjoint(pushed, u, v, pulled, noise)
 
 

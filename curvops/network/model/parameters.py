@@ -167,14 +167,18 @@ def _from_positions(
         raise ValueError(f"index {low if low < 0 else high} is out of range: the flat vector has {total} entries.")
     if len(spec.unique()) != len(spec):
         raise ValueError("the index holds a position twice; each parameter can be selected once.")
-    names, kept, start, shift = [], torch.full((total,), -1, device=spec.device), 0, 0
-    for name, size in zip(trainable, sizes):
-        if bool(((spec >= start) & (spec < start + size)).any()):
-            names.append(name)
-            kept[start : start + size] = torch.arange(shift, shift + size, device=spec.device)
-            shift += size
-        start += size
-    return names, kept[spec].to(parameters[names[0]].device)
+    touched, within = locate(sizes, spec)
+    names = [trainable[i] for i in touched]
+    return names, within.to(parameters[names[0]].device)
+
+
+def locate(sizes: Sequence[int], positions: Int[Tensor, " S"]) -> tuple[list[int], Int[Tensor, " S"]]:
+    """Return which of the tensors that lie one after the other are touched, and the positions within those alone."""
+    lengths = torch.tensor(sizes, device=positions.device)
+    owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
+    touched = torch.zeros_like(lengths, dtype=torch.bool).index_fill(0, owners, True)
+    left_out = lengths.masked_fill(touched, 0).cumsum(0)  # entries of tensors before each that are not touched
+    return touched.nonzero().squeeze(1).tolist(), positions - left_out[owners]
 
 
 def _check_tensors(selected: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from curvops.network.data.fingerprints import fingerprint, in_single
-from curvops.network.model.parameters import Selection
+from curvops.network.model.parameters import Selection, locate
 
 
 class Fingerprints(Mapping[str, int]):
@@ -95,16 +95,9 @@ class TangentSpace:
     def part(self, indices: Int[Tensor, " S"]) -> TangentSpace:
         """Return the space of a subnetwork, as if its positions had been selected."""
         index = indices if self.index is None else self.index[indices.to(self.index.device)]
-        kept, moved, start, shift = [], torch.empty_like(index), 0, 0
-        for i, size in enumerate(shape.numel() for shape in self.shapes):
-            inside = (index >= start) & (index < start + size)
-            if bool(inside.any()):
-                kept.append(i)
-                moved[inside] = index[inside] - start + shift
-                shift += size
-            start += size
-        names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
-        return TangentSpace(names, shapes, self.held, _unless_all(moved, shift))
+        touched, within = locate([shape.numel() for shape in self.shapes], index)
+        names, shapes = tuple(self.names[i] for i in touched), tuple(self.shapes[i] for i in touched)
+        return TangentSpace(names, shapes, self.held, _unless_all(within, sum(shape.numel() for shape in shapes)))
 
     def _text(self) -> str:
         count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)

@@ -23,7 +23,7 @@ from curvops.network.engines.layerwise import Features, record, sensitivities
 from curvops.network.engines.routes import has_custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, JacobianRows, grouped, groups_of, parts_of
+from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls
 
 Compute = Callable[..., Tensor]
 
@@ -110,16 +110,14 @@ class GraphRows(JacobianRows):
         owners, others = self._engines.checked_owners(inputs)
         columns, n = self._engines.plan.num_outputs, num_points(inputs)
         units = torch.eye(columns, dtype=model.theta.dtype, device=model.theta.device)
-        groups = []
+        groups: list[Group] = []
         if owners:
             outputs, calls, _ = record(model, inputs, owners, graph=True)
             cotangents = units.unsqueeze(1).expand(-1, n, -1)
             run = partial(sensitivities, model, outputs, calls, cotangents, graph=True)
             deltas = model.holding(model.leaves(), run)
             counted = torch.ones(n, dtype=torch.bool, device=outputs.device)
-            for names, members in grouped(calls).items():
-                parts = parts_of(calls, deltas, members)
-                groups += [Group(names, parts, counted, True)] if parts else []
+            groups += groups_of_calls(calls, deltas, counted)
         groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
         yield 0, n * columns, groups
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from curvops.network.engines.layerwise import (
     Layer,
     Owners,
     chunk_size,
+    concatenate,
     in_parts,
     record,
     sensitivities,
@@ -40,48 +41,24 @@ Recording = tuple[Tensor, list[Call], set[str]]
 """The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran otherwise."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One call of a layer: what its rule keeps, and δ (n, r, *out) for r columns."""
+def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
+    """The rows of one call times K tangents by name, by way of whatever takes fewer multiply-adds."""
+    layer, delta = part.layer, part.delta
+    count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
+    outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
+    by_rows = count * (layer.multiply_adds + layer.size * columns)
+    if by_rows < columns * (layer.multiply_adds + count * outputs):
+        pieces = in_parts(len(delta), count * size, delta.is_cuda)
+        return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
+    # A layer's part of a vector lies amid the whole, and is copied: some at a time, in memory that is used again.
+    some = in_parts(columns, size, delta.is_cuda)
+    return concatenate([part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some])
 
-    layer: Layer
-    kept: Tensor
-    delta: Tensor
 
-    def left(self) -> Tensor | None:
-        """See `Rule.left`."""
-        return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
-
-    def right(self) -> Tensor:
-        """See `Rule.right`."""
-        return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
-
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
-        """The rows times K tangents by name, (K, *shape) each, by way of whatever takes fewer multiply-adds."""
-        layer, count, columns = self.layer, self.delta.shape[1], len(tangents[next(iter(self.layer.names.values()))])
-        outputs = self.delta[0, 0].numel()
-        by_rows = count * (layer.multiply_adds + layer.size * columns)
-        size = layer.size * self.delta.element_size()
-        if by_rows < columns * (layer.multiply_adds + count * outputs):
-            pieces = in_parts(len(self.delta), count * size, self.delta.is_cuda)
-            return torch.cat([self._push_rows(points, tangents) for points in pieces], 1)
-        factors = Factors(layer, self.kept, self.delta)
-        # A layer's part of a vector lies amid the whole, and is copied: some at a time, in memory that is used again.
-        parts = in_parts(columns, size, self.delta.is_cuda)
-        found = [factors.push({name: tangents[name][part] for name in layer.names.values()}) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _push_rows(self, points: slice, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:
-        """Push through the rows of some points, parameter by parameter: side by side they would be a copy."""
-        rows = self.rows(points)
-        pushed = (tangents[name].flatten(1) @ row.flatten(2).flatten(0, 1).mT for name, row in rows.items())
-        return torch.stack(list(pushed)).sum(0).unflatten(1, (-1, self.delta.shape[1]))
-
-    def rows(self, points: slice) -> Blocks:
-        """The gradients by parameter name, (n, r, *shape)."""
-        layer = self.layer
-        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
-        return {layer.names[local]: row for local, row in rows.items()}
+def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:
+    """Push through rows (m, r, *shape), parameter by parameter: side by side they would be a copy."""
+    pushed = [tangents[name].flatten(1) @ row.flatten(2).flatten(0, 1).mT for name, row in rows.items()]
+    return torch.stack(pushed).sum(0).unflatten(1, next(iter(rows.values())).shape[:2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +71,7 @@ class Group:
     """
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Factors, ...]
     counted: Tensor
     first: bool
     given: Blocks = field(default_factory=dict)
@@ -130,8 +107,7 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Bytes that these rows take in memory."""
-        held = [tensor for part in self.parts for tensor in (part.kept, part.delta)] + list(self.given.values())
-        return sum(tensor.nbytes for tensor in held)
+        return sum(part.nbytes for part in self.parts) + sum(rows.nbytes for rows in self.given.values())
 
     def is_like(self, other: Group) -> bool:
         """Whether rows of other points are of the same layers and sizes."""
@@ -177,7 +153,7 @@ class Group:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
         """The rows times K tangents by name, (K, *shape) each."""
-        pushed = [part.push(tangents) for part in self.parts]
+        pushed = [_push(part, tangents) for part in self.parts]
         for name, rows in self.given.items():  # a parameter may be a number
             V = tangents[name].reshape(len(tangents[name]), -1)
             pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
@@ -190,7 +166,7 @@ class Group:
         if len(groups) == 1:
             return first
         alike = zip(*(group.parts for group in groups))
-        parts = [Part(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
+        parts = [Factors(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
         given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
         return cls(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
@@ -215,7 +191,7 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
     else:
         delta = torch.eye(features.outputs, dtype=a.dtype, device=a.device).unflatten(1, layer.output[1:])
     counted = torch.ones(len(a), dtype=torch.bool, device=a.device)
-    part = Part(layer, a, delta.expand(len(a), *delta.shape))
+    part = Factors(layer, a, delta.expand(len(a), *delta.shape))
     return [Group(tuple(sorted(layer.names.values())), (part,), counted, True)]
 
 
@@ -246,7 +222,7 @@ def each_group(
     f = outputs.detach()
     if score is not None:
         score(f, batch)
-    sharing, positions = grouped(calls), fisher.counted(batch)
+    positions = fisher.counted(batch)
     counted = positions if positions.ndim == 1 else positions.any(1)
     everyone = bool(positions.all())
     columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
@@ -254,21 +230,13 @@ def each_group(
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         deltas = _sensitivities(model, outputs, calls, cotangents)
-        for names, members in sharing.items():
-            parts = parts_of(calls, deltas, members)
-            if parts:
-                yield Group(
-                    names,
-                    parts,
-                    counted,
-                    start == 0,
-                    positions=positions,
-                    all_counted=everyone,
-                    weights=batch.weights,
-                )
+        for group in groups_of_calls(calls, deltas, counted):
+            yield replace(
+                group, first=start == 0, positions=positions, all_counted=everyone, weights=batch.weights
+            )
+            del group
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
-        parts = ()
         if advance is not None:
             advance(len(cotangents) * batch.num_points)
         del deltas, cotangents  # before the next are made
@@ -278,12 +246,8 @@ def groups_at(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
 ) -> Iterator[Group]:
     """The rows J_nᵀ s of a recorded pass for some columns s of all its points."""
-    deltas = _sensitivities(model, outputs, calls, cotangents)
     counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
-    for names, members in grouped(calls).items():
-        parts = parts_of(calls, deltas, members)
-        if parts:
-            yield Group(names, parts, counted, True)
+    return groups_of_calls(calls, _sensitivities(model, outputs, calls, cotangents), counted)
 
 
 def _sensitivities(
@@ -300,13 +264,16 @@ def _record(model: Model, inputs: Any, owners: Owners) -> Recording:
         return model(model.values, inputs), [], set()
 
 
-def parts_of(calls: Sequence[Call], deltas: Sequence[Tensor | None], members: Sequence[int]) -> tuple[Part, ...]:
-    """The parts of some calls, without those whose branch does not reach the outputs."""
-    pairs = ((calls[i], deltas[i]) for i in members)
-    return tuple(Part(call.layer, call.kept, delta) for call, delta in pairs if delta is not None)
+def groups_of_calls(calls: Sequence[Call], deltas: Sequence[Tensor | None], counted: Tensor) -> Iterator[Group]:
+    """Yield the rows of calls by the parameters that they share, without those whose branch misses the outputs."""
+    for names, members in group_calls(calls).items():
+        reaching = ((calls[i], delta) for i in members if (delta := deltas[i]) is not None)
+        parts = tuple(Factors(call.layer, call.kept, delta) for call, delta in reaching)
+        if parts:
+            yield Group(names, parts, counted, True)
 
 
-def grouped(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
+def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
     """Indices of calls by the parameters that they share, directly or through one another."""
     groups: list[tuple[set[str], list[int]]] = []
     for i, call in enumerate(calls):

@@ -34,13 +34,13 @@ def hessian_product(
 
 def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
     """The gradient of Σ ⟨of, along⟩, by the leaves' names."""
-    found: Any = [None] * len(leaves)
-    if of:
-        cotangents = [along[name].clone() for name in of]
-        found = torch.autograd.grad(
-            list(of.values()), list(leaves.values()), cotangents, retain_graph=True, allow_unused=True
-        )
-    return {n: torch.zeros_like(leaf) if g is None else g.detach() for (n, leaf), g in zip(leaves.items(), found)}
+    if not of:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    cotangents = [along[name].clone() for name in of]
+    gradients = torch.autograd.grad(
+        list(of.values()), list(leaves.values()), cotangents, retain_graph=True, materialize_grads=True
+    )
+    return {name: gradient.detach() for name, gradient in zip(leaves, gradients)}
 
 
 def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: Batch) -> None:
