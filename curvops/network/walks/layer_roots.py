@@ -120,7 +120,7 @@ class Group:
 
     def take(self, points: slice) -> Group:
         """The rows of some of the points."""
-        parts = tuple(Part(part.layer, part.kept[points], part.delta[points]) for part in self.parts)
+        parts = tuple(part.at(points) for part in self.parts)
         given = {name: rows[points] for name, rows in self.given.items()}
         start = self.start + points.indices(self.num_points)[0]
         return Group(self.names, parts, self.counted[points], self.first, given, start)
