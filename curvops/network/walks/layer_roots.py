@@ -231,9 +231,7 @@ def each_group(
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         deltas = _sensitivities(model, outputs, calls, cotangents)
         for group in groups_of_calls(calls, deltas, counted):
-            yield replace(
-                group, first=start == 0, positions=positions, all_counted=everyone, weights=batch.weights
-            )
+            yield replace(group, first=start == 0, positions=positions, all_counted=everyone, weights=batch.weights)
             del group
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
