@@ -1,4 +1,4 @@
-"""The evidence by its gradient in the logarithms of the hyperparameters.
+"""Ascent of the evidence along its gradient in the logarithms of the hyperparameters.
 
 The gradient in log α_g is ½ (γ_g − α_g s_g). At the maximum for fixed weights its derivative over (γ_g + α_g s_g)/2
 has eigenvalues between −½ and −3/2, whatever the groups (Gershgorin: A^½P⁻¹A^½ has none outside [0, 1]). So a step of
@@ -29,7 +29,7 @@ SOLVE_RTOL = 1e-3
 
 
 class Undetermined(UserWarning):
-    """The data do not determine a hyperparameter, which stands at the limit of the search."""
+    """Warns that the data do not determine a hyperparameter, which stands at the limit of the search."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Ascent:
     average: Tensor | None = None
 
     def run(self, steps: int) -> Laplace:
-        """The posterior at the maximum."""
+        """Take at most so many steps; return the posterior at the maximum."""
         start, post = self.now, self.now.origin
         theta = post.mean
         scatter, data = self._at(theta)
@@ -97,14 +97,14 @@ class Ascent:
         return self.now.scatter(theta), data
 
     def _count(self, spent: int) -> Float[Tensor, " G"]:
-        """γ of each group, noted as a step."""
+        """Count γ of each group, and record the step."""
         exact = self.now.exact_counts(self.rtol, self.generator)
         gamma, spread, matvecs = self._estimate_count() if exact is None else (*exact, 0)
         self._note(gamma, spread, matvecs + spent)
         return gamma
 
     def _estimate_count(self) -> tuple[Tensor, Tensor, int]:
-        """γ of each group from solves with random signs, and its standard error."""
+        """Estimate γ of each group from solves with random signs; return it, its standard error and the products."""
         groups, post = self.now.groups, self.now.posterior
         P = post.precision
         anew = self.over == "weights" or self.vectors is None

@@ -23,7 +23,7 @@ def grid(
     generator: torch.Generator | None = None,
     mode: str = "auto",
 ) -> list[Evidence]:
-    """Log evidence in nats at each scalar prior precision; the curvature is held fixed.
+    """Compute the log evidence in nats at each scalar prior precision; the curvature is held fixed.
 
     The products are spent once, for the smallest precision; further values cost none, but at the linear model's mode
     the solves for it, each from the mode before.
@@ -55,7 +55,7 @@ def grid(
 
 
 def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:
-    """Positive numbers, at least one; TypeError or ValueError otherwise."""
+    """Return positive numbers, at least one; raise TypeError or ValueError for anything else."""
     if isinstance(prior_precisions, str) or not isinstance(prior_precisions, Iterable):
         raise TypeError(f"prior_precisions must be a sequence of numbers, got {prior_precisions!r}.")
     if isinstance(prior_precisions, Tensor) and prior_precisions.ndim != 1:

@@ -37,7 +37,7 @@ ROUNDING = 50
 
 @dataclass(frozen=True, eq=False)
 class PrecisionGroups:
-    """A = α[index] · base: one α for each group of weights."""
+    """Groups of weights that share a prior precision α: A = α[index] · base."""
 
     names: tuple[str, ...]
     index: Int[Tensor, " D"]
@@ -45,23 +45,23 @@ class PrecisionGroups:
     counts: Float[Tensor, " G"]
 
     def totals(self, each: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
-        """The sum over each group."""
+        """Return the sum over each group."""
         return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
-        """A as a posterior takes it: 0-d where it is one number."""
+        """Return A as a posterior takes it: 0-d where it is one number."""
         if len(alpha) == 1 and bool((self.base == 1).all()):
             return alpha[0].to(self.base.dtype)
         return (alpha.to(self.base.dtype)[self.index]) * self.base
 
     def start(self, precision: Tensor) -> Float[Tensor, " G"]:
-        """The α of a diagonal precision: in each group the geometric mean over its weights."""
+        """Return the α of a diagonal precision: in each group the geometric mean over its weights."""
         logs = (precision.detach().expand_as(self.base) / self.base).double().log()
         return (self.totals(logs) / self.counts).exp()
 
 
 def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | None = None) -> PrecisionGroups:
-    """One group of all weights ("scalar"), one a layer ("layers": a module's own parameters), a tensor or a weight."""
+    """Make one group of all weights ("scalar"), or one for each layer (a module's own parameters), tensor or weight."""
     selection, size = lin.model.selection, lin.num_parameters
     names: tuple[str, ...]
     if over == "scalar":
@@ -114,7 +114,7 @@ class Hyperparameters:
         return self.groups.totals(self.groups.base.double() * gap.square())
 
     def linear_mode(self, start: Float[Tensor, " D"], rtol: float = 1e-6) -> tuple[Float[Tensor, " D"], int]:
-        """The linear model's mode and the products that it took; ValueError where it is not found.
+        """Return the linear model's mode and the products that it took; raise ValueError where it is not found.
 
         Its relative error, and half that of the scatter, is at most about rtol.
         """
@@ -133,9 +133,9 @@ class Hyperparameters:
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]] | None:
-        """γ of each group and its standard error, 0 where neither probes nor rounding decide; None: draws have to do.
+        """Compute γ of each group and its standard error, 0 where neither probes nor rounding decide.
 
-        A γ within rounding of zero is zero.
+        None where draws are needed. A γ within rounding of zero is zero.
         """
         groups, post = self.groups, self.posterior
         A = post.prior.diagonal
@@ -180,7 +180,7 @@ class Hyperparameters:
         return dataclasses.replace(self, alpha=alpha, noise=noise)
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
-        """The posterior under these hyperparameters, its curvature at their noise."""
+        """Return the posterior under these hyperparameters, its curvature at their noise."""
         post = self.origin if self.noise is None else self.origin.with_noise(self.noise, generator)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
 
@@ -205,7 +205,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
 
 
 def check_noise_scales(post: Laplace) -> None:
-    """ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
+    """Raise ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
     _ = post.observation_noise
     if post.cache.power != 1:
         raise ValueError(

@@ -41,7 +41,7 @@ LARGEST_ERROR = 0.2
 
 
 class Oscillates(UserWarning):
-    """MacKay's update jumps to and fro around the maximum of the evidence."""
+    """Warns that MacKay's update jumps to and fro around the maximum of the evidence."""
 
 
 @resumable
@@ -60,7 +60,7 @@ def mackay(
     generator: torch.Generator | None = None,
     checkpoint: Place | None = None,
 ) -> Laplace:
-    """A posterior like `post` under the prior precisions of largest evidence at the linear model's mode, from draws.
+    """Find the prior precisions of largest evidence at the linear model's mode, from draws of the posterior.
 
     Each step finds the mode θ̄ of the linear model and draws z of N(0, P⁻¹), counts γ_g, the effective parameters of
     each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g / (s_g +
@@ -185,19 +185,19 @@ class _FixedPoint:
         self.now.origin.cache.recall(state["known"])
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on."""
+        """Return all that the next step depends on."""
         at = {"alpha": self.now.alpha, "observation noise": self.now.noise}
         return state_of(self, STATE) | at | {"known": self.now.origin.cache.state()}
 
     def result(self) -> Laplace:
-        """The posterior where the steps ended."""
+        """Return the posterior where the steps ended."""
         names, steps = self.now.groups.names, tuple(self.records)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
         tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=5)
         return self.now.posterior_with(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:
-        """The posterior at the fixed point."""
+        """Take the steps that are left; return the posterior at the fixed point."""
         start, changes = self.start, self.changes
         if self.kept.state is None:
             self.kept.save(self.state, now=True)  # the sources of random numbers
@@ -241,7 +241,7 @@ class _FixedPoint:
         return self.now.alpha.log() + (0.0 if self.now.noise is None else math.log(self.now.noise))
 
     def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
-        """Mode and draws to start from: the last ones, carried on along the line through the last two."""
+        """Return mode and draws to start from, on the line through those of the last two steps."""
         if not self.past:
             return None, None
         last, before = self.past[-1], self.past[0]
@@ -254,7 +254,7 @@ class _FixedPoint:
         return last.theta + share * (last.theta - before.theta), draws
 
     def _products_saved(self, drawn: Deviations) -> float:
-        """Products that a start at zero would have taken in addition, by the rate at which residuals fell."""
+        """Estimate the further products of a start at zero, by the rate at which residuals fell."""
         if not self.past or drawn.method == "closed form" or not len(drawn.history):
             return 0.0
         start, steps = float(drawn.history[0].max()), len(drawn.history) - 1
@@ -264,7 +264,7 @@ class _FixedPoint:
     def _count(
         self, guess: Float[Tensor, "k D"] | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
-        """γ of each group, its standard error, and the draws that it was counted from, with all products spent."""
+        """Count γ of each group; return it, its standard error, and the draws with all products spent."""
         if self.samples is None:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
@@ -314,7 +314,7 @@ class _FixedPoint:
     def _error_bar(
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
     ) -> Float[Tensor, " H"]:
-        """A quarter of the relative error that that of γ makes of each hyperparameter; a large one excuses nothing."""
+        """Return a quarter of each hyperparameter's relative error that follows from γ's, of which at most 0.2 counts."""
         bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
         if data is not None:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
@@ -323,13 +323,13 @@ class _FixedPoint:
 
 
 def _geometric_mean(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:
-    """The geometric mean."""
+    """Return the geometric mean of two values of the hyperparameters."""
     noise = None if one.noise is None or other.noise is None else math.sqrt(one.noise * other.noise)
     return other.with_values((one.alpha * other.alpha).sqrt(), noise)
 
 
 def _remaining(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
-    """How far it is yet, if changes go on to shrink as the last two did."""
+    """Return the change that is left, if changes go on to shrink as the last two did."""
     last = changes[-1].abs()
     if len(changes) < 2:
         return torch.full_like(last, math.inf)
@@ -338,7 +338,7 @@ def _remaining(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
 
 
 def _oscillates(changes: list[Float[Tensor, " H"]], bar: Float[Tensor, " H"]) -> bool:
-    """Whether the last three changes of one hyperparameter alternate, above its error bar, and do not shrink."""
+    """Return whether the last three changes of a hyperparameter alternate, above its error bar, and do not shrink."""
     if len(changes) < 3:
         return False
     first, second, third = changes[-3:]

@@ -34,7 +34,7 @@ def maximize(
     steps: int = 200,
     mode: str = "auto",
 ) -> Laplace:
-    """A posterior like `post` at the hyperparameters of largest log evidence; its weights and curvature are held.
+    """Find the hyperparameters of largest log evidence; the weights and the curvature are held.
 
     A scalar precision alone is found by a search around the present one: one set of Lanczos runs serves a whole window
     of precisions, so that the curve searched is smooth. All others are found by the gradient of the log evidence in the
@@ -102,7 +102,7 @@ def maximize(
 
 
 def _read(over: Any) -> tuple[str | None, bool]:
-    """Which precisions are tuned, None for none of them, and whether the noise is."""
+    """Return which precisions are tuned, None for none of them, and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
@@ -116,7 +116,7 @@ def _read(over: Any) -> tuple[str | None, bool]:
 def _search(
     post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None, mode: str
 ) -> Laplace:
-    """The scalar precision of largest evidence, by bounded search in windows."""
+    """Find the scalar precision of largest evidence by bounded search in windows."""
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 
     theta = None

@@ -38,7 +38,7 @@ def validate(
     xtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Laplace:
-    """A posterior like `post` at the hyperparameters of largest log-likelihood of held-out data; the weights are held.
+    """Find the hyperparameters of largest log-likelihood of held-out data; the weights are held.
 
     The search tries factors from 1e-4 to 1e4 of the present value, a decade apart, and looks closer around the best.
 
@@ -93,7 +93,7 @@ def validate(
 
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
-    """The inputs and targets of data that come in any form, as if they had been given so."""
+    """Return the inputs and targets of data in any form, as if they had been given as two arguments."""
     source = [data] if holds_all(data) else items(as_source(data, max(post.lin.data.sizes)), post.mean.device)
     parts = [parts_of(item, False) for item in source]
     if not parts:
@@ -124,7 +124,7 @@ class _Search:
         self.seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
 
     def score(self, post: Laplace) -> float:
-        """The mean log-likelihood of a point, or of a pair, by the same draws for every posterior."""
+        """Return the mean log-likelihood of a point, or of a pair, by the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
         found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws)
@@ -188,7 +188,7 @@ class _Search:
 
 
 def _precision(A: Tensor | None) -> float:
-    """A number, or the geometric mean of a vector."""
+    """Return a number, the geometric mean of a vector, or NaN for an operator."""
     if A is None:
         return math.nan
     return float(A.double().log().mean().exp() if A.ndim else A)
@@ -199,7 +199,7 @@ def _noise(post: Laplace) -> float:
 
 
 def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
-    """The posterior at a multiple of each hyperparameter."""
+    """Return functions that make the posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
         "noise": lambda factor: post.with_noise(post.observation_noise * factor),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.sampling.core.state import NoiseSource
-from curvops.sampling.families.variational import SETTLED, Variational, VariationalState
+from curvops.sampling.families.variational import Variational, VariationalState
 
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
 N, NOISE, PRIOR = 30, 0.5, 2.0
@@ -198,7 +198,7 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
     centre = {"theta": begun.theta, **begun.spread}
     ending, few, many = co.sampling.FitEnding, 20, 10**6
     one = torch.zeros(100, dtype=torch.float64)
-    one[3] = -3 * SETTLED
+    one[3] = -0.3
     nothing, all_of_them = 0 * one, one[3].expand(100)
     for average, spread, steps, said in [
         (nothing, 0.0, many, ending.SETTLED),
@@ -211,6 +211,8 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
         (one, 1.0, many, ending.DRIFTING),
         (one, 1.0, few, ending.NOISY),
         (all_of_them, 0.0, few, ending.DRIFTING),
+        (all_of_them / 3.2, 0.0, many, ending.SETTLED),  # the limit is a tenth
+        (all_of_them / 2.8, 0.0, many, ending.DRIFTING),
         (nothing, 0.0, 0, ending.NOISY),
     ]:
         step = torch.full_like(begun.step, steps)

@@ -1,4 +1,4 @@
-"""Does a sampler diverge? Its energy is watched, and where it runs away the curvature says which step is stable."""
+"""Divergence of samplers: the energy is checked as they run, and the curvature says which steps are stable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_EVERY = 20
 PATIENCE = 100
 """Steps without one accepted proposal after which a Metropolis sampler is stuck."""
 RUNAWAY = 100.0
-"""So many times the thermal energy and the start's own size, and no fluctuation of a stable sampler reaches it."""
+"""A bound in units of the thermal energy and the start's own size, which no stable sampler's fluctuations reach."""
 POWER_STEPS = 20
 """Power iterations for the largest curvature, two gradients each."""
 DIFFERENCE = 1e-3
@@ -23,7 +23,7 @@ DIFFERENCE = 1e-3
 
 
 class Watch:
-    """Looks at energies −log_posterior every few steps, and keeps the state before, where curvature is measured.
+    """A check of energies −log_posterior every few steps; it keeps the state before them, to measure curvature there.
 
     On a quadratic of curvature h a step beyond the stability limit multiplies the energy each time: from 1.02 times
     the limit on it passes any bound within 100 steps, while a stable sampler stays at its thermal energy 𝒯d/2.
@@ -39,21 +39,21 @@ class Watch:
         self._steps = 0
 
     def before(self, state: State, batch: Any) -> None:
-        """Called before each step."""
+        """Note the state before a step, after a look at the energies every few steps."""
         if self._steps % LOOK_EVERY == 0:
             self._look(state)
             self._held = state.clone(), batch
         self._steps += 1
 
     def after(self, info: Info, adapted: Any, adapting: bool) -> None:
-        """Called after each step."""
+        """Note the energy and the acceptance of a step."""
         self._energies.append(-info.log_posterior)
         if info.acceptance is not None and not adapting:
             self._accepted.append(info.acceptance)
             self._step_size = adapted.step_size(self._steps - 1)
 
     def finish(self, state: State) -> None:
-        """Called after the last step."""
+        """Look at the energies of the last steps."""
         self._look(state)
 
     def _look(self, state: State) -> None:
@@ -88,7 +88,7 @@ class Watch:
             )
 
     def remedy(self) -> str:
-        """The end of a message: which curvature there is, and the step size to try."""
+        """Return the end of a message: the largest curvature, and the step size to try."""
         assert self._held is not None
         state, batch = self._held
         theta = state.theta if state.theta.ndim == 1 else state.theta[0]
@@ -104,7 +104,7 @@ class Watch:
 
 
 def largest_curvature(transition: Any, theta: Tensor, state: State, batch: Any) -> float:
-    """The largest eigenvalue of D times the Hessian of −log_posterior, by power iterations on differences."""
+    """Compute the largest eigenvalue of D times the Hessian of −log_posterior by power iterations on differences."""
     generator = torch.Generator(theta.device).manual_seed(0)
     v = torch.empty_like(theta).normal_(generator=generator)
     found = 0.0

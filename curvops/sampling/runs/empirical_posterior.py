@@ -44,7 +44,7 @@ class EmpiricalPosterior(Predictive):
         return self._mean
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """k of the draws at random, with replacement: independent draws of the empirical distribution.
+        """Choose k of the draws at random, with replacement: independent draws of the empirical distribution.
 
         Raises TypeError or ValueError for a k that is no whole number of draws, or a generator that is none.
         """
@@ -84,7 +84,7 @@ class EmpiricalOutputs(DrawnOutputs):
 
 
 def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:
-    """The posterior that draws of the weights stand for, such as those of `co.sampling.run`.
+    """Make the empirical posterior of draws of the weights, such as those of `co.sampling.run`.
 
     Args:
         lin: the network, by `co.linearize`: its likelihood, and the weights θ̂ where outputs are linearised.
@@ -112,7 +112,7 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
 
 
 def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
-    """The draws as rows in the order of the selection, and the number of chains."""
+    """Return the draws as rows in the order of the selection, and the number of chains."""
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
     if first.dtype != lin.theta.dtype:

@@ -1,4 +1,4 @@
-"""Which batch comes next: passes over the data, one after the other, that a later run can go on with."""
+"""Batches without end: passes over the data, one after the other, which a later run can continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class Feed:
-    """Batches without end. `position` says where it is, and `Feed(batches, position)` goes on from there.
+    """An endless sequence of batches. `position` says where it is, and `Feed(batches, position)` goes on from there.
 
     batches: an iterable that can be read again (a list, a DataLoader), or None for a density without data.
     """
@@ -26,11 +26,11 @@ class Feed:
 
     @property
     def position(self) -> dict[str, Any]:
-        """How many batches of this pass were given, and the loader's generator where the pass began."""
+        """The number of batches given in this pass, and the state of the loader's generator where the pass began."""
         return {"index": self._index, "generator": self._generator}
 
     def next(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         if self._batches is None:
             return None
         if self._pass is None:
@@ -53,7 +53,7 @@ class Feed:
         return batch
 
     def _open_pass(self) -> Iterator[Any]:
-        """A pass, from the batch where the last run stopped."""
+        """Begin a pass at the batch where the last run stopped."""
         source = getattr(self._batches, "generator", None)
         if isinstance(source, torch.Generator):
             if self._generator is None:
@@ -68,7 +68,7 @@ class Feed:
 
 
 def require_repeatable(batches: Any) -> None:
-    """ValueError where passes are shuffled by what a later run cannot restore."""
+    """Raise ValueError where passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
         raise ValueError(
             "a checkpoint must find the same batches again, and this DataLoader shuffles by torch's default generator: "

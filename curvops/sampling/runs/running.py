@@ -102,7 +102,7 @@ def run(
 
 @dataclass(frozen=True, eq=False)
 class _RunState:
-    """How far a run has come, consistent whenever it is interrupted."""
+    """The state of a run, consistent whenever it is interrupted."""
 
     done: int
     """Steps, those of warm-up included."""
@@ -116,7 +116,7 @@ class _RunState:
     def start(
         cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
     ) -> _RunState:
-        """Nothing yet."""
+        """Return the state before the first step."""
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
         k = len(theta)
         traced = TRACES if sampler.metropolis else TRACES[:1]
@@ -124,7 +124,7 @@ class _RunState:
         return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
 
     def advance(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _RunState:
-        """After one more step."""
+        """Return the state after one more step."""
         at, adaptation = self.done - warmup, self.adaptation
         if at >= 0:
             for name, trace in self.traces.items():
@@ -137,7 +137,7 @@ class _RunState:
         return replace(self, done=self.done + 1, state=state, adaptation=adaptation, position=position)
 
     def record(self) -> dict[str, Any]:
-        """As plain values and tensors."""
+        """Return the state as plain values and tensors."""
         state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
         state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
         return vars(self) | {"state": state}
@@ -147,7 +147,7 @@ class _RunState:
         return from_record(_RunState, {**record, "state": replace(self.state, **record["state"])})
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
-        """The result."""
+        """Return the result."""
         adapted = _with_step_size(sampler, self.adaptation, False)
         traces = {name: self.traces.get(name) for name in TRACES}
         return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ class _RunState:
 def _take_steps(
     sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
 ) -> _RunState:
-    """All steps that are left."""
+    """Take all steps that are left."""
     total = warmup + reached.traces["log_posterior"].shape[1]
     # Without a checkpoint nobody sees a state between two steps: they are made in place, on a copy.
     inplace = not kept
@@ -205,7 +205,7 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
 
 
 def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
-    """The sampler with the step size that this stage of the adaptation has."""
+    """Return the sampler with the step size of this stage of the adaptation."""
     if adaptation is None:
         return sampler
     return sampler.with_step_size(adaptation.trial if warming_up else adaptation.final)
@@ -255,7 +255,7 @@ class StepSizeSearch:
 
     @classmethod
     def start(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
-        """From this step size on."""
+        """Return a search that starts at this step size."""
         start = math.log(min(step_size, most))
         return cls(target, math.log(most) if most < math.inf else 1e300, 0, start, start)
 
@@ -270,7 +270,7 @@ class StepSizeSearch:
         return math.exp(self.log_mean)
 
     def update(self, acceptance: float) -> StepSizeSearch:
-        """After a step with this acceptance probability; NaN counts as 0."""
+        """Return the search after a step with this acceptance probability; NaN counts as 0."""
         share = (self.steps + 1) ** -DECAY
         missed = self.target - (acceptance if acceptance == acceptance else 0.0)
         move = share * missed / min(self.target, 1 - self.target)
@@ -280,7 +280,7 @@ class StepSizeSearch:
 
 
 def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
-    """The sampler running k chains at once: its states and infos have a first dimension of k.
+    """Return the sampler of k chains at once, whose states and infos have a first dimension of k.
 
     Each chain draws from a generator of its own, seeded by `init`'s: the noise is bit for bit that of k single chains
     with these generators, however they are computed. A schedule is one for all of them.

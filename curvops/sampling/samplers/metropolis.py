@@ -51,7 +51,7 @@ class Metropolis(Transition):
 
     @abstractmethod
     def _evaluate(self, state: Any, batch: Any) -> Tensor:
-        """log_posterior at the state, which takes in what else the method needs there."""
+        """Return log_posterior at the state, and write into the state what else the method needs there."""
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         return {"value": state.theta.new_full(state.theta.shape[:-1], math.nan, dtype=torch.float64)}  # not evaluated
@@ -60,7 +60,7 @@ class Metropolis(Transition):
 def accept_or_reject(
     energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor
 ) -> tuple[Tensor, Bool[Tensor, "*k"]]:
-    """The probability min(1, e^{−ΔH}) that a proposal is accepted, 0 where ΔH is NaN, and whether it is."""
+    """Return the probability min(1, e^{−ΔH}) that a proposal is accepted, 0 where ΔH is NaN, and whether it is."""
     probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
     return probability, noise.uniform(like) < probability
 
@@ -76,6 +76,6 @@ def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tens
 
 
 def _versions(batch: Any) -> list[int]:
-    """How often each tensor of the batch was written to."""
+    """Return the number of times that each tensor of the batch was written to."""
     leaves = pytree.tree_leaves(batch)
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

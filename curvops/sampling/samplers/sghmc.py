@@ -192,5 +192,5 @@ def sgnht(
 
 
 def friction(alpha: Any, sigma: Any) -> dict[str, float]:
-    """α and σ, checked."""
+    """Check α and σ and return them by name."""
     return {"alpha": checked_number("alpha", alpha), "sigma": checked_number("sigma", sigma)}

@@ -62,7 +62,7 @@ def sgld(
 
 
 def deviation(variance: float, beta: float) -> float:
-    """The standard deviation of the noise injected; ValueError where the gradient's own is already more than that."""
+    """Return the standard deviation of the noise injected; raise ValueError where the gradient's own exceeds it."""
     if variance < 0:
         raise ValueError(
             f"beta={beta:g}: the gradient's noise alone exceeds what this step size and temperature inject; take a "

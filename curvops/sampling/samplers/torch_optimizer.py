@@ -45,7 +45,7 @@ class Optimizer(Transition):
         return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
 
     def step_length(self, step: int) -> tuple[str, float]:
-        """`lr`, the optimiser's own default where none is given."""
+        """Return "lr" and its value, the optimiser's own default where none is given."""
         if self.scheduled:
             return "lr", self.step_size(step)
         return "lr", float(self.make([torch.zeros(1, requires_grad=True)], **self.options).defaults.get("lr", math.nan))
@@ -63,7 +63,7 @@ class Optimizer(Transition):
     def _descend(
         self, tensors: Sequence[Tensor], slopes: Sequence[Tensor], held: dict[str, dict[str, Any]], step: int
     ) -> None:
-        """A step against these gradients, in place; `held` is what the optimiser keeps for each tensor."""
+        """Take a step against these gradients, in place; `held` are the optimiser's own values for each tensor."""
         options = {**self.options, "lr": at("lr", self.step_size, step)} if self.scheduled else self.options
         leaves = [tensor.detach() for tensor in tensors]
         for leaf, slope in zip(leaves, slopes):
@@ -77,7 +77,7 @@ class Optimizer(Transition):
 
 
 def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **options: Any) -> Optimizer:
-    """An optimiser of torch that ascends `log_posterior`, under the samplers' protocol.
+    """Build an optimiser of torch that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
         make: its class, `torch.optim.AdamW`, or another function of (tensors, **options).
