@@ -314,7 +314,7 @@ class _FixedPoint:
     def _error_bar(
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
     ) -> Float[Tensor, " H"]:
-        """Return a quarter of each hyperparameter's relative error that follows from γ's, of which at most 0.2 counts."""
+        """Return a quarter of the relative error that γ's makes of each hyperparameter; at most 0.2 of γ's counts."""
         bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
         if data is not None:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
