@@ -48,8 +48,19 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
-    _proofs.clear()  # a test may replace what was proven
     shape_checks.restart()
+
+
+@pytest.fixture(autouse=True)
+def _own_proofs(request: pytest.FixtureRequest) -> None:
+    """Proofs of networks serve all cases of a test function, unless it may replace what was proven."""
+    function = getattr(request.node, "function", None)
+    if function is None or function is not _own_proofs_of[0] or "monkeypatch" in request.fixturenames:
+        _proofs.clear()
+    _own_proofs_of[0] = None if "monkeypatch" in request.fixturenames else function
+
+
+_own_proofs_of: list[Any] = [None]
 
 
 @pytest.fixture(autouse=True)
