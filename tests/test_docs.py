@@ -57,8 +57,9 @@ def test_every_public_name_stands_once_in_the_reference() -> None:
     public |= {f"curvops.evidence.{name}" for name in co.evidence.__all__}
     public |= {f"curvops.plots.{name}" for name in plots.__all__}
     public |= {f"curvops.sampling.{name}" for name in co.sampling.__all__}
+    public |= {f"curvops.gp.{name}" for name in co.gp.__all__}
     same_as_in_linalg = {"Damped", "LowRank", "low_rank"}
-    modules = {"evidence", "likelihoods", "linalg", "sampling"}
+    modules = {"evidence", "gp", "likelihoods", "linalg", "sampling"}
     public |= {f"curvops.{name}" for name in set(co.__all__) - same_as_in_linalg - modules}
     assert listed - Counter(public) == Counter({"curvops.posterior.metrics": 1})
     assert set(listed) >= public
