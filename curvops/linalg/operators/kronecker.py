@@ -499,7 +499,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors = values.double(), vectors.to(factor.dtype)
     largest = values.detach().abs().amax(1, keepdim=True)
-    if bool((values.detach() < -slack * largest).any()) or not bool(torch.isfinite(largest).all()):
+    if not bool(((values.detach() >= -slack * largest) & (largest < math.inf)).all()):  # false of NaN
         raise NotPositiveSemidefinite(
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
             f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."

@@ -321,7 +321,7 @@ def owners_of(model: Model) -> Owners:
     if model.module is None:
         return {}
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.module.modules():
+    for module in model.paths:
         for local, parameter in module.named_parameters(recurse=False):
             holders[parameter].append((module, local))
     names = {parameter: name for name, parameter in model.module.named_parameters()}

@@ -98,7 +98,7 @@ def structure_of(model: Model) -> Hashable:
     shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, autocast, model.layout
     if model.module is None:
         return *shared, _Same(model._function)
-    parts = tuple(_part(path, part) for path, part in model.module.named_modules())
+    parts = tuple(_part(path, part) for part, path in model.paths.items())
     return *shared, tuple(model._places.items()), parts
 
 

@@ -332,7 +332,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
     seen: set[Node] = set()
     found: dict[str, None] = {}
     running = ["the model"]
-    paths = {} if model.module is None else {module: path for path, module in model.module.named_modules()}
+    paths = model.paths
 
     def note(values: Any) -> None:
         """Assign nodes that are new in the graph behind these values to the running module."""

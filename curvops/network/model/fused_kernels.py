@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ ATTENTION = [
 """For each of attention's kernels: its getter, its setter, and whether it has forward mode."""
 
 
-def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
-    """Return contexts that keep the model on kernels with derivatives of both modes, and restore the settings."""
+def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
+    """Return contexts that keep these modules on kernels with derivatives of both modes, and restore the settings."""
     settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
-    parts = list(module.modules()) if module is not None else []
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
     if any(isinstance(part, nn.RNNBase) for part in parts):
@@ -29,11 +28,10 @@ def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     return settings
 
 
-def stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
+def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
     """Return contexts that replace operations without derivatives by others with equal values, for every call."""
-    parts = list(module.modules()) if module is not None else []
     stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
-    return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
+    return [*stand_ins, eagerly] if any(map(is_compiled, parts)) else stand_ins
 
 
 @contextlib.contextmanager
@@ -74,9 +72,9 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def holds_compiled(module: nn.Module) -> bool:
-    """Whether a module or one of its parts is compiled."""
-    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is compiled."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

@@ -65,7 +65,7 @@ class Model:
         _require_finite([self._flat], chosen, "leave it out of the selection")
         _require_finite(self.frozen.values(), self.frozen, "load other weights")
         self._views: tuple[Tensor | None, Blocks] = (None, {})
-        self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
+        self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
         self._writes = False
@@ -128,13 +128,12 @@ class Model:
     @property
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
-        return self.module is not None and any(part.training for part in self.module.modules())
+        return any(part.training for part in self.paths)
 
     @property
     def normalises(self) -> bool:
         """Whether a part of the module normalises activations or weights, judged by the names of its classes."""
-        parts = () if self.module is None else self.module.modules()
-        return any(NORMALISATION.search(kind.__name__) for part in parts for kind in type(part).__mro__)
+        return any(NORMALISATION.search(kind.__name__) for part in self.paths for kind in type(part).__mro__)
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
