@@ -74,7 +74,7 @@ def test_gradients_in_the_inputs(structure: str) -> None:
 
 def test_groups_of_chains() -> None:
     post, x = posterior("mlp", "GGN")
-    empirical = co.sampling.empirical(post.lin, post.sample(6, torch.Generator().manual_seed(0)))
+    empirical = co.sampling.empirical(post.lin, post.sample(6, torch.Generator().manual_seed(0))[None])
     joint = empirical.predict(x, joint=True).covariance_matrix
     torch.testing.assert_close(empirical.predict(x, groups=3).covariance_matrix, blocks_of(joint, 6))
 
