@@ -31,7 +31,7 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import ScaledByNoise, UserOperator
 
-MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
+TENSOR_OPERATORS: dict[str, type[LinearOperator]] = {
     kind.__name__: kind
     for kind in (
         *(Dense, Diagonal, LowRank, Kronecker, EigenKronecker, DirectSum),
@@ -39,7 +39,7 @@ MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
         *(BlockDiagonal, DiagonalGGN, EKFAC, KFAC, LayerBlocks, Subnetwork),
     )
 }
-OF_DATA: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
+DATA_OPERATORS: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
 """Operators whose products need the data."""
 DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Sources, *Linearization.IDENTITIES)}
 """Dataclasses among an operator's arguments, recorded field by field."""
@@ -56,9 +56,9 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
 
 def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str, Any]:
     name = type(operator).__name__
-    if OF_DATA.get(name) is type(operator):
-        return _of_data(operator, lin, what)
-    if MADE_OF_TENSORS.get(name) is not type(operator):
+    if DATA_OPERATORS.get(name) is type(operator):
+        return _data_record(operator, lin, what)
+    if TENSOR_OPERATORS.get(name) is not type(operator):
         raise ValueError(
             f"{what} holds {name}, an operator that cannot be saved: take co.low_rank(op), co.KFAC(lin), or for few "
             "weights co.linalg.Dense(op.to_dense(), psd=True)."
@@ -74,39 +74,39 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
     return record
 
 
-def recorded_operator(record: Mapping[str, Any], lin: Linearization) -> Any:
+def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
     """The operator of a record; raises ValueError where it needs data that `lin` does not have."""
-    made = _recorded(record, lin)
+    operator = _operator(record, lin)
     if "asked" in record:
-        made.asked = {key: recorded_value(value, lin) for key, value in record["asked"].items()}
-    return made
+        operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
+    return operator
 
 
-def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
+def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
     name = record["class"]
-    if name in OF_DATA:
+    if name in DATA_OPERATORS:
         if not lin.data.is_present:
             raise ValueError(
                 f"what was saved holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
                 "pass them, co.load(path, model, data)."
             )
-        options = {key: recorded_value(value, lin) for key, value in record["options"].items()}
-        hyperparameters = [recorded_value(tensor, lin) for tensor in record["hyperparameters"]]
-        operator = OF_DATA[name].build_at(lin, hyperparameters, **options)
+        options = {key: value_of_record(value, lin) for key, value in record["options"].items()}
+        hyperparameters = [value_of_record(tensor, lin) for tensor in record["hyperparameters"]]
+        operator = DATA_OPERATORS[name].build_at(lin, hyperparameters, **options)
         return operator.detached_from_weights() if record["detached"] else operator
-    kwargs = {key: recorded_value(value, lin) for key, value in record["kwargs"].items()}
-    if name not in MADE_OF_TENSORS:
+    kwargs = {key: value_of_record(value, lin) for key, value in record["kwargs"].items()}
+    if name not in TENSOR_OPERATORS:
         raise ValueError(f"it holds an operator {name}, which this version does not know; upgrade curvops.")
-    kind = MADE_OF_TENSORS[name]
+    kind = TENSOR_OPERATORS[name]
     if issubclass(kind, LayerBlocks):
         kwargs["progress"] = lin.passes.progress
-    made = kind(*(recorded_value(arg, lin) for arg in record["args"]), **kwargs)
+    operator = kind(*(value_of_record(arg, lin) for arg in record["args"]), **kwargs)
     if "eigen" in record:
-        made.keep_eigen(recorded_operator(record["eigen"], lin))
-    return made
+        operator.keep_eigen(operator_of_record(record["eigen"], lin))
+    return operator
 
 
-def _of_data(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
+def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
     own: Linearization = operator.lin
     if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
         raise ValueError(
@@ -152,23 +152,23 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
     raise ValueError(f"{what} holds a {type(value).__name__}, which cannot be saved.")
 
 
-def recorded_value(value: Any, lin: Linearization) -> Any:
+def value_of_record(value: Any, lin: Linearization) -> Any:
     """The value of a record, its tensors where the weights are."""
     if isinstance(value, Tensor):
         return value.to(lin.theta.device)
     if not isinstance(value, dict):
         return value
     if "of" in value:
-        return DESCRIPTIONS[value["of"]](**{name: recorded_value(part, lin) for name, part in value["fields"].items()})
+        return DESCRIPTIONS[value["of"]](**{name: value_of_record(part, lin) for name, part in value["fields"].items()})
     ((kind, part),) = value.items()
     if kind == "own":
         return lin.source if part == "source" else lin.tangent_space
     if kind == "operator":
-        return recorded_operator(part, lin)
+        return operator_of_record(part, lin)
     if kind == "mapping":
-        return {recorded_value(key, lin): recorded_value(each, lin) for key, each in part}
+        return {value_of_record(key, lin): value_of_record(each, lin) for key, each in part}
     if kind == "tuple":
-        return tuple(recorded_value(each, lin) for each in part)
+        return tuple(value_of_record(each, lin) for each in part)
     if kind == "range":
         return range(*part)
     return torch.Size(part) if kind == "size" else Reason[part]

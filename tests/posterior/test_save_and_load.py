@@ -183,7 +183,7 @@ def test_a_kronecker_posterior_is_updated_further_after_loading(tmp_path):
         assert type(back.prior) is type(post.prior) and dict(back.curvature.asked) == {"fisher": "empirical"}
 
 
-OF_DATA = {
+DATA_OPERATORS = {
     "ggn": co.GGN,
     "sampled": lambda lin: co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)),
     "empirical": co.EmpiricalFisher,
@@ -191,10 +191,10 @@ OF_DATA = {
 }
 
 
-@pytest.mark.parametrize("name", OF_DATA)
+@pytest.mark.parametrize("name", DATA_OPERATORS)
 def test_an_operator_of_the_data_comes_back_with_the_data(name, tmp_path):
     model, lin = linearised()
-    post, x, path = laplace(lin, OF_DATA[name](lin), prior_precision=30.0), normal(3, 4, seed=7), tmp_path / "p"
+    post, x, path = laplace(lin, DATA_OPERATORS[name](lin), prior_precision=30.0), normal(3, 4, seed=7), tmp_path / "p"
     back = round_trip(post, path, model, data())
     assert_same(answers(post, x), answers(back, x))
     assert getattr(back.curvature, "asked", None) == getattr(post.curvature, "asked", None)
@@ -513,7 +513,10 @@ def test_what_the_library_has_can_be_saved():
     not_of_weights = {"Gradients", "Jacobian", "TangentKernel", "Operator"}
     for room in (co, co.linalg):
         operators = {name for name in room.__all__ if is_operator(getattr(room, name))}
-        assert operators <= operator_record.MADE_OF_TENSORS.keys() | operator_record.OF_DATA.keys() | not_of_weights
+        assert (
+            operators
+            <= operator_record.TENSOR_OPERATORS.keys() | operator_record.DATA_OPERATORS.keys() | not_of_weights
+        )
 
 
 def is_operator(thing):

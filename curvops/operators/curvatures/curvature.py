@@ -10,15 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
-from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
-from curvops.linalg.operators.base import Operator
-from curvops.network import OutputFisher, Passes, Plan, Sampled, likelihoods
-from curvops.operators.linearized.linearization import Linearization
+from curvops.network import OutputFisher, Passes, Plan, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import UserOperator
-from curvops.progress import Progress
 
 
 class Curvature(UserOperator, NetworkOperator):
@@ -32,26 +27,13 @@ class Curvature(UserOperator, NetworkOperator):
     CARRIED = True
 
     @property
-    def lin(self) -> Linearization:
-        """The linearisation."""
-        return self._kwargs["lin"]
-
-    @property
     def psd(self) -> bool:
         return True
-
-    @property
-    def likelihood(self) -> likelihoods.Likelihood:
-        """The likelihood, at this operator's hyperparameters."""
-        return self.lin.likelihood.with_hyperparameters(self._args[1:])
 
     @property
     def output(self) -> OutputFisher:
         """H, the curvature of each point's outputs."""
         raise TypeError(f"{type(self).__name__} does not say what H is.")
-
-    def _size(self) -> torch.Size:
-        return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
 
     @property
     def rows(self) -> Passes | None:
@@ -85,22 +67,13 @@ class Curvature(UserOperator, NetworkOperator):
         return self.lin.passes.draw(k, columns, generator, self.output)
 
 
-class CurvatureRoot(Operator):
+class CurvatureRoot(NetworkOperator):
     """S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, R columns a point, those of a point together.
 
-    S Z and Sᵀ V cost half a product of the curvature each. `reduced`: the walk multiplies with Lᵀ J itself.
+    S Z and Sᵀ V cost half a product of the curvature each.
     """
 
-    def __init__(
-        self,
-        theta: Float[Tensor, " D"],
-        lin: Linearization | None = None,
-        walk: Passes | None = None,
-        output: OutputFisher | None = None,
-        points: int = 0,
-        reduced: bool = False,
-    ) -> None:
-        super().__init__(theta, lin=lin, walk=walk, output=output, points=points, reduced=reduced)
+    # Stored are θ, `lin`, the `walk` over so many `points`, the `output`, and whether the walk is `reduced` to Lᵀ J.
 
     @classmethod
     def of(cls, curvature: Curvature) -> CurvatureRoot:
@@ -108,11 +81,6 @@ class CurvatureRoot(Operator):
         lin, rows = curvature.lin, curvature.rows
         walk, reduced = rows or lin.passes, rows is not None
         return cls(lin.theta, lin=lin, walk=walk, output=curvature.output, points=lin.num_data, reduced=reduced)
-
-    @property
-    def lin(self) -> Linearization:
-        """The linearisation."""
-        return self._kwargs["lin"]
 
     @property
     def output(self) -> OutputFisher:
@@ -127,18 +95,6 @@ class CurvatureRoot(Operator):
     @property
     def spaces(self) -> Spaces:
         return self.lin.tangent_space, None
-
-    @property
-    def sources(self) -> Sources | None:
-        return None
-
-    @property
-    def memories(self) -> Memories:
-        return frozenset((self.lin.memory,))
-
-    @property
-    def progress(self) -> Progress:
-        return self.lin.passes.progress
 
     def _size(self) -> torch.Size:
         return torch.Size((len(self._args[0]), self._kwargs["points"] * self.columns_a_point))
@@ -166,8 +122,8 @@ class CurvatureRoot(Operator):
         if isinstance(self.output, Sampled):
             raise ValueError("minibatches of a Monte-Carlo GGN are not known: take co.GGN(lin), or method='cg'.")
         for chosen, walk in self.lin.passes.minibatches(size, generator):
-            lin, output = self.lin, self.output
-            yield chosen, CurvatureRoot(lin.theta, lin=lin, walk=walk, output=output, points=len(chosen))
+            kept = {"walk": walk, "points": len(chosen), "reduced": False}
+            yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:

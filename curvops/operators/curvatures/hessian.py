@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,16 +33,9 @@ class Hessian(UserOperator, NetworkOperator):
         super().__init__(lin.theta, lin=lin)
 
     @property
-    def lin(self) -> Linearization:
-        """The linearisation."""
-        return self._kwargs["lin"]
-
-    @property
     def symmetric(self) -> bool:
         return True
 
-    def _size(self) -> torch.Size:
-        return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
-
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-        return self.lin.hessian_product(block.detach())
+        product: Tensor = self.lin.hessian_product(block.detach())
+        return product

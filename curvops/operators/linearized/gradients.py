@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import Empirical, Passes, likelihoods
+from curvops.network import Empirical, Passes
 from curvops.operators.linearized.network_operator import NetworkOperator
 
 
@@ -37,17 +37,6 @@ class Gradients(NetworkOperator):
     """
 
     OPTIONS = ("per_token",)
-
-    @property
-    def lin(self) -> Any:
-        """The linearisation."""
-        return self._kwargs["lin"]
-
-    @property
-    def likelihood(self) -> likelihoods.Likelihood:
-        """The likelihood, at this operator's hyperparameters."""
-        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
-        return found
 
     @property
     def plan(self) -> Any:

@@ -13,6 +13,7 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.operators.base import Operator, convert
+from curvops.network import likelihoods
 from curvops.progress import Progress
 
 
@@ -28,12 +29,26 @@ class NetworkOperator(Operator):
         return self._args[0]
 
     @property
+    def lin(self) -> Any:
+        """The linearisation."""
+        return self._kwargs["lin"]
+
+    @property
+    def likelihood(self) -> likelihoods.Likelihood:
+        """The likelihood, at this operator's hyperparameters."""
+        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
+        return found
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
+
+    @property
     def space(self) -> Any:
         """The tangent space: of the linearisation, or without its weights once detached from them."""
         return self._kwargs.get("space") or self._tangent_space()
 
     def _tangent_space(self) -> Space:
-        space: Space = self._kwargs["lin"].tangent_space
+        space: Space = self.lin.tangent_space
         return space
 
     @property
@@ -44,7 +59,7 @@ class NetworkOperator(Operator):
     def sources(self) -> Sources | None:
         if not self.symmetric:  # J and the points' gradients: rows for each point, not a sum over them
             return None
-        found: Sources = self._kwargs["lin"].sources
+        found: Sources = self.lin.sources
         return found if self._kwargs.get("space") is None else found.detach()
 
     def detached_from_weights(self) -> LinearOperator:
@@ -52,11 +67,12 @@ class NetworkOperator(Operator):
 
     @property
     def memories(self) -> Memories:
-        return frozenset((self._kwargs["lin"].memory,))
+        return frozenset((self.lin.memory,))
 
     @property
     def progress(self) -> Progress:
-        return self._kwargs["lin"].passes.progress
+        progress: Progress = self.lin.passes.progress
+        return progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))
@@ -83,7 +99,7 @@ class NetworkOperator(Operator):
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
         options = {name: convert(value, device, dtype) for name, value in self.options.items()}
-        return self.build_at(self._kwargs["lin"].cast(dtype, device), hyperparameters, **options)
+        return self.build_at(self.lin.cast(dtype, device), hyperparameters, **options)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from curvops import storage
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
-from curvops.operators.operator_record import record_of_operator, recorded_operator
+from curvops.operators.operator_record import operator_of_record, record_of_operator
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
@@ -97,7 +97,7 @@ def load(
         given = recorded_network(
             Linearization, record["linearization"], model, data, likelihood, memory_budget, progress
         )
-        return recorded_operator(record["operator"], given)
+        return operator_of_record(record["operator"], given)
     version, record = storage.load(path, KIND, max(VERSIONS))
     lin = recorded_network(Linearization, record["linearization"], model, data, likelihood, memory_budget, progress)
     if version == OF_GAUSSIANS:

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.linalg import Inverse
 from curvops.network import record_of_network
 from curvops.operators import Linearization
-from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
+from curvops.operators.operator_record import operator_of_record, record_of_operator, record_of_value, value_of_record
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import KroneckerPrior, Prior
@@ -67,13 +67,13 @@ def record_of_gaussian(
 def read_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     """Return the operators that the record of a posterior that is not Laplace's holds."""
     kept = {name: record[name] for name in ("covariance", "precision")}
-    return {name: None if part is None else recorded_operator(part, lin) for name, part in kept.items()}
+    return {name: None if part is None else operator_of_record(part, lin) for name, part in kept.items()}
 
 
 def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     """Return the arguments of `Laplace` that a record holds, beside the linearisation."""
     device, known = lin.theta.device, record["prior"]
-    curvature, precision = recorded_operator(record["curvature"], lin), recorded_value(known["precision"], lin)
+    curvature, precision = operator_of_record(record["curvature"], lin), value_of_record(known["precision"], lin)
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
@@ -84,7 +84,7 @@ def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     return {
         "curvature": curvature,
         "prior": PRIORS[known["class"]](precision, known["mean"].to(device)),
-        "prior_error": recorded_value(record["prior_error"], lin),
+        "prior_error": value_of_record(record["prior_error"], lin),
         "cache": cache,
         "temperature": record["temperature"],
     }
