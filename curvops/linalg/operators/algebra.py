@@ -488,8 +488,8 @@ class Expanded(UnaryOperator):
         return part._expand_batch(batch) if len(batch) else part
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
-        return self.base._get_indices(row_index.expand(shape), col_index.expand(shape))
+        row_index, col_index, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
+        return self.base._get_indices(row_index, col_index)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return draw_together(self.base, k, generator)

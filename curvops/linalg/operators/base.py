@@ -266,11 +266,10 @@ class Operator(LinearOperator):
         return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
-        rows, columns = row_index.expand(shape).reshape(-1), col_index.expand(shape).reshape(-1)
+        rows, columns, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
         wanted, position = columns.unique(return_inverse=True)
-        blocks = [found[rows] for _, found in self._by_columns(wanted)]
-        return torch.cat(blocks, 1).gather(1, position.unsqueeze(1)).squeeze(1).reshape(shape)
+        blocks = [found[rows.flatten()] for _, found in self._by_columns(wanted)]
+        return torch.cat(blocks, 1).gather(1, position.reshape(-1, 1)).reshape(rows.shape)
 
     def _columns(self, index: Tensor) -> Tensor:
         """Return the columns A[:, index], (m, len(index)): one product each."""

@@ -125,21 +125,17 @@ class Damped(UnaryOperator):
         sources = scale_sources(self._shift_sources, factor)
         return Damped(self.base._mul_constant(factor), self.shift * factor, sources=sources)
 
-    def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
-        shift = change(self.shift) if self.shift.ndim > 1 else self.shift
-        return Damped(base, shift, sources=self._shift_sources)
-
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         operator = self
         if batch_indices:
             everything = slice(None)
             base = self.base._getitem(everything, everything, *batch_indices) if self.base.batch_shape else self.base
-            operator = self._map_batch(base, lambda shift: shift[batch_indices])
+            shift = self.shift[batch_indices] if self.shift.ndim > 1 else self.shift
+            operator = Damped(base, shift, sources=self._shift_sources)
         return Operator._getitem(operator, row_index, col_index)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
-        row_index, col_index = row_index.expand(shape), col_index.expand(shape)
+        row_index, col_index, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
         of_base = batch_indices if self.base.batch_shape else ()
         values = self.base._get_indices(row_index, col_index, *of_base)
         if self.shift.ndim == 0:

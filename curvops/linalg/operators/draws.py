@@ -32,11 +32,10 @@ def draw(
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
-    if width >= k:
-        with hold(held, beside):
-            return draw_together(operator, k, generator)
     with hold(held, beside):
-        first = draw_together(operator, width, generator)
+        first = draw_together(operator, min(width, k), generator)
+        if width >= k:
+            return first
         found = empty_block(first, k)
         put(found, 0, first)
         del first
