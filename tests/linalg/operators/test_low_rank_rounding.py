@@ -1,4 +1,4 @@
-"""The bounds that Woodbury's closed forms state of their rounding, against 60 digits.
+"""The bounds that Woodbury's closed forms state of their rounding, against 40 digits.
 
 Tests `low_rank.py`.
 """
@@ -10,8 +10,8 @@ from mpmath import mp, mpf
 from curvops.linalg import Dense, LowRank
 from curvops.linalg.core.results import Estimate, Reason
 
-DIGITS = 60
-N, R = 10, 4
+DIGITS = 40
+N, R = 7, 3
 ORDINARY = 1e-4
 """The relative width below which an interval in single precision is of use."""
 
@@ -44,7 +44,7 @@ VECTORS = {
 VALUES = {
     "equal": torch.ones(R, dtype=torch.float64),
     "graded": torch.logspace(0, -8, R, dtype=torch.float64),
-    "with a zero": torch.tensor([1.0, 0.5, 1e-3, 0.0], dtype=torch.float64),
+    "with a zero": torch.tensor([1.0, 1e-3, 0.0], dtype=torch.float64),
 }
 SHIFTS = {
     "number": torch.tensor(1.0, dtype=torch.float64),
