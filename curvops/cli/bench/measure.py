@@ -86,12 +86,8 @@ class Trail:
         self.started = time.perf_counter()
 
     def __call__(self, iteration: int, residuals: Tensor) -> None:
-        """Add a point at the residuals that `cg` reports of an iteration."""
-        self.mark(self.worst(residuals))
-
-    def mark(self, residual: float) -> None:
-        """Add a point with the products and the time so far."""
-        self.put(self.counter.count, time.perf_counter() - self.started, residual)
+        """Add a point with the products and the time so far, at the residuals that `cg` reports of an iteration."""
+        self.put(self.counter.count, time.perf_counter() - self.started, self.worst(residuals))
 
     def put(self, products: int, seconds: float, residual: float) -> None:
         """Add a point of the past."""

@@ -133,7 +133,11 @@ def _network(
         draws = post.mean + deviations.draws
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
-        predicted = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
+        predicted = {
+            MAP: _by_angle(test, partial(_of_network, post.lin, 1.0)),
+            SCALED: _by_angle(test, partial(_of_network, post.lin, temperature)),
+            LAPLACE: _by_angle(test, partial(_of_posterior, post, draws)),
+        }
     with stages.stage("KFAC, diagonal, last layer, subnetwork: all"):
         precision, x = float(start.prior_precision), data.validation.x
         chosen = co.select(start.lin, settings.subnetwork, "predictive", prior_precision=precision, x=x)
@@ -141,7 +145,7 @@ def _network(
             selected = chosen if name == SUBNETWORK else parameters
             other = _tune(_posterior(model, second, settings.prior_precision, curvature, selected), generator)
             samples = other.sample(settings.samples, generator)
-            predicted |= _by_angle(test, partial(_predict_alone, name, other, samples))
+            predicted[name] = _by_angle(test, partial(_of_posterior, other, samples))
     rows = {name: report.score(p, test.is_unambiguous) for name, p in predicted.items()}
     return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
 
@@ -159,31 +163,19 @@ def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
     return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
 
 
-def _by_angle(
-    test: digits.Images, predict: Callable[[digits.Images], dict[str, Predictions]]
-) -> dict[str, dict[int, Predictions]]:
-    """Predict by method and angle: all digits upright, the unambiguous ones turned."""
+def _by_angle(test: digits.Images, predict: Callable[[digits.Images], Predictions]) -> dict[int, Predictions]:
+    """Predict all digits upright, and the unambiguous ones turned by each angle."""
     turned = {angle: test.unambiguous().turn(angle) for angle in digits.ANGLES}
-    by_angle = {angle: predict(images) for angle, images in {0: test, **turned}.items()}
-    return {name: {angle: p[name] for angle, p in by_angle.items()} for name in by_angle[0]}
+    return {angle: predict(images) for angle, images in {0: test, **turned}.items()}
 
 
-def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: float) -> dict[str, Predictions]:
-    logits = post.lin.predict(of.x)
-    return {
-        MAP: Predictions(of.y, logits.softmax(-1), None),
-        SCALED: Predictions(of.y, (logits / temperature).softmax(-1), None),
-        LAPLACE: _of_posterior(post, draws, of),
-    }
+def _of_network(lin: co.Linearization, temperature: float, images: digits.Images) -> Predictions:
+    return Predictions(images.y, (lin.predict(images.x) / temperature).softmax(-1), None)
 
 
-def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Images) -> dict[str, Predictions]:
-    return {name: _of_posterior(post, draws, of)}
-
-
-def _of_posterior(post: co.Laplace, draws: Tensor, of: digits.Images) -> Predictions:
-    probabilities = post.probabilities(of.x, link="probit", samples=draws)
-    return Predictions(of.y, probabilities, post.uncertainty(of.x, samples=draws))
+def _of_posterior(post: co.Laplace, draws: Tensor, images: digits.Images) -> Predictions:
+    probabilities = post.probabilities(images.x, link="probit", samples=draws)
+    return Predictions(images.y, probabilities, post.uncertainty(images.x, samples=draws))
 
 
 def _run_checks(
