@@ -5,6 +5,7 @@ Tests `normal_families.py`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -191,6 +192,18 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+def test_averages_weight_steps_by_their_third_power() -> None:
+    """Step t counts C(t + 3, 3)-fold: (t + 1)³ / 6 but for lower powers."""
+    sampler = co.sampling.vi(lambda params, batch: -0.5 * (params - 1).square().sum(), data_size=1, lr=0.1)
+    state, seen = sampler.init(torch.zeros(3, dtype=torch.float64), torch.Generator().manual_seed(0)), []
+    for _ in range(5):
+        state, _ = sampler.update(state)
+        seen.append(state.theta)
+    weights = torch.tensor([math.comb(t + 3, 3) for t in range(5)], dtype=torch.float64)
+    torch.testing.assert_close(state.centre["theta"], weights @ torch.stack(seen) / weights.sum())
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_standard_errors() -> None:
     """Of 100 numbers one that is off is seen alone; where its standard error covers it nothing is known."""
     sampler = co.sampling.vi(lambda params, batch: -0.5 * params.square().sum(), data_size=1)
@@ -213,6 +226,8 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
         (all_of_them, 0.0, few, ending.DRIFTING),
         (all_of_them / 3.2, 0.0, many, ending.SETTLED),  # the limit is a tenth
         (all_of_them / 2.8, 0.0, many, ending.DRIFTING),
+        (nothing, 4.7, 1600, ending.SETTLED),  # of 1600 steps, 700 with equal weights
+        (nothing, 5.3, 1600, ending.NOISY),
         (nothing, 0.0, 0, ending.NOISY),
     ]:
         step = torch.full_like(begun.step, steps)
