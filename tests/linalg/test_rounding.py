@@ -1,6 +1,6 @@
 """Values without probes in single precision: they are within their intervals, which are narrow where A is ordinary.
 
-Tests `rounding.py`, `relative_distance.py`.
+Tests `rounding.py`.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from curvops.linalg import Dense, LowRank, diagonal, frobenius_norm, low_rank, svds, trace
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.estimators.relative_distance import relative_distance
+from curvops.linalg.estimators.frobenius import relative_distance
 
 
 def generator():

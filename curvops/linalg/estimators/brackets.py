@@ -25,6 +25,9 @@ from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositive
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import LockStep
 
+# Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
+ROUNDING_UNITS = 2.0
+
 
 @dataclass(frozen=True, eq=False)
 class SpectralQuadrature:

@@ -12,8 +12,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Description, ScalarFunction
-from curvops.linalg.estimators.brackets import SpectralQuadrature, share, stack
-from curvops.linalg.estimators.sampler import ROUNDING_UNITS
+from curvops.linalg.estimators.brackets import ROUNDING_UNITS, SpectralQuadrature, share, stack
 
 
 @dataclass(frozen=True, eq=False)

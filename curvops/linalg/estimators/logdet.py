@@ -31,8 +31,7 @@ from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, produc
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
-from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
-from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, check_run
+from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECTORS, Sampler, run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
@@ -206,7 +205,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
         run.extend(run.capacity)
-        check_run(run)
+        run.check()
         nodes, V = torch.linalg.eigh(run.tridiagonal(0))
         lowest, noise = float(nodes[0]), 1e3 * run.eps * run.scale
         if lowest < -noise:

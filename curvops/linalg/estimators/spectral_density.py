@@ -25,7 +25,7 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Matrix, describe_square
-from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
+from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work
 
 Scale: TypeAlias = Literal["linear", "log"]
@@ -221,14 +221,11 @@ class _Probes:
         self.eps = torch.finfo(probed.facts.dtype).eps
         self.wanted = min(steps, n)
         self.together = columns_at_a_time(probes, n * itemsize * (self.wanted + 2), memory)
-        self.most = depth_within(self.wanted, n, itemsize, self.together, memory)
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
         self.complete = True
-        first = min(self.most, FIRST_DEPTH)
-        capacity = first_capacity(first, self.wanted, n, itemsize, self.together, memory)
-        self.run = self._start(self.together, capacity)
-        self.run.extend(first)
+        self.run = LockStep.within(probed.multiply, probed.probes(self.together), FIRST_DEPTH, self.wanted, memory)
+        self.run.extend(FIRST_DEPTH)
 
     @property
     def depth(self) -> int:
@@ -238,34 +235,27 @@ class _Probes:
     def size(self) -> float:
         return self.run.scale
 
-    def _start(self, count: int, depth: int) -> LockStep:
-        return LockStep(self.probed.multiply, self.probed.probes(count), depth, self.most)
-
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others as deep."""
-        if not self.run.deepen(self.most, lambda depth: max(5, depth // 4), lambda: self._is_settled(view, level)):
-            self.reason = Reason.ITERATION_LIMIT if self.most == self.wanted else Reason.RANK_CAPPED
+        if not self.run.deepen(lambda depth: max(5, depth // 4), lambda: self._is_settled(view, level)):
+            self.reason = Reason.ITERATION_LIMIT if self.run.most == self.wanted else Reason.RANK_CAPPED
         depth = self.depth
         self._collect(self.run)
         while len(self.tridiagonals) < self.probes:
-            self.run = self._start(min(self.together, self.probes - len(self.tridiagonals)), depth)
+            count = min(self.together, self.probes - len(self.tridiagonals))
+            self.run = LockStep(self.probed.multiply, self.probed.probes(count), depth)
             self.run.extend(depth)
             self._collect(self.run)
 
     def _collect(self, run: LockStep) -> None:
-        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
-            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-        if run.skewed:
-            raise ValueError(Reason.NOT_SYMMETRIC.value)
+        run.check()
         self.tridiagonals += [run.tridiagonal(k) for k in range(run.K)]
         self.matvecs += run.matvecs
         self.complete &= bool(run.done.all())
 
     def _is_settled(self, view: _View, level: float) -> bool:
         run = self.run
-        if bool(run.done.all()):
-            return True
-        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+        if bool(run.done.all()) or not run.finite:
             return True
         now = _rules([run.tridiagonal(k) for k in range(run.K)])
         before = _rules([run.tridiagonal(k)[: _less(self.depth), : _less(self.depth)] for k in range(run.K)])

@@ -31,8 +31,9 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
-from curvops.linalg.solvers.systems import Callback, check
-from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
+from curvops.linalg.solvers.systems import check
+from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within
 from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
@@ -122,13 +123,9 @@ class FunctionRun:
         self.errors = torch.where(zero, 0.0, math.inf).double()
         self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
         self.wanted = min(B.shape[0], MOST_ITERATIONS if maxiter is None else maxiter)
-        size = B.shape[0], B.dtype.itemsize, max(1, len(self.live)), memory_budget
-        self.limit = depth_within(self.wanted, *size)
         self.given = multiply, memory_budget
         self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
-        self.run = LockStep(
-            multiply, self.usable.scale(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
-        )
+        self.run = LockStep.within(multiply, self.usable.scale(B), FIRST_CAPACITY, self.wanted, memory_budget)
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))
@@ -144,13 +141,14 @@ class FunctionRun:
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
-            affordable = self.limit if budget is None else (budget - self.matvecs) // len(self.active)
-            target = min(self.limit, self.depth + max(1, min(self.depth // 8, affordable)))
+            limit = self.run.most
+            affordable = limit if budget is None else (budget - self.matvecs) // len(self.active)
+            target = min(limit, self.depth + max(1, min(self.depth // 8, affordable)))
             if target == self.depth or affordable < 1:
                 self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
                 return
             if target > self.run.capacity:
-                self.run.reserve(min(self.limit, 2 * target))
+                self.run.reserve(min(limit, 2 * target))
             self.run.extend(target)
             self._assess(rtol, budget)
             self.active = [k for k in self.active if not self.stopped[k]]

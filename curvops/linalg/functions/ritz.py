@@ -27,6 +27,7 @@ from torch import Tensor
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.vectors import ScalarFunction
+from curvops.linalg.spectra.lanczos import tridiagonal
 
 # Products in a dtype are those of a matrix this many eps ‖A‖ away.
 ROUNDING = 4.0
@@ -255,8 +256,7 @@ def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunctio
     """
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()
-    off = signs[1, : m - 1]
-    E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
+    E = level * tridiagonal(signs[0], signs[1, : m - 1])
     moved = [torch.linalg.eigh(T + E), torch.linalg.eigh(T - E), (nodes + level, V), (nodes - level, V)]
     change = torch.stack([_change(nodes, V, y, f, size) for nodes, V in moved]).amax(0) + f.eps * y.norm(dim=1)
     if not math.isfinite(at_zero):

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import join
-from curvops.linalg.functions.contour_solve import ContourProduct, contour
+from curvops.linalg.functions.contour import ContourProduct, contour
 
 
 def inverse_root(dense: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.functions.contour_solve import contour
-from curvops.linalg.solvers.systems import Callback
+from curvops.linalg.functions.contour import contour
+from curvops.linalg.solvers.verdicts import Callback
 from curvops.progress import Progress, at_work
 
 

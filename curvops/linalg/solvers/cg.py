@@ -43,15 +43,14 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
-    Callback,
     Preconditioner,
     UnitSystems,
     as_function,
     check,
-    iterations_allowed,
+    goal_of,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, check_level
+from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Callback, Goal
 from curvops.progress import Progress
 from curvops.records import from_record, restore, state_of
 
@@ -127,7 +126,7 @@ def cg(
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg keeps no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
-    most = iterations_allowed(facts.rows, maxiter)
+    goal = goal_of(facts.rows, rtol, maxiter, callback)
     kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, parts=refine is False)
     if kept.done:
         return kept.result(Solution)
@@ -138,12 +137,12 @@ def cg(
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            found = _solve(A, apply, block, part, start, float(rtol), most, callback, sum(done))
+            found = _solve(A, apply, block, part, start, goal, sum(done))
             done.append(part.shape[1])
             return found
         low = facts.dtype if refine is True else refine
         correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
-        return Refinement(A.to(torch.float64), low, part, start).solve(correct, float(rtol), most, callback)
+        return Refinement(A.to(torch.float64), low, part, start).solve(correct, goal)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
     return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
@@ -160,9 +159,7 @@ def _solve(
     block: bool,
     B: Vectors,
     X0: Vectors | None,
-    rtol: float,
-    maxiter: int,
-    callback: Callback | None,
+    goal: Goal,
     first: int = 0,
 ) -> Solution:
     """Iterate on columns of unit norm, the first of them `first` among all."""
@@ -171,9 +168,7 @@ def _solve(
         return kept.result(Solution)
     system = UnitSystems.of(B, X0, B)
     directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
-    run = ConjugateGradients(
-        product(A), precondition, directions, system, X0 is not None, rtol, maxiter, callback, kept
-    )
+    run = ConjugateGradients(product(A), precondition, directions, system, goal, kept)
     run.solve()
     return kept.finish(system.solution(run.records))
 
@@ -191,36 +186,32 @@ class ConjugateGradients:
         precondition: Multiply,
         directions: Directions,
         system: UnitSystems,
-        warm: bool,
-        rtol: float,
-        maxiter: int,
-        callback: Callback | None,
+        goal: Goal,
         kept: Checkpoint = NOTHING,
     ) -> None:
         self.kept = kept
         self.multiply, self.precondition, self.directions = multiply, precondition, directions
-        self.B, self.maxiter = system.unit, maxiter
-        self.K = self.B.shape[1]
-        self.active = list(range(self.K))
+        self.B, K = system.unit, system.unit.shape[1]
+        self.active = list(range(K))
         self.x, self.r = as_block(system.X), as_block(self.B)
-        if warm and self.K and kept.state is None:
+        if system.warm and K and kept.state is None:
             self.r -= multiply(system.X)
-        self.records = system.records(norm(self.r), rtol, maxiter, callback)
-        self.records.matvecs = self.K if warm else 0
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
+        self.records = system.records(norm(self.r), goal)
+        self.records.matvecs = K if system.warm else 0
+        self.eps = torch.finfo(self.B.dtype).eps
         self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
         self.nearest = list(self.records.best)
         """The least backward error of each column."""
-        self.checked = [math.inf] * self.K
+        self.checked = [math.inf] * K
         """The least residual of each column in checks that showed drift; `strikes`: how often none was halved."""
-        self.strikes = [0] * self.K
-        self.drifted = [False] * self.K
+        self.strikes = [0] * K
+        self.drifted = [False] * K
         self.last: Step | None = None
         self.null_met = False
         """Whether a direction was left out of a step because its image is only rounding."""
         self.renewed = list(self.active)
         """Columns whose directions are their residuals, conjugate to nothing."""
-        self.renewals = [0] * self.K
+        self.renewals = [0] * K
 
     def solve(self) -> None:
         """Iterate until every column has a reason."""
@@ -253,7 +244,7 @@ class ConjugateGradients:
                     P, overlap = columns(P, kept), _select(overlap, kept)
             if not self.active:
                 return
-            if self.records.iteration >= self.maxiter:
+            if self.records.iteration >= self.records.maxiter:
                 self.stop_all(Reason.ITERATION_LIMIT)
             elif not bool(torch.isfinite(overlap).all()):
                 self.stop_all(Reason.NON_FINITE)
@@ -332,7 +323,7 @@ class ConjugateGradients:
         """Return the active positions whose true residual must be checked now."""
         if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
             return list(range(len(recursion)))
-        return [j for j, value in enumerate(recursion) if not value > self.trigger]
+        return [j for j, value in enumerate(recursion) if not value > self.records.trigger]
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> bool:
         """Compare with the true residual; give reasons to columns that stop. True if a residual was replaced."""

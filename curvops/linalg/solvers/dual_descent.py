@@ -33,8 +33,8 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback, UnitSystems, check, solve_in_groups
-from curvops.linalg.solvers.verdicts import raise_norm
+from curvops.linalg.solvers.systems import UnitSystems, check, solve_in_groups
+from curvops.linalg.solvers.verdicts import Callback, Goal, raise_norm
 from curvops.progress import Progress, as_step
 
 EPOCHS = 200
@@ -100,17 +100,17 @@ def dual_descent(
     facts = describe_square(K)
     n = facts.rows
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    epochs = EPOCHS if maxiter is None else maxiter
     if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
         raise ValueError(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
-    options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
+    options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
+    goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         system = UnitSystems.of(part, start, facts)
-        descent = DualDescent(K, system, options, float(rtol), callback)
+        descent = DualDescent(K, system, options, goal)
         descent.solve()
         return system.solution(descent.records)
 
@@ -119,27 +119,24 @@ def dual_descent(
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """The options of a descent: noise, batch size, step size, momentum, epochs and generator."""
+    """The options of a descent: noise, batch size, step size, momentum and generator."""
 
     noise: float
     batch: int
     step_size: float | None
     momentum: float
-    epochs: int
     generator: torch.Generator | None
 
 
 class DualDescent:
     """The descent on K systems with right-hand sides of unit norm that share their batches; see ``records``."""
 
-    def __init__(
-        self, K: Matrix, system: UnitSystems, options: DescentOptions, rtol: float, callback: Callback | None
-    ) -> None:
+    def __init__(self, K: Matrix, system: UnitSystems, options: DescentOptions, goal: Goal) -> None:
         self.B, self.options = system.unit, options
         self.n, k = self.B.shape
         self.rows, self.plain = rows(K), product(K)
         self.alpha, self.average, self.velocity = as_block(system.X), as_block(system.X), zero_block(system.X, k)
-        self.records = system.records(torch.full((k,), math.inf), rtol, options.epochs, callback)
+        self.records = system.records(torch.full((k,), math.inf), goal)
         self.norm_A = 0.0
 
     def multiply(self, V: Vectors) -> Vectors:
@@ -153,7 +150,7 @@ class DualDescent:
         if k and finite and not self.done():
             self.beta = self.options.step_size or self.default_step()
         halvings, patience = 0, max(PATIENCE[0], PATIENCE[1] * self.options.batch // self.n)
-        while k and finite and not self.done() and records.iteration < self.options.epochs:
+        while k and finite and not self.done() and records.iteration < records.maxiter:
             as_step(k, self.epoch)
             records.iteration += 1
             records.matvecs += k
@@ -170,7 +167,7 @@ class DualDescent:
             if not finite:
                 reason = Reason.NON_FINITE
             else:
-                reason = Reason.ITERATION_LIMIT if records.iteration >= self.options.epochs else Reason.STAGNATION
+                reason = Reason.ITERATION_LIMIT if records.iteration >= records.maxiter else Reason.STAGNATION
             records.stop(column, reason)
 
     def done(self) -> bool:
@@ -184,7 +181,7 @@ class DualDescent:
         home = self.B.device if options.generator is None else options.generator.device
         order = torch.randperm(n, generator=options.generator, device=home).to(self.B.device)
         # ᾱ ← r α + (1 − r) ᾱ with r = 100 / T, at most a tenth.
-        share = min(0.1, 100 * options.batch / (n * options.epochs))
+        share = min(0.1, 100 * options.batch / (n * self.records.maxiter))
         for index in order.split(options.batch):
             ahead = self.alpha + options.momentum * self.velocity
             gradient = self.rows(index) @ ahead + options.noise * entries(ahead, index) - entries(self.B, index)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,11 @@ from curvops.linalg.core.vectors import (
     transposed_product,
     zero_block,
 )
-from curvops.linalg.solvers.rotations import (
+from curvops.linalg.solvers.short_recurrence import (
+    Check,
     ColumnState,
     Numbers,
+    ShortRecurrence,
     marked_positions,
     not_finite,
     ratio,
@@ -45,8 +48,8 @@ from curvops.linalg.solvers.rotations import (
     to_device,
     to_host,
 )
-from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solve_in_groups
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, check_level, raise_norm
+from curvops.linalg.solvers.systems import UnitSystems, check, goal_of, solve_in_groups
+from curvops.linalg.solvers.verdicts import UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 14
@@ -98,12 +101,12 @@ def lsmr(
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     if not damp >= 0:
         raise ValueError(f"damp must not be negative, got {damp}.")
-    most = iterations_allowed(min(facts.rows, facts.columns), maxiter)
+    goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         system = UnitSystems.of(part, start, facts)
-        run = Bidiagonalisation(operator, system, start is not None, consistent, float(rtol), most, callback)
+        run = Bidiagonalisation(operator, system, consistent, goal)
         run.solve()
         return system.solution(run.records, least_squares=True)
 
@@ -164,36 +167,23 @@ class AugmentedMatrix:
         return StackedVectors(B - image.top, None if image.below is None else image.below * -1.0)
 
 
-class Bidiagonalisation:
-    """The iteration on K problems of unit norm in lock-step; columns in ``active`` have no reason yet.
+class Bidiagonalisation(ShortRecurrence):
+    """The iteration of LSMR.
 
     Damping is a second block of rows below A, so that every problem has one form and may restart from any x.
     """
 
-    def __init__(
-        self,
-        operator: AugmentedMatrix,
-        system: UnitSystems,
-        warm: bool,
-        consistent: bool,
-        rtol: float,
-        maxiter: int,
-        callback: Callback | None,
-    ) -> None:
-        self.operator, self.B, self.consistent, self.maxiter = operator, system.unit, consistent, maxiter
-        K = self.B.shape[1]
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
-        self.x = as_block(system.X)
-        r = operator.residual(self.B, self.x) if warm and K else StackedVectors(as_block(self.B), None)
+    def __init__(self, operator: AugmentedMatrix, system: UnitSystems, consistent: bool, goal: Goal) -> None:
+        self.operator, self.consistent, self.x = operator, consistent, as_block(system.X)
+        K = system.unit.shape[1]
+        moved = system.warm and K > 0
+        r = operator.residual(system.unit, self.x) if moved else StackedVectors(as_block(system.unit), None)
         if operator.damp and r.below is None:
             r = StackedVectors(r.top, zero_block(self.x, K))
-        self.records = system.records(norm(r.top), rtol, maxiter, callback)
-        self.records.matvecs = K if warm else 0
-        self.active = list(range(K))
-        self.norm_A = 0.0
-        if warm and K:  # else ‖A‖ is unknown before the first step
-            moved, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
-            self.norm_A = raise_norm(0.0, moved, sizes)
+        super().__init__(system, norm(r.top), goal)
+        if moved:  # else ‖A‖ is unknown before the first step
+            images, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
+            self.norm_A = raise_norm(0.0, images, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
         self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
@@ -201,23 +191,6 @@ class Bidiagonalisation:
         self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
         self.within: set[int] = set()
         """Positions whose estimates, by the recurrence, are within the tolerance."""
-
-    def solve(self) -> None:
-        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
-        records, ended = self.records, set[int]()
-        while self.active:
-            self.within = self.note()
-            everyone = set(range(len(self.active)))
-            if records.iteration >= self.maxiter:
-                self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
-                return
-            check = records.iteration and records.iteration % CHECK_EVERY == 0
-            self.inspect(everyone if check else self.within | ended, ended)
-            while self.active:
-                ended, broken = self.step()
-                if not broken:
-                    break
-                self.inspect(broken, set(), Reason.NON_FINITE)
 
     def begin(self, r: StackedVectors) -> tuple[StackedVectors, Vectors, Bidiagonal]:
         """Compute the first pair of vectors from a residual: one transposed product."""
@@ -237,15 +210,15 @@ class Bidiagonalisation:
 
     def note(self) -> set[int]:
         """Add a row to the history; return the positions that have converged by the recurrence."""
-        s = self.scalars
+        s, trigger = self.scalars, self.records.trigger
         self.records.record(self.active, s.normr.tolist())
-        small = s.normr <= self.trigger
+        small = s.normr <= trigger
         if not self.consistent:
-            small |= np.abs(s.zetabar) <= self.trigger * self.norm_A * s.normr
-        return marked_positions(small)
+            small |= np.abs(s.zetabar) <= trigger * self.norm_A * s.normr
+        self.within = marked_positions(small)
+        return self.within
 
     def step(self) -> tuple[set[int], set[int]]:
-        """Take one step; return positions whose Krylov space is complete, and those that met NaN or Inf."""
         image = self.operator.push(self.v)
         u = image.less(self.u, to_device(self.scalars.alpha, self.B))
         self.records.iteration += 1
@@ -272,11 +245,7 @@ class Bidiagonalisation:
         ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
         return marked_positions(ended), set()
 
-    def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """Compute true residuals and Aᵀr, a product each; columns stop with a reason, restart, or continue."""
-        if not which:
-            return
-        positions = sorted(which)
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
         index = torch.tensor(positions)
         x = columns(self.x, index)
         r = self.operator.residual(columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
@@ -284,29 +253,28 @@ class Bidiagonalisation:
         self.records.matvecs += 2 * len(positions)
         facts = torch.stack([norm(r.top), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
         self.norm_A = raise_norm(self.norm_A, facts[2], facts[1])
-        stopped: dict[int, Reason] = {}
-        again: list[int] = []
+        checks = []
         for i, j in enumerate(positions):
             column = self.active[j]
             residual, total, slope, size = (row[i] for row in facts)
             self.keep(column, part(x, i, i + 1), residual, total, slope, self.norm_A * size + 1)
-            if forced is not None or self.is_solved(column):
-                stopped[column] = forced or Reason.CONVERGED
-                continue
             # A recurrence that drifts by rounding still makes progress until its estimates are within the tolerance.
             drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
             over = j in ended or (drifted and j in self.within)
-            verdict = self.records.judge(column, slope * total, over, self.null(column))
-            if verdict is Verdict.RESTART:
-                again.append(i)
-            elif verdict is Verdict.STOP:
-                stopped[column] = Reason.STAGNATION if math.isfinite(slope) else Reason.NON_FINITE
-        if again:
-            self.restart(index[torch.tensor(again)], r.select(torch.tensor(again)))
-        for column, reason in stopped.items():
-            self.records.give(column, self.classify(column, reason))
-        if stopped:
-            self.shrink()
+            checks.append(Check(slope * total, self.is_solved(column), over, self.null(column)))
+
+        def restart(again: list[int]) -> None:
+            where = torch.tensor(again)
+            u, v, scalars = self.begin(r.select(where))
+            self.u.put(index[where], u)
+            for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(again)))):
+                put_columns(block, index[where], value)
+            self.scalars.put(index[where].tolist(), scalars)
+
+        return checks, restart
+
+    def stop(self, column: int, reason: Reason) -> None:
+        self.records.give(column, self.classify(column, reason))
 
     def keep(
         self, column: int, x: Float[Vectors, "n 1"], residual: float, total: float, slope: float, height: float
@@ -354,19 +322,8 @@ class Bidiagonalisation:
             return Reason.PRECISION_LIMIT
         return reason
 
-    def restart(self, index: Tensor, r: StackedVectors) -> None:
-        """Restart some columns from their true residuals."""
-        u, v, scalars = self.begin(r)
-        self.u.put(index, u)
-        for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(index)))):
-            put_columns(block, index, value)
-        self.scalars.put(index.tolist(), scalars)
-
-    def shrink(self) -> None:
-        """Drop the columns that have a reason."""
-        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+    def select(self, kept: list[int]) -> None:
         where = torch.tensor(kept, dtype=torch.long)
-        self.active = [self.active[j] for j in kept]
         self.u, self.scalars = self.u.select(where), self.scalars.select(kept)
         self.v, self.h, self.hbar, self.x = (columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
 

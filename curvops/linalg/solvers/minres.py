@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,12 @@ from curvops.linalg.core.vectors import (
     put_columns,
     zero_block,
 )
-from curvops.linalg.solvers.rotations import (
+from curvops.linalg.solvers.short_recurrence import (
+    Check,
     ColumnState,
     Marks,
     Numbers,
+    ShortRecurrence,
     marked_positions,
     not_finite,
     positive,
@@ -48,15 +50,14 @@ from curvops.linalg.solvers.rotations import (
     to_host,
 )
 from curvops.linalg.solvers.systems import (
-    Callback,
     Preconditioner,
     UnitSystems,
     as_function,
     check,
-    iterations_allowed,
+    goal_of,
     solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, check_level, raise_norm
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Callback, Goal, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 16
@@ -109,7 +110,7 @@ def minres(
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
-    sigma, most = float(shift), iterations_allowed(facts.rows, maxiter)
+    sigma, goal = float(shift), goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner)
 
     def multiply(V: Vectors) -> Vectors:
@@ -117,7 +118,7 @@ def minres(
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         system = UnitSystems.of(part, start, facts)
-        run = MinimalResiduals(multiply, precondition, system, start is not None, float(rtol), most, callback)
+        run = MinimalResiduals(multiply, precondition, system, goal)
         run.solve()
         return system.solution(run.records, least_squares=True)
 
@@ -159,28 +160,16 @@ class LanczosVectors:
         self.x = done
 
 
-class MinimalResiduals:
-    """The iteration on K systems of unit norm in lock-step; columns in ``active`` have no reason yet."""
+class MinimalResiduals(ShortRecurrence):
+    """The iteration of MINRES-QLP."""
 
-    def __init__(
-        self,
-        multiply: Multiply,
-        precondition: Multiply | None,
-        system: UnitSystems,
-        warm: bool,
-        rtol: float,
-        maxiter: int,
-        callback: Callback | None,
-    ) -> None:
-        self.multiply, self.precondition, self.maxiter = multiply, precondition, maxiter
-        self.B, K = system.unit, system.unit.shape[1]
-        r = as_block(self.B - multiply(system.X) if warm and K else self.B)
-        self.records = system.records(norm(r), rtol, maxiter, callback)
-        self.records.matvecs = K if warm else 0
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
-        self.active = list(range(K))
-        self.origin = as_block(system.X) if warm else None
-        self.norm_A = self.norm_T = self.asymmetry = 0.0
+    def __init__(self, multiply: Multiply, precondition: Multiply | None, system: UnitSystems, goal: Goal) -> None:
+        self.multiply, self.precondition = multiply, precondition
+        K = system.unit.shape[1]
+        r = as_block(system.unit - multiply(system.X) if system.warm and K else system.unit)
+        super().__init__(system, norm(r), goal)
+        self.origin = as_block(system.X) if system.warm else None
+        self.norm_T = self.asymmetry = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence has come near a null vector."""
         z, beta = self.in_metric(r)
@@ -193,23 +182,6 @@ class MinimalResiduals:
         self.metric = to_host(norm(r))[0] / positive(beta)
         """The true residual over its norm in the preconditioner's metric, which the recurrence minimises."""
 
-    def solve(self) -> None:
-        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
-        records, ended = self.records, set[int]()
-        while self.active:
-            due = self.note() | self.near | ended
-            everyone = set(range(len(self.active)))
-            if records.iteration >= self.maxiter:
-                self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
-                return
-            check = records.iteration and records.iteration % CHECK_EVERY == 0
-            self.inspect(everyone if check else due, ended)
-            while self.active:
-                ended, broken = self.step()
-                if not broken:
-                    break
-                self.inspect(broken, set(), Reason.NON_FINITE)
-
     def in_metric(self, r: Vectors) -> tuple[Vectors, Numbers]:
         """Return M⁻¹r and, on the host, the norm of r in that metric."""
         if self.precondition is None:
@@ -218,13 +190,12 @@ class MinimalResiduals:
         return z, _root(to_host(inner(r, z))[0])
 
     def note(self) -> set[int]:
-        """Add a row to the history; return the positions that have converged by the recurrence."""
+        """Add a row to the history; return positions converged by the recurrence, or near a null vector."""
         estimates = (self.scalars.phi * self.metric).tolist()
         self.records.record(self.active, estimates)
-        return {j for j, value in enumerate(estimates) if not value > self.trigger}
+        return {j for j, value in enumerate(estimates) if not value > self.records.trigger} | self.near
 
     def step(self) -> tuple[set[int], set[int]]:
-        """Take one step; return positions at their end, and those that met NaN or Inf."""
         V, beta = self.vectors, self.scalars.beta
         scale = to_device(positive(beta), self.B)
         v = V.z / scale
@@ -270,12 +241,8 @@ class MinimalResiduals:
         gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
         self.asymmetry = max([self.asymmetry, *gaps])
 
-    def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """Compute true residuals; columns stop with a reason, restart, or continue."""
-        if not which:
-            return
-        records, V, positions = self.records, self.vectors, sorted(which)
-        index = torch.tensor(positions)
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
+        records, V, index = self.records, self.vectors, torch.tensor(positions)
         along = self.parts[:, index.to(self.B.device)]
         x = axpy(plus(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
         image = self.multiply(x)
@@ -287,28 +254,22 @@ class MinimalResiduals:
         normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
         z, measures = self.in_metric(r)
         residuals, sizes = torch.stack([norm(r), norm(x)]).cpu().tolist()
-        stopped: dict[int, Reason] = {}
-        again: list[int] = []
+        checks = []
         for i, j in enumerate(positions):
             column, residual, measure = self.active[j], residuals[i], float(measures[i])
             self.keep(column, part(x, i, i + 1), residual, residual / (self.norm_A * sizes[i] + 1), normal[i])
             self.metric[j] = residual / measure if measure > 0 else 1.0
             drifted = measure > 2 * float(self.scalars.phi[j])
-            if forced is not None or residual <= records.rtol:
-                stopped[column] = forced or Reason.CONVERGED
-                continue
             null = records.normal[column] <= records.vanishing
-            verdict = records.judge(column, residual, drifted or j in ended, null)
-            if verdict is Verdict.RESTART:
-                again.append(i)
-            elif verdict is Verdict.STOP:
-                stopped[column] = Reason.STAGNATION if math.isfinite(residual) else Reason.NON_FINITE
-        if again:
+            checks.append(Check(residual, residual <= records.rtol, drifted or j in ended, null))
+
+        def restart(again: list[int]) -> None:
             kept = torch.tensor(again)
             V.restart(index[kept], columns(x, kept), columns(r, kept), columns(z, kept))
             self.scalars.put(index[kept].tolist(), QLP.start(measures[again]))
             self.parts[:, index[kept].to(self.B.device)] = 0.0
-        self.stop(stopped)
+
+        return checks, restart
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, normal: float) -> None:
         """Remember the answer if it is the best, by its true residual.
@@ -353,16 +314,12 @@ class MinimalResiduals:
         put_columns(r, index, plus(left, image, share))
         return normal
 
-    def stop(self, stopped: dict[int, Reason]) -> None:
-        """Give columns their reasons and drop them."""
-        if not stopped:
-            return
+    def stop(self, column: int, reason: Reason) -> None:
         skewed = self.asymmetry > math.sqrt(self.eps)
-        for column, reason in stopped.items():
-            self.records.stop(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
-        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        self.records.stop(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
+
+    def select(self, kept: list[int]) -> None:
         where = torch.tensor(kept, dtype=torch.long)
-        self.active = [self.active[j] for j in kept]
         self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(kept)
         self.parts = self.parts[:, where.to(self.B.device)]
         self.metric, self.size = self.metric[kept], self.size[kept]

@@ -24,13 +24,12 @@ from curvops.linalg.core.vectors import (
     put_columns,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback
-from curvops.linalg.solvers.verdicts import precision_limited
+from curvops.linalg.solvers.verdicts import Goal, precision_limited
 from curvops.progress import as_step
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
-CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution]
+CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, Goal], Solution]
 
 
 class Refinement:
@@ -61,17 +60,17 @@ class Refinement:
         self.digits, self.norm_A = FIRST_DIGITS, torch.zeros((), dtype=torch.float64, device=B.device)
         self.iterations = self.matvecs = self.exact_matvecs = 0
 
-    def solve(self, solver: CorrectionSolver, rtol: float, maxiter: int, callback: Callback | None) -> Solution:
-        """Correct while that halves the residual; ``solver(B, X0, rtol, maxiter, callback)`` works in ``dtype``."""
+    def solve(self, solver: CorrectionSolver, goal: Goal) -> Solution:
+        """Correct while that halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
         todo = self.usable.live
         while len(todo):
-            todo = self.look(todo, rtol)
-            if not len(todo) or self.iterations >= maxiter:
+            todo = self.look(todo, goal.rtol)
+            if not len(todo) or self.iterations >= goal.maxiter:
                 break
-            self.correct(todo, solver, rtol, maxiter)
-            if callback is not None:
-                as_step(0, callback, self.iterations, self.history[-1])
-        return self.solution(rtol, self.iterations >= maxiter)
+            self.correct(todo, solver, goal)
+            if goal.callback is not None:
+                as_step(0, goal.callback, self.iterations, self.history[-1])
+        return self.solution(goal.rtol, self.iterations >= goal.maxiter)
 
     def look(self, todo: Int[Tensor, " k"], rtol: float) -> Int[Tensor, " j"]:
         """Compute the true residuals of these columns; return the columns above the tolerance that were halved."""
@@ -82,22 +81,20 @@ class Refinement:
             put_columns(self.residual, todo, columns(self.B, todo) - image)
             self.norm_A = torch.maximum(self.norm_A, torch.nan_to_num(norm(image) / norm(x), nan=0.0).amax())
         self.started = True
-        now, before = (
-            (norm(columns(self.residual, todo)) / self.sizes[todo.to(self.sizes.device)]).cpu(),
-            self.last[todo],
-        )
+        now = (norm(columns(self.residual, todo)) / self.sizes[todo.to(self.sizes.device)]).cpu()
+        before = self.last[todo]
         better = todo[now < before]
         put_columns(self.best, better, columns(self.X, better))
         self.last[todo] = torch.where(now < before, now, before)
         self.history[-1] = self.last.nan_to_num(posinf=1.0)
         return todo[(now > rtol) & (now < 0.5 * before)]
 
-    def correct(self, todo: Int[Tensor, " k"], solver: CorrectionSolver, rtol: float, maxiter: int) -> None:
+    def correct(self, todo: Int[Tensor, " k"], solver: CorrectionSolver, goal: Goal) -> None:
         """Solve for corrections of these columns, scaled to unit norm, to as many digits as the dtype gives."""
         sizes = self.sizes[todo.to(self.sizes.device)]
         unit = columns(self.residual, todo) / sizes
-        inner = min(max(self.digits, 0.5 * rtol / float(self.last[todo].amax())), 0.5)
-        part = solver(unit.to(self.dtype), None, inner, maxiter - self.iterations, None)
+        inner = min(max(self.digits, 0.5 * goal.rtol / float(self.last[todo].amax())), 0.5)
+        part = solver(unit.to(self.dtype), None, Goal(inner, goal.maxiter - self.iterations))
         self.iterations, self.matvecs = self.iterations + part.iterations, self.matvecs + part.matvecs
         if Reason.PRECISION_LIMIT in part.reasons:
             self.digits = FEWER_DIGITS
@@ -119,10 +116,16 @@ class Refinement:
             _final(reason, residual <= rtol, precision_limited(residual, error, level), exhausted)
             for reason, residual, error in facts
         )
-        flags, total = converged(reasons), self.matvecs + self.exact_matvecs
-        last, history = self.last, self.history
         return Solution(
-            X, reasons, flags, last, backward, self.iterations, total, history, exact_matvecs=self.exact_matvecs
+            X,
+            reasons,
+            converged(reasons),
+            self.last,
+            backward,
+            self.iterations,
+            self.matvecs + self.exact_matvecs,
+            self.history,
+            exact_matvecs=self.exact_matvecs,
         )
 
 

@@ -42,11 +42,10 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.linalg.solvers.verdicts import Records
+from curvops.linalg.solvers.verdicts import Callback, Goal, Records
 from curvops.progress import Progress, aside, at_work
 
 MOST_ITERATIONS = 10_000
-Callback: TypeAlias = Callable[[int, Tensor], object]
 
 
 @runtime_checkable
@@ -86,6 +85,11 @@ def check(
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
+
+
+def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
+    """Return the goal of solving systems of n unknowns."""
+    return Goal(float(rtol), iterations_allowed(n, maxiter), callback)
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
@@ -133,6 +137,8 @@ class UnitSystems:
     length: Float[Tensor, " k"]
     height: Float[Tensor, " k"]
     usable: UsableColumns
+    warm: bool
+    """Whether there is an initial guess."""
 
     @classmethod
     def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> UnitSystems:
@@ -145,15 +151,14 @@ class UnitSystems:
             X = zero_block(like, len(usable.live))
         else:
             X = as_block(columns(X0, usable.live) / height / length)
-        return cls(unit / length, X, length, height, usable)
+        return cls(unit / length, X, length, height, usable, X0 is not None)
 
-    def records(self, residuals: Tensor, rtol: float, maxiter: int, callback: Callback | None) -> Records:
+    def records(self, residuals: Tensor, goal: Goal) -> Records:
         """Return the records at the start, for the residuals of the initial guesses."""
-        level = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0]))
-        report = None
+        level, callback = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0])), goal.callback
         if callback is not None:
-            report = lambda iteration, values: callback(iteration, self.usable.spread(values))  # noqa: E731
-        return Records(self.X, residuals.tolist(), rtol, level, maxiter, report)
+            goal = replace(goal, callback=lambda iteration, values: callback(iteration, self.usable.spread(values)))
+        return Records(self.X, residuals.tolist(), level, goal)
 
     def solution(self, records: Records, least_squares: bool = False) -> Solution:
         """Return the solution reached, in the order and scale of B."""

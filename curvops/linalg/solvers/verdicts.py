@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from curvops.linalg.core.vectors import Vectors, put
 from curvops.progress import as_step, remark, time_left
 from curvops.records import restore, state_of
 
+Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50
 """Iterations between two checks of the true residual."""
 STEADY = 10
@@ -27,14 +29,13 @@ UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
 """Reasons that show how the iteration ended, but nothing about the operator."""
 
 
-def patience(maxiter: int) -> int:
-    """Return the iterations without a gain of a hundredth after which a column stops."""
-    return max(500, maxiter // 2)
+@dataclass(frozen=True)
+class Goal:
+    """The tolerance of a solve, its most iterations, and the function that is told of each."""
 
-
-def check_level(rtol: float, dtype: torch.dtype) -> float:
-    """Return the recurrence's residual below which the true one is checked."""
-    return max(0.95 * rtol, torch.finfo(dtype).eps / 4)
+    rtol: float
+    maxiter: int
+    callback: Callback | None = None
 
 
 def precision_limited(residual: float, backward: float, level: float) -> bool:
@@ -60,27 +61,22 @@ class Records:
 
     A recurrence that has ended restarts from the true residual as long as that gains a factor of two, which is
     iterative refinement in the vectors' own precision. ``X`` holds the best answers by true residuals, which are
-    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖),
-    NaN where they are unknown.
+    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``: at ``trigger`` the true one is
+    checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN where they are unknown. A column stops after ``patience`` iterations
+    without a gain of a hundredth.
     """
 
-    def __init__(
-        self,
-        X: Vectors,
-        residuals: list[float],
-        rtol: float,
-        level: float,
-        maxiter: int,
-        callback: Callable[[int, Tensor], object] | None,
-    ) -> None:
+    def __init__(self, X: Vectors, residuals: list[float], level: float, goal: Goal) -> None:
         K = len(residuals)
-        self.X, self.rtol, self.level, self.patience, self.callback = X, rtol, level, patience(maxiter), callback
+        self.X, self.level, self.rtol, self.maxiter, self.callback = X, level, goal.rtol, goal.maxiter, goal.callback
+        self.patience = max(500, goal.maxiter // 2)
+        self.trigger = max(0.95 * goal.rtol, torch.finfo(X.dtype).eps / 4)
         self.best, self.backward, self.current, self.reference = (list(residuals) for _ in range(4))
         self.normal, self.mark, self.gained = [math.nan] * K, [math.inf] * K, [0] * K
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []
         self.iteration = self.matvecs = 0
-        self.maxiter, self.started = maxiter, (0, time.monotonic())
+        self.started = 0, time.monotonic()
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""

@@ -11,41 +11,50 @@
 from __future__ import annotations
 
 import math
-from typing import cast, get_args
+from collections.abc import Callable
+from typing import TypeAlias, cast, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
-from curvops.linalg.core.results import Eigenpairs, Reason
+from curvops.linalg.core.orthogonal import tall_qr
+from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
+from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,
     Matrix,
     Vectors,
+    as_block,
     columns,
+    combine,
     describe_square,
+    gram,
     inner,
+    largest,
     norm,
     part,
+    product,
+    random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback, iterations_allowed
-from curvops.linalg.spectra.block_lanczos import BLOCK_VECTORS, BlockLanczos, columns_within, start_block
-from curvops.linalg.spectra.projection import CountedProduct
-from curvops.linalg.spectra.shift_invert import Solver, invert_shifted
-from curvops.linalg.spectra.thick_restart import Search, Which
+from curvops.linalg.solvers.minres import minres
+from curvops.linalg.solvers.systems import iterations_allowed, shifted
+from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projection
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
-# Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
-FREE_BYTES = 1 << 26
-MOST_COLUMNS = 512
-# A true residual of this many units of rounding is the best that the dtype allows.
-ROUNDING = 20
+Solver: TypeAlias = Callable[..., Solution]
+
+# Solves in the interior are more accurate than the pairs asked for by this factor.
+INNER = 0.1
 
 
 @resumable
@@ -133,17 +142,17 @@ def eigsh(
             process,
             "magnitude" if which == "interior" else cast(Which, which),
             k,
-            rtol=float(rtol),
-            capacity=capacity,
-            maxiter=iterations_allowed(n, maxiter),
-            most_matvecs=most,
-            callback=callback,
-            kept=kept,
+            float(rtol),
+            capacity,
+            capped,
+            iterations_allowed(n, maxiter),
+            most,
+            callback,
+            kept,
         )
         reason = search.run(start is None)
         if reason is Reason.NON_FINITE:
             return _non_finite_pairs(facts, k, process.matvecs, search.history)
-        reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
         if inverse is None:
             vectors, size = process.settled, process.size * process.scale
             values, residuals = rayleigh(vectors, multiply, b)
@@ -163,26 +172,6 @@ def _check(n: int, k: int, which: str, sigma: float | None) -> None:
     check_choice("which", which, (*get_args(Which), "interior"))
     if (sigma is None) == (which == "interior"):
         raise ValueError(f'sigma and which="interior" go together, got which={which!r} and sigma={sigma}.')
-
-
-def basis_columns(
-    facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
-) -> tuple[int, int, bool]:
-    """Return the columns of a basis, a block size that fits them, and whether the budget made them fewer.
-
-    There are at most n columns of ``numbers`` numbers each; the block may shrink to ``least_block``.
-
-    Raises:
-        ValueError: the budget holds too few columns.
-    """
-    size = numbers * torch.finfo(facts.dtype).bits // 8
-    usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
-    for b in (block_size, least_block):
-        within = columns_within(memory_budget, n, size, b)
-        if within >= min(n, k + 2 * b):
-            return min(usual, within), b, within < usual
-    needed = size * (min(n, k + 2 * least_block) + BLOCK_VECTORS * least_block)
-    raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -221,23 +210,105 @@ def _certify(
     return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs, history)
 
 
-def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
-    """Return a reason for each true residual, given how the search ended."""
-    unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
-    found = []
-    for residual, aim in zip(residuals.tolist(), aims.tolist()):
-        if not math.isfinite(residual):
-            found.append(Reason.NON_FINITE)
-        elif residual > max(aim, noise):
-            found.append(unmet)
-        elif reason is not Reason.CONVERGED:
-            found.append(Reason.UNVERIFIED)
-        else:
-            found.append(Reason.CONVERGED if residual <= aim else Reason.PRECISION_LIMIT)
-    return tuple(found)
-
-
 def _non_finite_pairs(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
     vectors = zero_block(facts, k) * math.nan
     return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs, history)
+
+
+def start_block(
+    facts: Description, start: Vectors | None, block_size: int, generator: torch.Generator | None
+) -> Float[Vectors, "n b"]:
+    """Check the given start and scale its columns to size about 1, or draw a random one."""
+    n, _, dtype, device = facts
+    if start is None:
+        if not 1 <= block_size <= n:
+            raise ValueError(f"block_size must lie in 1..{n}, the size of the matrix, got {block_size}.")
+        return random_block(facts, block_size, "gaussian", generator)
+    if start.ndim != 2 or start.shape[0] != n or not start.shape[1] or start.dtype != dtype or start.device != device:
+        given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
+        raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {given}.")
+    sizes = largest(start)
+    if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
+        raise ValueError("start must be finite and not zero.")
+    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
+
+
+class BlockLanczos(Projection):
+    """The projection T = QᵀAQ of symmetric A, with A Q = Q T + P C; ``skew`` measures A's asymmetry so far."""
+
+    STATE = (*Projection.STATE, "skew", "looked")
+    skew, looked = 0.0, 0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether A is not symmetric, beyond what rounding explains, by all columns multiplied."""
+        return self.skew > skew_tolerance(self.eps) * self.size * math.sqrt(self.looked)
+
+    def step(self) -> None:
+        """Multiply the pending block and project. Costs one product per column of it."""
+        V = self.pending
+        W = self._in_units(self.multiply(V))
+        if self.failed:
+            return
+        self.basis.append(V)
+        H, self.pending, R = self.basis.expand(W, DROPPED * self.noise)
+        H = H[self.locked :]
+        old, new = self.width, V.shape[1]
+        gaps = torch.cat([H[:old] - self.C.mT, H[old:] - H[old:].mT])
+        self.skew = math.hypot(self.skew, float(gaps.norm()))
+        self.looked += new
+        T = pad(self.T, (0, new, 0, new))
+        T[:old, old:], T[old:, :old] = H[:old], H[:old].mT
+        T[old:, old:] = (H[old:] + H[old:].mT) / 2
+        self.T = T
+        self._advance(R)
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """Return the Ritz values, ascending, and the residual norm of each, in units of ``scale``."""
+        values, self.Y = torch.linalg.eigh(self.T)
+        return values, (self.C @ self.Y).norm(dim=0)
+
+    def restart(self, kept: Tensor) -> None:
+        """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
+        Y = self.Y[:, kept]
+        self._rotate(torch.arange(self.locked), kept)
+        self.T, self.C = torch.diag((Y * (self.T @ Y)).sum(0)), self.C @ Y
+
+    def _rotate(self, old: Tensor, found: Tensor) -> None:
+        self.basis.rotate(old, self.Y[:, found])
+
+
+def invert_shifted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
+    """Return the inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
+    inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
+    return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
+
+
+class ShiftInverse(CountedProduct):
+    """The map V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last reason of a failed solve."""
+
+    def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:
+        super().__init__(product(A))
+        self.shifted, self.rtol, self.most, self.solver = shifted, rtol, most, solver
+
+    def __call__(self, V: Tensor) -> Tensor:
+        """Solve for a block."""
+        left = None if math.isinf(self.most) else max(1, int(self.most - self.matvecs) // V.shape[1] - 1)
+        solution = self.solver(self.shifted, V, rtol=self.rtol, maxiter=left)
+        self.matvecs += solution.matvecs
+        failed = [reason for reason in solution.reasons if reason not in ACCEPTED]
+        self.failure = failed[0] if failed else self.failure
+        return solution.x
+
+    def polish(self, V: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return Ritz vectors X of A in the span of (A − σ)⁻¹ V, A X, and the size of A seen.
+
+        A Ritz pair of the inverse has a residual in A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve removes that
+        factor (Ericsson & Ruhe 1980).
+        """
+        Q, _ = tall_qr(self(V))
+        W = super().__call__(Q)
+        T = gram(Q, W)
+        values, Y = torch.linalg.eigh((T + T.mT) / 2)
+        return combine(Q, Y), combine(W, Y), float(values.abs().amax())

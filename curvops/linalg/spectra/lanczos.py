@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_limits, checked_whole
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import skew_tolerance
@@ -54,12 +54,16 @@ class LanczosResult(Summarised):
     @property
     def T(self) -> Float[Tensor, "m m"]:
         """The tridiagonal matrix QᵀAQ."""
-        off = self.betas[:-1]
-        return torch.diag(self.alphas) + torch.diag(off, 1) + torch.diag(off, -1)
+        return tridiagonal(self.alphas, self.betas[:-1])
 
 
 LEAST_VECTORS = 6
 """Vectors that a run of two steps takes."""
+
+
+def tridiagonal(diagonal: Float[Tensor, " m"], off: Float[Tensor, " m_less_one"]) -> Float[Tensor, "m m"]:
+    """Return the symmetric tridiagonal matrix of these entries."""
+    return diagonal.diag() + off.diag(1) + off.diag(-1)
 
 
 def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
@@ -68,13 +72,6 @@ def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: 
     if memory_budget is None:
         return steps
     return max(1, min(steps, memory_budget // (n * itemsize * probes) - 2))
-
-
-def first_capacity(first: int, wanted: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
-    """Return ``first`` steps, or all that fit where memory could not hold a growing basis and the one before."""
-    if memory_budget is None or 3 * (wanted + 2) * n * itemsize * probes <= 2 * memory_budget:
-        return min(first, wanted)
-    return depth_within(wanted, n, itemsize, probes, memory_budget)
 
 
 def lanczos(
@@ -124,8 +121,7 @@ def lanczos_from(
         run = LockStep(multiply, block, depth)
         run.extend(depth)
     m = int(run.depths[0])
-    finite = bool(torch.isfinite(run.alphas[0, :m]).all()) and bool(torch.isfinite(run.betas[0, :m]).all())
-    if not finite:
+    if not run.finite:
         reason, m = Reason.NON_FINITE, max(m - 1, 0)
     elif run.skewed:
         reason = Reason.NOT_SYMMETRIC
@@ -149,7 +145,7 @@ class LockStep:
 
     def __init__(
         self,
-        multiply: Callable[[Vectors], Vectors],
+        multiply: Multiply,
         starts: Float[Vectors, "n K"],
         capacity: int,
         most: int | None = None,
@@ -158,7 +154,7 @@ class LockStep:
         self.multiply = multiply
         self.eps = torch.finfo(starts.dtype).eps
         self.sizes = norm(starts)
-        self.capacity, self.most = capacity, most
+        self.capacity, self.most = capacity, capacity if most is None else most
         self.store = empty_block(starts, self.K * (capacity + 1))
         put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
         self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
@@ -170,6 +166,23 @@ class LockStep:
         self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
         self.matvecs = 0
 
+    @classmethod
+    def within(
+        cls, multiply: Multiply, starts: Float[Vectors, "n K"], first: int, steps: int, memory_budget: int | None
+    ) -> LockStep:
+        """Prepare for ``first`` and later at most ``steps`` steps, as many as fit in ``memory_budget`` bytes."""
+        n, K = starts.shape
+        itemsize, K = starts.dtype.itemsize, max(1, K)
+        most = depth_within(steps, n, itemsize, K, memory_budget)
+        # Where memory could not hold a growing basis and the one before, all of it is reserved at once.
+        tight = memory_budget is not None and 3 * (most + 2) * n * itemsize * K > 2 * memory_budget
+        return cls(multiply, starts, most if tight else min(first, most), most)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no product held NaN or Inf."""
+        return bool(torch.isfinite(self.alphas).all() & torch.isfinite(self.betas).all())
+
     @property
     def skewed(self) -> bool:
         """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
@@ -180,11 +193,20 @@ class LockStep:
         """The difference of QᵀAQ to its transpose in the Frobenius norm, the largest of all bases."""
         return float(self.gaps.amax().sqrt())
 
+    def check(self, scale: float = 0.0) -> None:
+        """Raise ValueError where the products were not finite, or not those of a symmetric matrix.
+
+        ``scale`` is the size of the terms of the products; rounding grows with it where it is larger than they are.
+        """
+        if not self.finite:
+            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        if self.skewed and self.skew > 1e3 * self.eps * scale:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
+
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
         """Return T of start vector k."""
         m = int(self.depths[k])
-        off = self.betas[k, : m - 1]
-        return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
+        return tridiagonal(self.alphas[k, :m], self.betas[k, : m - 1])
 
     def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
         """Return the first m vectors of start vector k's basis, sharing memory."""
@@ -214,7 +236,7 @@ class LockStep:
         """
         if capacity <= self.capacity:
             return
-        if self.most is not None and 2 * capacity > self.most:
+        if 2 * capacity > self.most:
             capacity = max(capacity, self.most)
         store, done = empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
         for k in range(self.K):
@@ -229,13 +251,13 @@ class LockStep:
                 return
             self.step(m, live)
 
-    def deepen(self, most: int, longer: Callable[[int], int], settled: Callable[[], bool]) -> bool:
-        """Add ``longer(depth)`` steps at a time, at most ``most``; return whether it settled or all are done."""
+    def deepen(self, longer: Callable[[int], int], settled: Callable[[], bool]) -> bool:
+        """Add ``longer(depth)`` steps at a time, at most to ``most``; return whether it settled or all are done."""
         while not settled() and not bool(self.done.all()):
             depth = self.alphas.shape[1]
-            if depth >= most:
+            if depth >= self.most:
                 return False
-            target = min(most, depth + longer(depth))
+            target = min(self.most, depth + longer(depth))
             self.reserve(target)
             self.extend(target)
         return True

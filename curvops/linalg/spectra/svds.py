@@ -12,19 +12,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
 
 from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.vectors import (
     CHUNK,
+    Description,
     Matrix,
     Vectors,
+    as_block,
     columns,
     describe,
+    empty_block,
     inner,
     norm,
     part,
@@ -32,12 +39,10 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback, iterations_allowed
-from curvops.linalg.spectra.block_lanczos import BLOCK_VECTORS
-from curvops.linalg.spectra.eigsh import ROUNDING, basis_columns, verdicts
-from curvops.linalg.spectra.golub_kahan import GolubKahan
-from curvops.linalg.spectra.projection import CountedProduct
-from curvops.linalg.spectra.thick_restart import Search, Which
+from curvops.linalg.solvers.systems import iterations_allowed
+from curvops.linalg.solvers.verdicts import Callback
+from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
 
@@ -89,24 +94,14 @@ def svds(
         multiply, adjoint = CountedProduct(forward), CountedProduct(product(wide))
         start = random_block(describe(tall), b, "gaussian", generator)
         process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
-        search = Search(
-            process,
-            cast(Which, which),
-            k,
-            rtol=float(rtol),
-            capacity=capacity,
-            maxiter=iterations_allowed(n, maxiter),
-            most_matvecs=most,
-            callback=callback,
-        )
-        reason = search.run(True)
-        reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
+        most_steps = iterations_allowed(n, maxiter)
+        search = Search(process, cast(Which, which), k, float(rtol), capacity, capped, most_steps, most, callback)
+        reason = search.run(random_start=True)
         found = _certify(process, k, which, float(rtol), reason, search.history)
-    swapped = facts.rows < facts.columns
-    return SingularTriplets(found.V, found.values, found.U, *_quality(found)) if swapped else found
+    return replace(found, U=found.V, V=found.U) if facts.rows < facts.columns else found
 
 
-def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
+def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]:
     """Return singular values and true residuals of pairs of vectors, a block at a time where they are long."""
     values, residuals = [], []
     width = max(process.block_size, CHUNK // max(U.shape[0], V.shape[0]))
@@ -122,13 +117,7 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, t
     return torch.cat(values), torch.cat(residuals)
 
 
-def _quality(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int, torch.Tensor]:
-    return found.residuals, found.reasons, found.matvecs, found.history
-
-
-def _certify(
-    process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: torch.Tensor
-) -> SingularTriplets:
+def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: Tensor) -> SingularTriplets:
     """Order singular values, true residuals and reasons; NaN where a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
@@ -142,3 +131,81 @@ def _certify(
     reasons = verdicts(residuals, rtol * values, noise, reason)
     left, right = columns(U, order), columns(V, order)
     return SingularTriplets(left, values, right, residuals, reasons, process.matvecs, history)
+
+
+class GolubKahan(Projection):
+    """The projection T = UᵀAV with A V = U T and Aᵀ U = V Tᵀ + P C, for A (m, n), m ≥ n; nothing is squared.
+
+    Random left directions take the place of those that A does not reach, so that a triplet with σ = 0 has a left
+    vector, too.
+    """
+
+    def __init__(
+        self,
+        multiply: CountedProduct,
+        adjoint: CountedProduct,
+        left: Description,
+        start: Float[Vectors, "n b"],
+        capacity: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__(multiply, start, capacity, generator)
+        self.adjoint = adjoint
+        self.left = Basis(empty_block(left, 0), min(capacity, self.n), generator)
+        self.X = self.Y
+
+    def step(self) -> None:
+        """Multiply the pending block by A, and the new directions in the result by Aᵀ. Two products per column."""
+        V = self.pending
+        W = self._in_units(self.multiply(V))
+        if self.failed:
+            return
+        H, U, R = self.left.expand(W, DROPPED * self.noise)
+        U = self.left.fresh(V.shape[1], as_block(U))
+        Z = self._in_units(self.adjoint(U))
+        if self.failed:
+            return
+        self.left.append(U)
+        self.basis.append(V)
+        old, new = self.width, V.shape[1]
+        T = pad(self.T, (0, new, 0, new))
+        T[:old, old:] = H[self.locked :]
+        T[old : old + len(R), old:] = R
+        _, self.pending, S = self.basis.expand(Z, DROPPED * self.noise)
+        self.T = T
+        self._advance(S)
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """Return T's singular values, ascending, and ‖Aᵀu − σv‖ for each (Av = σu holds), in units of ``scale``."""
+        X, values, Yt = torch.linalg.svd(self.T)
+        self.X, self.Y = X.flip(1), Yt.mT.flip(1)
+        return values.flip(0), (self.C @ self.X).norm(dim=0)
+
+    def restart(self, kept: Tensor) -> None:
+        """Continue from these triplets, numbered as in the last ``ritz``, and the pending block."""
+        values = (self.X[:, kept] * (self.T @ self.Y[:, kept])).sum(0)
+        self._rotate(torch.arange(self.locked), kept)
+        self.T, self.C = torch.diag(values), self.C @ self.X[:, kept]
+
+    def _rotate(self, old: Tensor, found: Tensor) -> None:
+        self.basis.rotate(old, self.Y[:, found])
+        self.left.rotate(old, self.X[:, found])
+
+    @property
+    def cost(self) -> int:
+        """Products of the next step, of A and of Aᵀ."""
+        return 2 * self.pending_columns
+
+    @property
+    def matvecs(self) -> int:
+        """Products spent, of A and of Aᵀ."""
+        return self.multiply.matvecs + self.adjoint.matvecs
+
+    @property
+    def settled_left(self) -> Float[Vectors, "m k"]:
+        """The left vectors of the locked triplets."""
+        return part(self.left.store, 0, self.locked)
+
+    def krylov_value(self, value: float) -> float:
+        """Return σ|σ|, since powers of AᵀA make the Krylov space."""
+        return value * abs(value)

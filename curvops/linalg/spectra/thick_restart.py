@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.systems import Callback
+from curvops.linalg.core.vectors import Description
+from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import Projection
 from curvops.progress import as_step, remark
 from curvops.records import restore, state_of
@@ -27,6 +30,13 @@ from curvops.records import restore, state_of
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 
 STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
+# Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
+FREE_BYTES = 1 << 26
+MOST_COLUMNS = 512
+# Blocks of vectors held beside the basis in a step.
+BLOCK_VECTORS = 4
+# A true residual of this many units of rounding is the best that the dtype allows.
+ROUNDING = 20
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, since the true one is slightly larger.
 SAFETY = 0.5
@@ -60,35 +70,32 @@ def rejected_interval(values: Tensor, which: Which) -> tuple[float, float]:
     return (float(order[high]) if high < len(order) else -math.inf), float(order[high - 1])
 
 
+@dataclass(eq=False)
 class Search:
     """A search for the k wanted pairs of a process, which leaves them locked in it."""
 
-    def __init__(
-        self,
-        process: Projection,
-        which: Which,
-        k: int,
-        *,
-        rtol: float,
-        capacity: int,
-        maxiter: int,
-        most_matvecs: float | int,
-        callback: Callback | None,
-        kept: Checkpoint = NOTHING,
-    ) -> None:
-        self.process, self.which, self.k, self.rtol = process, which, k, rtol
-        self.capacity, self.maxiter, self.most_matvecs, self.callback = capacity, maxiter, most_matvecs, callback
-        self.iteration = 0
-        self.seen = -1
-        self.values = self.residuals = torch.zeros(0, dtype=torch.float64)
-        self.found = self.values
-        self.further = False
-        """Whether pairs were found and their complement is searched for others."""
-        self.history = torch.zeros(0, k, dtype=torch.float64)
+    process: Projection
+    which: Which
+    k: int
+    rtol: float
+    capacity: int
+    capped: bool
+    """Whether a memory budget made the basis smaller."""
+    maxiter: int
+    most_matvecs: float | int
+    callback: Callback | None
+    kept: Checkpoint = NOTHING
+    iteration: int = 0
+    seen: int = -1
+    further: bool = False
+    """Whether pairs were found and their complement is searched for others."""
+
+    def __post_init__(self) -> None:
+        self.values = self.residuals = self.found = torch.zeros(0, dtype=torch.float64)
+        self.history = torch.zeros(0, self.k, dtype=torch.float64)
         """Residuals of the pairs wanted, in the process's scale, a row for each check until they were found."""
-        self.kept = kept
-        if kept.state is not None:
-            self.recall(kept.state)
+        if self.kept.state is not None:
+            self.recall(self.kept.state)
 
     def state(self) -> dict[str, Any]:
         """Return the state from which a run continues."""
@@ -100,7 +107,7 @@ class Search:
         self.process.recall(state["process"])
 
     def run(self, random_start: bool) -> Reason:
-        """Run to CONVERGED, ITERATION_LIMIT, UNVERIFIED, or NON_FINITE, where fewer than k may be locked."""
+        """Run to a reason; after NON_FINITE, fewer than k pairs may be locked."""
         process, nothing = self.process, torch.zeros(0, dtype=torch.long)
         reason, certain, resumed = Reason.CONVERGED, False, self.further
         if not resumed:
@@ -138,7 +145,7 @@ class Search:
             spent = self.iteration >= self.maxiter or process.matvecs + process.cost > self.most_matvecs
             if spent and process.locked + process.width >= self.k:
                 self._look()
-                return Reason.ITERATION_LIMIT
+                return Reason.RANK_CAPPED if self.capped else Reason.ITERATION_LIMIT
             if process.locked + process.width + process.pending_columns > self.capacity:
                 self._look()
                 room = self.capacity - process.locked
@@ -154,8 +161,8 @@ class Search:
                 continue
             self._look()
             if not self.further:
-                missing = self.k - min(self.k, len(self.values))
-                row = torch.cat([self._wanted_residuals().cpu(), torch.full((missing,), math.inf, dtype=torch.float64)])
+                row = self._wanted_residuals()
+                row = pad(row, (0, self.k - len(row)), value=math.inf)
                 self.history = torch.cat([self.history, row.unsqueeze(0)])
             remark(lambda: f"residual {float(self._wanted_residuals().amax()):.1e}")
             if self.callback is not None:
@@ -218,3 +225,39 @@ class Search:
         top, bottom, high = (process.krylov_value(value) for value in (top, bottom, high))
         gamma = 1 + 2 * (high - top) / (top - bottom)
         return (process.degree - 1) * math.acosh(gamma) >= math.acosh(1 / share)
+
+
+def basis_columns(
+    facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
+) -> tuple[int, int, bool]:
+    """Return the columns of a basis, a block size that fits them, and whether the budget made them fewer.
+
+    There are at most n columns of ``numbers`` numbers each; the block may shrink to ``least_block``.
+
+    Raises:
+        ValueError: the budget holds too few columns.
+    """
+    size = numbers * torch.finfo(facts.dtype).bits // 8
+    usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
+    for b in (block_size, least_block):
+        within = n if memory_budget is None else max(0, min(n, memory_budget // size - BLOCK_VECTORS * b))
+        if within >= min(n, k + 2 * b):
+            return min(usual, within), b, within < usual
+    needed = size * (min(n, k + 2 * least_block) + BLOCK_VECTORS * least_block)
+    raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
+
+
+def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
+    """Return a reason for each true residual, given how the search ended."""
+    unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
+    found = []
+    for residual, aim in zip(residuals.tolist(), aims.tolist()):
+        if not math.isfinite(residual):
+            found.append(Reason.NON_FINITE)
+        elif residual > max(aim, noise):
+            found.append(unmet)
+        elif reason is not Reason.CONVERGED:
+            found.append(Reason.UNVERIFIED)
+        else:
+            found.append(Reason.CONVERGED if residual <= aim else Reason.PRECISION_LIMIT)
+    return tuple(found)

@@ -14,7 +14,7 @@ from curvops.checks import check_choice, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sources import sources_of
-from curvops.linalg.estimators.relative_distance import relative_distance
+from curvops.linalg.estimators.frobenius import relative_distance
 from curvops.operators import Linearization
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
 from curvops.operators.linearized.user_operator import UserOperator

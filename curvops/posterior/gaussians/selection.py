@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.estimators.sampler import ROUNDING_UNITS
+from curvops.linalg.estimators.brackets import ROUNDING_UNITS
 from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block

@@ -21,10 +21,9 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
-from curvops.linalg.estimators.brackets import single
+from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
 from curvops.linalg.estimators.carried_gradients import attach_gradient
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
-from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN

@@ -1,6 +1,6 @@
 """Lanczos quadrature of a spectrum: brackets, intervals and the depth of its probes.
 
-Tests `brackets.py`, `sampler.py`.
+Tests `brackets.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Square roots and inverse square roots against dense ones, and what is said of their errors.
 
-Tests `contour.py`, `contour_solve.py`.
+Tests `contour.py`.
 """
 
 import math
@@ -11,8 +11,7 @@ import torch
 
 from curvops.linalg import Reason, inverse_sqrt, sqrt
 from curvops.linalg.core.results import FunctionNotConverged, NotPositiveSemidefinite
-from curvops.linalg.functions.contour import inverse_root_quadrature
-from curvops.linalg.functions.contour_solve import MultiShift
+from curvops.linalg.functions.contour import MultiShift, inverse_root_quadrature
 from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric

@@ -1,6 +1,6 @@
 """MINRES against dense solutions, of indefinite and singular systems too.
 
-Tests `rotations.py`.
+Tests `short_recurrence.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """`solve` against dense solutions, whichever method it takes.
 
-Tests `factorisation.py`, `systems.py`.
+Tests `systems.py`.
 """
 
 from importlib import import_module

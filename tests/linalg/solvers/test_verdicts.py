@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Records, Verdict, raise_norm
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14
 
 
 def records(maxiter: int = 4000) -> Records:
-    return Records(torch.zeros(5, 1, dtype=torch.float64), [1.0], RTOL, LEVEL, maxiter, None)
+    return Records(torch.zeros(5, 1, dtype=torch.float64), [1.0], LEVEL, Goal(RTOL, maxiter))
 
 
 # reason of the recurrence, true residual, backward error, ‖Aᵀr‖/(‖A‖‖r‖), the reason given

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from curvops.linalg.spectra.block_lanczos import BlockLanczos
+from curvops.linalg.spectra.eigsh import BlockLanczos
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.projection import CountedProduct
 from tests.linalg.matrices import SPECTRA, symmetric

@@ -1,7 +1,4 @@
-"""Singular triplets against dense ones.
-
-Tests `golub_kahan.py`.
-"""
+"""Singular triplets against dense ones."""
 
 import math
 

@@ -1,0 +1,170 @@
+"""The common part of `minres` and `lsmr`: short recurrences in lock-step, checked by true residuals.
+
+The numbers of each column stand on the host, and so do the reflections of two numbers per column.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from curvops.linalg.core.results import Reason
+from curvops.linalg.solvers.systems import UnitSystems
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Verdict
+
+Numbers: TypeAlias = NDArray[np.float64]
+"""One number per column. On so few numbers NumPy's operations take a quarter of the time of torch's."""
+Marks: TypeAlias = NDArray[np.bool_]
+AnyColumnState = TypeVar("AnyColumnState", bound="ColumnState")
+
+
+def to_host(*values: Tensor) -> Numbers:
+    """Copy numbers per column to the host, one row each: one transfer for all of them."""
+    found: Numbers = torch.stack(values).cpu().numpy()
+    return found
+
+
+def to_device(values: Numbers, like: Tensor) -> Tensor:
+    """Copy numbers per column to the vectors' device and dtype, without waiting for work under way there."""
+    return torch.from_numpy(values).to(like.device, like.dtype, non_blocking=True)
+
+
+def marked_positions(marks: Marks) -> set[int]:
+    """Return the positions that are marked."""
+    return set(marks.nonzero()[0].tolist())
+
+
+def not_finite(packet: Numbers) -> set[int]:
+    """Return the positions of columns with NaN or Inf in any row."""
+    return set((~np.isfinite(packet)).nonzero()[1].tolist())
+
+
+def positive(sizes: Numbers) -> Numbers:
+    """Return norms to divide by, 1 for those that are 0."""
+    return np.where(sizes > 0, sizes, 1.0)
+
+
+def reflection(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return c, s, r with [c s; s −c] [a; b] = [r; 0], r ≥ 0; the identity's first column for a = b = 0."""
+    r = np.hypot(a, b)
+    size = positive(r)
+    return np.where(r > 0, a / size, 1.0), b / size, r
+
+
+def ratio(a: Numbers, b: Numbers) -> Numbers:
+    """Return a / b, 0 where b is 0."""
+    zero = b == 0
+    return np.where(zero, 0.0, a / np.where(zero, 1.0, b))
+
+
+@dataclass(eq=False)
+class ColumnState:
+    """A state of one float64 number per column in each field, on the host."""
+
+    @classmethod
+    def with_fields(cls: type[AnyColumnState], **known: Numbers) -> AnyColumnState:
+        """Return the state with these fields, the others 0."""
+        nothing = np.zeros_like(next(iter(known.values())))
+        return cls(**{field.name: known.get(field.name, nothing).copy() for field in fields(cls)})
+
+    def select(self: AnyColumnState, index: Sequence[int]) -> AnyColumnState:
+        """Return the columns that remain."""
+        return type(self)(**{name: value[index] for name, value in vars(self).items()})
+
+    def put(self: AnyColumnState, index: Sequence[int], other: AnyColumnState) -> None:
+        """Write the state of other columns over these."""
+        for name, value in vars(self).items():
+            value[index] = getattr(other, name)
+
+
+class Check(NamedTuple):
+    """The outcome of a check of one column by true products."""
+
+    size: float
+    """What should fall; not finite after NaN or Inf."""
+    solved: bool
+    over: bool
+    """Whether the recurrence cannot improve the size further."""
+    null: bool
+    """Whether the residual is a null vector."""
+
+
+class ShortRecurrence(ABC):
+    """An iteration on K systems of unit norm in lock-step; columns in ``active`` have no reason yet."""
+
+    def __init__(self, system: UnitSystems, residuals: Float[Tensor, " K"], goal: Goal) -> None:
+        self.B, K = system.unit, system.unit.shape[1]
+        self.records = system.records(residuals, goal)
+        self.records.matvecs = K if system.warm else 0
+        self.eps = torch.finfo(self.B.dtype).eps
+        self.active = list(range(K))
+        self.norm_A = 0.0
+
+    def solve(self) -> None:
+        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
+        records, ended = self.records, set[int]()
+        while self.active:
+            due = self.note() | ended
+            everyone = set(range(len(self.active)))
+            if records.iteration >= records.maxiter:
+                self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
+                return
+            periodic = records.iteration and records.iteration % CHECK_EVERY == 0
+            self.inspect(everyone if periodic else due, ended)
+            while self.active:
+                ended, broken = self.step()
+                if not broken:
+                    break
+                self.inspect(broken, set(), Reason.NON_FINITE)
+
+    def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
+        """Check some columns; they stop with a reason, restart, or continue."""
+        if not which:
+            return
+        checks, restart = self.check(sorted(which), ended)
+        again: list[int] = []
+        for i, (j, check) in enumerate(zip(sorted(which), checks)):
+            column = self.active[j]
+            if forced is not None or check.solved:
+                self.stop(column, forced or Reason.CONVERGED)
+                continue
+            verdict = self.records.judge(column, check.size, check.over, check.null)
+            if verdict is Verdict.RESTART:
+                again.append(i)
+            elif verdict is Verdict.STOP:
+                self.stop(column, Reason.STAGNATION if math.isfinite(check.size) else Reason.NON_FINITE)
+        if again:
+            restart(again)
+        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        if len(kept) < len(self.active):
+            self.active = [self.active[j] for j in kept]
+            self.select(kept)
+
+    @abstractmethod
+    def note(self) -> set[int]:
+        """Add a row to the history; return the positions to be checked."""
+
+    @abstractmethod
+    def step(self) -> tuple[set[int], set[int]]:
+        """Take one step; return positions at their end, and those that met NaN or Inf."""
+
+    @abstractmethod
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
+        """Compute true residuals, remember the best answers; return a check each, and how to restart some."""
+
+    @abstractmethod
+    def stop(self, column: int, reason: Reason) -> None:
+        """Give a column its reason, by its best answer."""
+
+    @abstractmethod
+    def select(self, kept: list[int]) -> None:
+        """Drop all but these positions."""
