@@ -37,7 +37,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.short_recurrence import (
-    Check,
+    ColumnCheck,
     ColumnState,
     Numbers,
     ShortRecurrence,
@@ -245,7 +245,7 @@ class Bidiagonalisation(ShortRecurrence):
         ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
         return marked_positions(ended), set()
 
-    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         index = torch.tensor(positions)
         x = columns(self.x, index)
         r = self.operator.residual(columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
@@ -261,7 +261,7 @@ class Bidiagonalisation(ShortRecurrence):
             # A recurrence that drifts by rounding still makes progress until its estimates are within the tolerance.
             drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
             over = j in ended or (drifted and j in self.within)
-            checks.append(Check(slope * total, self.is_solved(column), over, self.null(column)))
+            checks.append(ColumnCheck(slope * total, self.is_solved(column), over, self.null(column)))
 
         def restart(again: list[int]) -> None:
             where = torch.tensor(again)

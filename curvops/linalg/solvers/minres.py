@@ -36,7 +36,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.short_recurrence import (
-    Check,
+    ColumnCheck,
     ColumnState,
     Marks,
     Numbers,
@@ -241,7 +241,7 @@ class MinimalResiduals(ShortRecurrence):
         gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
         self.asymmetry = max([self.asymmetry, *gaps])
 
-    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
         along = self.parts[:, index.to(self.B.device)]
         x = axpy(plus(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
@@ -261,7 +261,7 @@ class MinimalResiduals(ShortRecurrence):
             self.metric[j] = residual / measure if measure > 0 else 1.0
             drifted = measure > 2 * float(self.scalars.phi[j])
             null = records.normal[column] <= records.vanishing
-            checks.append(Check(residual, residual <= records.rtol, drifted or j in ended, null))
+            checks.append(ColumnCheck(residual, residual <= records.rtol, drifted or j in ended, null))
 
         def restart(again: list[int]) -> None:
             kept = torch.tensor(again)

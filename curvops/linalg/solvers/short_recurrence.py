@@ -86,7 +86,7 @@ class ColumnState:
             value[index] = getattr(other, name)
 
 
-class Check(NamedTuple):
+class ColumnCheck(NamedTuple):
     """The outcome of a check of one column by true products."""
 
     size: float
@@ -127,7 +127,7 @@ class ShortRecurrence(ABC):
                 self.inspect(broken, set(), Reason.NON_FINITE)
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """Check some columns; they stop with a reason, restart, or continue."""
+        """ColumnCheck some columns; they stop with a reason, restart, or continue."""
         if not which:
             return
         checks, restart = self.check(sorted(which), ended)
@@ -158,7 +158,7 @@ class ShortRecurrence(ABC):
         """Take one step; return positions at their end, and those that met NaN or Inf."""
 
     @abstractmethod
-    def check(self, positions: list[int], ended: set[int]) -> tuple[list[Check], Callable[[list[int]], None]]:
+    def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         """Compute true residuals, remember the best answers; return a check each, and how to restart some."""
 
     @abstractmethod
