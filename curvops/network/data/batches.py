@@ -175,10 +175,10 @@ class Batches:
     @cached_property
     def fingerprint(self) -> int:
         """The fingerprint of all batches; data moved to another device or dtype keep it."""
-        return int(fingerprint([self._seen[1]]))
+        return int(fingerprint([self._first_pass[1]]))
 
     @property
-    def _seen(self) -> tuple[list[object], Tensor]:
+    def _first_pass(self) -> tuple[list[object], Tensor]:
         """Signatures and fingerprints of the batches of the first pass."""
         if self._held:
             return [_signature(batch) for batch in self._held], torch.stack([_fingerprint(b) for b in self._held])
@@ -211,24 +211,26 @@ class Batches:
         yield from self._held or self._again()
 
     def _again(self) -> Iterator[Batch]:
-        signatures, expected = self._seen
+        signatures, expected = self._first_pass
         prints: list[Tensor] = []
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
-                raise DataChanged(self._changed(f"there are more than the first pass's {self.num_batches} batches"))
+                raise DataChanged(
+                    self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
+                )
             batch = self._reading.read(item, index)
             if _signature(batch) != signatures[index]:
-                raise DataChanged(self._changed(f"batch {index} has other shapes or dtypes"))
+                raise DataChanged(self._describe_change(f"batch {index} has other shapes or dtypes"))
             prints.append(_fingerprint(batch))
             yield batch
         if len(prints) < self.num_batches:
             raise DataChanged(
-                self._changed(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
+                self._describe_change(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
             )
         changed = (torch.stack(prints) != expected).tolist()
         if any(changed):
             raise DataChanged(
-                self._changed(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
+                self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
             )
 
     def _items(self) -> Iterator[object]:
@@ -248,7 +250,7 @@ class Batches:
         converted.fingerprint, converted.fingerprint_dtype = self.fingerprint, self.fingerprint_dtype
         return converted
 
-    def _changed(self, what: str) -> str:
+    def _describe_change(self, what: str) -> str:
         return (
             f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and tensors "
             "changed in place: turn off the first two, give a copy of the tensors, or linearise again if the change "
@@ -403,11 +405,11 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
         assert isinstance(item, Mapping)
         found = [item[name] for name in NAMES if name in item]
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        found = _labelled(item, weights)
+        found = _split_labels(item, weights)
     elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
         found = list(item)
         if len(found) == 3 and not weights:
-            raise TypeError(_undeclared(found[2]))
+            raise TypeError(_describe_undeclared(found[2]))
     else:
         raise TypeError(_not_a_batch(item))
     if weights and len(found) == 2:
@@ -427,7 +429,7 @@ def _is_named(item: object) -> bool:
     return isinstance(item, Mapping) and set(NAMES[:2]) <= set(item) <= set(NAMES)
 
 
-def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
+def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
     given = [name for name in LABELS if name in item]
     if len(given) > 1:
@@ -445,7 +447,7 @@ def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
     return [inputs, *(item[name] for name in apart)]
 
 
-def _undeclared(third: object) -> str:
+def _describe_undeclared(third: object) -> str:
     what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
     return (
         f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "

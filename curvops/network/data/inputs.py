@@ -99,7 +99,7 @@ def copy(inputs: Inputs) -> Inputs:
     return map_inputs(torch.clone, inputs)
 
 
-def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
+def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
     """Replace the named tensors of the inputs by others; the rest lose their graph."""
     found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
     return tree_unflatten(found, tree_structure(inputs))

@@ -44,7 +44,7 @@ class Projections(TorchFunctionMode):
         query, out_weight, out_bias = given["query"], given["out_proj_weight"], given["out_proj_bias"]
         if query is given["key"] is given["value"] and given["in_proj_weight"] is not None:
             weight, bias = given["in_proj_weight"], given["in_proj_bias"]
-            parts = self._projected(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
+            parts = self._project(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
             identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).repeat(3, 1)
             given = given | dict(zip(("query", "key", "value"), parts)) | {"in_proj_weight": identity}
             given["in_proj_bias"] = None
@@ -52,9 +52,9 @@ class Projections(TorchFunctionMode):
         attended, weights = F.multi_head_attention_forward(
             **{**given, "out_proj_weight": identity, "out_proj_bias": None}
         )
-        return self._projected(module.out_proj, module.out_proj, attended, out_weight, out_bias), weights
+        return self._project(module.out_proj, module.out_proj, attended, out_weight, out_bias), weights
 
-    def _projected(self, owner: nn.Module, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _project(self, owner: nn.Module, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The projection of (positions, points, width)."""
         first = a.transpose(0, 1)
         output = F.linear(first, weight, bias)

@@ -59,7 +59,7 @@ class Streamed:
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
         each = ({name: tangents[name][k] for name in self.names} for k in range(columns))
-        return _stacked([self._push_one(tangent, record) for tangent in each])
+        return _stack([self._push_one(tangent, record) for tangent in each])
 
     def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         points = range(num_points(self.inputs))
@@ -82,8 +82,8 @@ class Streamed:
         """Outputs and their tangents; gradients stay off unless the pass is recorded: the tangent alone is wanted."""
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
             values = self.model.values
-            leaves = {name: _apart(values[name]).requires_grad_(record) for name in self.names}
-            duals = {name: forward_ad.make_dual(leaf, _apart(tangent[name])) for name, leaf in leaves.items()}
+            leaves = {name: _own_storage(values[name]).requires_grad_(record) for name in self.names}
+            duals = {name: forward_ad.make_dual(leaf, _own_storage(tangent[name])) for name, leaf in leaves.items()}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, inputs))
         self._graph = _Graph(self.model, leaves, outputs) if record else None
         return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
@@ -121,7 +121,7 @@ class Recorded:
             return self._graph.push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         with torch.no_grad():
-            return _stacked([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+            return _stack([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
@@ -142,7 +142,7 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         duals = {}
         for name in names:
             # Any tangent will do: the weights are there already.
-            duals[name] = forward_ad.make_dual(_apart(values[name]), _apart(values[name]))
+            duals[name] = forward_ad.make_dual(_own_storage(values[name]), _own_storage(values[name]))
             recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
         return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
     return None
@@ -158,7 +158,7 @@ class _Graph:
         """Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
         last = None if keep else len(cotangents) - 1
         rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
-        return {name: _stacked([row[name] for row in rows]) for name in self.names}
+        return {name: _stack([row[name] for row in rows]) for name in self.names}
 
     def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
         leaves = list(self._leaves.values())
@@ -198,7 +198,7 @@ class _Graph:
         dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
         if not pulled:  # the derivative is zero whatever the cotangent
             return torch.zeros_like(self.outputs)
-        along = [_usable(tangents[name][k]) for name in pulled]
+        along = [_leave_inference(tangents[name][k]) for name in pulled]
         (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
         return result.detach()
 
@@ -228,12 +228,12 @@ def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
     return replay.nbytes([*model.tensors(), *given])
 
 
-def _stacked(rows: list[Tensor]) -> Tensor:
+def _stack(rows: list[Tensor]) -> Tensor:
     """The rows as one tensor; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
-def _apart(view: Tensor) -> Tensor:
+def _own_storage(view: Tensor) -> Tensor:
     """Return these numbers in a storage of their own size, where possible in the same memory.
 
     A dual number keeps a tangent as it is only if both storages are alike: of views into the flat vector it would
@@ -244,7 +244,7 @@ def _apart(view: Tensor) -> Tensor:
     return view.detach().clone()
 
 
-def _usable(tensor: Tensor) -> Tensor:
+def _leave_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 

@@ -16,7 +16,7 @@ from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.proofs import Proof, forget, key_of, proof_of
-from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
+from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
@@ -101,7 +101,7 @@ class Engines:
         with self.model.lock:
             if not self.plan.routes.tried and self._choice != "streamed":
                 names, plan = self.model.selection.names, self.plan
-                self._proof.routes[names] = with_kept(self._routes_of(names), self.model, self._few, names)
+                self._proof.routes[names] = try_recording(self._routes_of(names), self.model, self._few, names)
                 rest = None if plan.rest is None else self._routes_of(tuple(plan.others))
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
@@ -112,21 +112,21 @@ class Engines:
         With a root L it multiplies with Lᵀ J.
         """
         if kind == "layerwise":
-            return self._proven(inputs, room, root)
+            return self._prove_layerwise(inputs, room, root)
         engine = self._autodiff(kind, inputs, room)
         return RootJacobian(engine, root) if root is not IDENTITY else engine
 
     def _autodiff(self, kind: EngineKind, inputs: Any, room: int) -> Streamed | Recorded:
         if kind == "recorded":
-            return self._recorded(inputs, self.model.selection.names)
-        return self._streamed(inputs, room)
+            return self._build_recorded(inputs, self.model.selection.names)
+        return self._build_streamed(inputs, room)
 
-    def _proven(self, inputs: Any, room: int, root: Root) -> Engine:
+    def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
         """The layerwise engine without the layers that turn out not to be right; streamed where none is left."""
         self._prove_on_few(inputs, whole=root is IDENTITY)
         if not self.plan.layers:
             return self.build("streamed", inputs, room, root)
-        layers = self._layerwise(inputs, room, root)
+        layers = self._build_layerwise(inputs, room, root)
         if not layers.misfits:
             return layers
         self._reject(layers.misfits, NO_LAYER)
@@ -176,18 +176,18 @@ class Engines:
         with self.model.lock:
             while self.plan.layers and not self._proof.checked & {WHOLE, ROWS}:
                 few = take(inputs, slice(0, CHECKED_POINTS))
-                wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
+                wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._build_streamed(few))
                 if wrong:
                     self._reject(wrong, WRONG)
                 else:
                     self._proof.checked.add(ROWS)
 
-    def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
+    def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)
         roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
         return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
 
-    def _recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
+    def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
         """The engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
         while (routes := self._routes_of(names)).recordable:
             replay = record_replay(self.model, inputs, names) if routes.replayed else None
@@ -204,9 +204,9 @@ class Engines:
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
-    def _layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
+    def _build_layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
         owners, others = self._owners(self.plan.others), tuple(self.plan.others)
-        rest = self._recorded(inputs, others) if others else None
+        rest = self._build_recorded(inputs, others) if others else None
         return Layerwise(self.model, inputs, owners, rest, max(LEAST_CHUNK, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:

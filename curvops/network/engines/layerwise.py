@@ -385,7 +385,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     finally:
         for handle in handles:
             handle.remove()
-    behind, calls = _reshaped(outputs.grad_fn), []
+    behind, calls = _follow_reshapes(outputs.grad_fn), []
     for owner, layer, given, versions, kept, edge in found:
         if isinstance(layer.rule, LinearRule) and any(edge.node is node for node in behind):
             layer = replace(layer, is_last=True)
@@ -395,7 +395,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     return outputs, calls, misfits
 
 
-def _reshaped(node: Node | None) -> list[Node]:
+def _follow_reshapes(node: Node | None) -> list[Node]:
     """A node and those before it as far as numbers keep their order: a layer among them is the last."""
     path = []
     while node is not None:
@@ -486,10 +486,10 @@ def sensitivities(
                 found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
                 return [None if g is None else (g if graph else g.detach()).transpose(0, 1) for g in found]
         each = (sensitivities(model, outputs, calls, cotangents[r : r + 1], graph) for r in range(len(cotangents)))
-        return _gathered(each, len(calls), len(cotangents), graph)
+        return _gather(each, len(calls), len(cotangents), graph)
 
 
-def _gathered(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
+def _gather(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
     """δ of one cotangent after the other, (n, 1, *out) each, as (n, r, *out)."""
     if graph:
         rows = list(zip(*each))

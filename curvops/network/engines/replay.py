@@ -43,7 +43,7 @@ class _Step:
     results: tuple[int | None, ...]
 
     def __call__(self, held: Sequence[Any]) -> Sequence[Any]:
-        args = _filled(self.args, held)
+        args = _fill(self.args, held)
         if self.keywords:
             count = len(args) - len(self.keywords)
             found = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
@@ -81,7 +81,7 @@ class Replay:
         """Bytes of the constants, those in the memory of the tensors in `apart` left out."""
         held = Held(apart)
         kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
-        extents = {extent(tensor) for tensor in kept if _stored(tensor) and tensor not in held}
+        extents = {extent(tensor) for tensor in kept if _has_memory(tensor) and tensor not in held}
         return sum(end - start for start, end in extents)
 
 
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        written = _find_written(func, args, kwargs) if func._schema.is_mutable else []
         for tensor in written:
             self._copy_what_shares(tensor)
         found = func(*args, **kwargs)
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and id(value) in self._slot_of:
                 values[i] = _Slot(self._slot_of[id(value)])
-            elif isinstance(value, Tensor) and _stored(value):
+            elif isinstance(value, Tensor) and _has_memory(value):
                 self._kept_in[extent(value)[0]].append(values)
             elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
                 values[i] = self._referring(list(value))
@@ -152,15 +152,15 @@ class Recorder(TorchDispatchMode):
 
     def _copy_what_shares(self, tensor: Tensor) -> None:
         """Constants in memory that is about to be written to become copies."""
-        if not _stored(tensor):
+        if not _has_memory(tensor):
             return
         for values in self._kept_in.pop(extent(tensor)[0], []):
             for i, value in enumerate(values):
-                if isinstance(value, Tensor) and _stored(value) and extent(value)[0] == extent(tensor)[0]:
+                if isinstance(value, Tensor) and _has_memory(value) and extent(value)[0] == extent(tensor)[0]:
                     values[i] = value.clone()
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
@@ -175,7 +175,7 @@ def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) ->
     found: list[_Step] = []
     same: dict[int, int] = {}
     for step in steps:
-        args, place = _renamed(step.args, same), step.results[0]
+        args, place = _rename(step.args, same), step.results[0]
         if step.run is _ADD and not step.keywords and place is not None and place != end:
             tangent = next(iter(_slots(args)))
             constant = next((value for value in args if isinstance(value, Tensor)), None)
@@ -199,20 +199,20 @@ def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
     return found[::-1]
 
 
-def _renamed(values: list[Any], same: dict[int, int]) -> list[Any]:
+def _rename(values: list[Any], same: dict[int, int]) -> list[Any]:
     return [
         _Slot(same.get(value.index, value.index))
         if isinstance(value, _Slot)
-        else _renamed(value, same)
+        else _rename(value, same)
         if isinstance(value, list)
         else value
         for value in values
     ]
 
 
-def _filled(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
+def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
     return [
-        held[value.index] if type(value) is _Slot else _filled(value, held) if type(value) is list else value
+        held[value.index] if type(value) is _Slot else _fill(value, held) if type(value) is list else value
         for value in values
     ]
 
@@ -233,7 +233,7 @@ def _slots(values: Any) -> list[_Slot]:
     return _of_kind(values, _Slot)
 
 
-def _stored(tensor: Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has memory: the implicit zeros of forward mode have none."""
     return not tensor._is_zerotensor()
 

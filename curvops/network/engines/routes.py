@@ -136,21 +136,21 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
     if _forward_mode_works(reference):
         saved, shared = reference.saved_bytes, _shared_bytes(reference)
         routes = Routes("forward mode", True, True, saved, saved, shared, tried=False)
-        return _with_kept(routes, reference, record_replay(model, inputs, names)) if keep else routes
+        return _try_replay(routes, reference, record_replay(model, inputs, names)) if keep else routes
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
     return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
 
 
-def with_kept(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
+def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     """Return these routes after trying at these points whether a pass can be kept."""
     if routes.tried:
         return routes
     replay = record_replay(model, inputs, names)  # before the reference, whose vectors it would be held beside
-    return _with_kept(routes, Reference(model, inputs, names), replay)
+    return _try_replay(routes, Reference(model, inputs, names), replay)
 
 
-def _with_kept(routes: Routes, reference: Reference, replay: Replay | None) -> Routes:
+def _try_replay(routes: Routes, reference: Reference, replay: Replay | None) -> Routes:
     found = 0 if replay is None else _replay_bytes(reference, replay)
     recordable = found > 0 or not _lacks_double_backward(reference)
     kept = routes.saved_bytes + found if found > 0 else 3 * routes.saved_bytes
@@ -324,7 +324,7 @@ def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
 
 def has_custom_functions(outputs: Tensor) -> bool:
     """Whether the graph of these outputs holds one. Visits its nodes, no pass."""
-    return bool(_found(outputs, set()))
+    return bool(_custom_functions(outputs, set()))
 
 
 def named_custom_functions(model: Model, inputs: Any) -> str:
@@ -337,7 +337,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
     def note(values: Any) -> None:
         """Assign nodes that are new in the graph behind these values to the running module."""
         for tensor in tensors_in(values):
-            found.update(dict.fromkeys(f"{running[-1]} ({name})" for name in _found(tensor, seen)))
+            found.update(dict.fromkeys(f"{running[-1]} ({name})" for name in _custom_functions(tensor, seen)))
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         note([args, kwargs])
@@ -358,7 +358,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
     return ", ".join(found) or "the model"
 
 
-def _found(tensor: Tensor, seen: set[Node]) -> list[str]:
+def _custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
     """Names of the custom functions among the nodes behind a tensor that were not seen yet."""
     names, waiting = [], [tensor.grad_fn] if tensor.grad_fn is not None else []
     while waiting:

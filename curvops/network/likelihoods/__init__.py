@@ -16,7 +16,7 @@ from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.from_distribution import FromDistribution
-from curvops.network.likelihoods.from_loss import FromLoss, required
+from curvops.network.likelihoods.from_loss import FromLoss, required_names
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -75,7 +75,7 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     if spec == "regression":
         return Gaussian(noise=1.0)
     if callable(spec) and not isinstance(spec, nn.Module | type):
-        names = required(spec)
+        names = required_names(spec)
         if names is None or not 1 <= len(names) <= 2:
             raise TypeError(
                 f"the signature of {spec!r} shows neither one argument (outputs) nor two (outputs, targets). Use "

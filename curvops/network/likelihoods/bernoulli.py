@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weighted, within
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh, within
 
 
 class Bernoulli(Independent):
@@ -46,11 +46,11 @@ class Bernoulli(Independent):
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         yes, no = self._mass(f, y)
-        return weighted(yes * logsigmoid(f) + no * logsigmoid(-f), w).sum(-1)
+        return weigh(yes * logsigmoid(f) + no * logsigmoid(-f), w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
         yes, no = self._mass(f, y)
-        return weighted(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1 to lose digits
+        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1 to lose digits
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return self._total_mass(f, y) * f.sigmoid() * (-f).sigmoid()
@@ -70,7 +70,7 @@ class Bernoulli(Independent):
     ) -> Outputs:
         drawn = self.sample(f, generator)
         unscaled = (1 - drawn) * f.sigmoid() - drawn * (-f).sigmoid()
-        return weighted(self._total_mass(f, y).sqrt() * unscaled, None if w is None else w.sqrt())
+        return weigh(self._total_mass(f, y).sqrt() * unscaled, None if w is None else w.sqrt())
 
     def mean(self, f: Outputs) -> Outputs:
         return f.sigmoid()

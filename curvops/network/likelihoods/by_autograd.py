@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data.inputs import require_finite
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, weighted
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, weigh
 
 
 class ByAutograd(Likelihood):
@@ -26,10 +26,10 @@ class ByAutograd(Likelihood):
         """Return H (n, C, C) without weights."""
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
-        return weighted(self._log_factors(f, y), w).sum(-1)
+        return weigh(self._log_factors(f, y), w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weighted(with_autograd(self._residual, f, y), w)
+        return weigh(with_autograd(self._residual, f, y), w)
 
     def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
         """Return H of each point, weights included."""

@@ -58,7 +58,7 @@ class Categorical(Likelihood):
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         p = f.softmax(-1)
-        return self._curvature_weight(f, y, w) * p * _centred(u, p)
+        return self._curvature_weight(f, y, w) * p * _centre(u, p)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         log_p = f.log_softmax(-1)
@@ -68,7 +68,7 @@ class Categorical(Likelihood):
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         log_p = f.log_softmax(-1)
-        return self._curvature_weight(f, y, w).sqrt() * (0.5 * log_p).exp() * _centred(u, log_p.exp())
+        return self._curvature_weight(f, y, w).sqrt() * (0.5 * log_p).exp() * _centre(u, log_p.exp())
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(f.detach().softmax(-1), 1, generator=generator).squeeze(-1)
@@ -169,7 +169,7 @@ class Categorical(Likelihood):
         return (counted if w is None else counted * w).unsqueeze(-1)
 
 
-def _centred(u: Tensor, p: Tensor) -> Tensor:
+def _centre(u: Tensor, p: Tensor) -> Tensor:
     """Return u - p.u, with u first measured from its entry at the likeliest class, so that p near 1 loses no digits."""
     top = p.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1)
     u = u - u.gather(-1, top)

@@ -39,14 +39,14 @@ class FromLoss(ByAutograd):
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        names = required(function)
+        names = required_names(function)
         if names is not None and len(names) != 2:
             raise TypeError(
-                f"a loss is a function of (outputs, targets); {_named(function)} takes ({', '.join(names)})."
+                f"a loss is a function of (outputs, targets); {_describe(function)} takes ({', '.join(names)})."
             )
         if names and names[0] in TARGET_NAMES and names[1] not in TARGET_NAMES:
             raise TypeError(
-                f"a loss takes the outputs first; {_named(function)} takes ({', '.join(names)}). Swap them: lambda "
+                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}). Swap them: lambda "
                 "outputs, targets: loss(targets, outputs)."
             )
         if isinstance(function, nn.Module):
@@ -57,7 +57,7 @@ class FromLoss(ByAutograd):
         self._target_shape: torch.Size | None = None
 
     def __repr__(self) -> str:
-        return f"FromLoss({_named(self.function)})"
+        return f"FromLoss({_describe(self.function)})"
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         """Check that all targets have the shape of the first ones: a loss would silently broadcast another."""
@@ -143,7 +143,7 @@ class FromLoss(ByAutograd):
         return H
 
 
-def required(function: Any) -> list[str] | None:
+def required_names(function: Any) -> list[str] | None:
     """Return the names of a function's required positional arguments; None where its signature does not show them."""
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
@@ -161,7 +161,7 @@ def _slack(x: Tensor) -> Tensor:
     return torch.finfo(x.dtype).eps ** 0.5 * x.detach().abs().max()
 
 
-def _named(function: Any) -> str:
+def _describe(function: Any) -> str:
     if not isinstance(function, nn.Module):
         return str(getattr(function, "__name__", function))
     options = {name: value for name, value in vars(function).items() if isinstance(value, bool | int | float)}

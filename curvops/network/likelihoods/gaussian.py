@@ -11,15 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data.inputs import require_finite
-from curvops.network.likelihoods.likelihood import (
-    Independent,
-    Outputs,
-    Weights,
-    check_rows,
-    normal_like,
-    weighted,
-    within,
-)
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh, within
 
 
 class Gaussian(Independent):
@@ -49,10 +41,10 @@ class Gaussian(Independent):
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
-        return weighted(-0.5 * squares, w).sum(-1)
+        return weigh(-0.5 * squares, w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weighted((f - y) / self.noise, w)
+        return weigh((f - y) / self.noise, w)
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return 1 / self.noise

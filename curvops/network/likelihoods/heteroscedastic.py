@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data.inputs import require_finite
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, normal_like, weighted
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, normal_like, weigh
 
 
 class HeteroscedasticGaussian(Independent):
@@ -24,12 +24,12 @@ class HeteroscedasticGaussian(Independent):
         return "HeteroscedasticGaussian()"
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
-        z, s = _standardised(f, y)
-        return weighted(-0.5 * (z.square() + s + math.log(2 * math.pi)), w).sum(-1)
+        z, s = _standardise(f, y)
+        return weigh(-0.5 * (z.square() + s + math.log(2 * math.pi)), w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        z, s = _standardised(f, y)
-        return weighted(_score(z, s), w)
+        z, s = _standardise(f, y)
+        return weigh(_score(z, s), w)
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         s = f.chunk(2, -1)[1]
@@ -52,7 +52,7 @@ class HeteroscedasticGaussian(Independent):
     ) -> Outputs:
         s = f.chunk(2, -1)[1]
         # Drawn standardised: mu + sigma z would round z away where sigma is far below mu.
-        return weighted(_score(normal_like(s, generator), s), None if w is None else w.sqrt())
+        return weigh(_score(normal_like(s, generator), s), None if w is None else w.sqrt())
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return f.chunk(2, -1)[0]
@@ -74,7 +74,7 @@ class HeteroscedasticGaussian(Independent):
         require_finite("targets", y)
 
 
-def _standardised(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _standardise(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return (y - mu) / sigma and s, (n, m) each."""
     mu, s = f.chunk(2, -1)
     return (y - mu) * (-0.5 * s).exp(), s

@@ -161,16 +161,16 @@ class Independent(Likelihood):
         """Return the square root of h, from logarithms or halves so that it does not underflow where h does."""
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        return weighted(self.curvature(f, y) * u, w)
+        return weigh(self.curvature(f, y) * u, w)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        return weighted(self.curvature_root(f, y) * z, None if w is None else w.sqrt())
+        return weigh(self.curvature_root(f, y) * z, None if w is None else w.sqrt())
 
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         return self.root_product(f, u, y, w)
 
 
-def weighted(x: Tensor, w: Tensor | None) -> Tensor:
+def weigh(x: Tensor, w: Tensor | None) -> Tensor:
     """Multiply x (..., n, C) by one factor per point, if any."""
     return x if w is None else x * w.unsqueeze(-1)
 

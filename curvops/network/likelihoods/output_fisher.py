@@ -69,23 +69,23 @@ class Exact(OutputFisher):
         return self.likelihood.root_columns(num_outputs)
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(self._shifted(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.hessian_product(self._shift_outputs(f, batch), u, batch.targets, batch.weights)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(self._shifted(f, batch), z, batch.targets, batch.weights)
+        return self.likelihood.root_product(self._shift_outputs(f, batch), z, batch.targets, batch.weights)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(self._shifted(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.root_transpose_product(self._shift_outputs(f, batch), u, batch.targets, batch.weights)
 
     def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the gradient of each point's negative log-likelihood in its outputs."""
-        return self.likelihood.residual(self._shifted(f, batch), batch.targets, batch.weights)
+        return self.likelihood.residual(self._shift_outputs(f, batch), batch.targets, batch.weights)
 
     def log_prob(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, " n"]:
         """Return each point's log-likelihood in nats."""
-        return self.likelihood.log_prob(self._shifted(f, batch), batch.targets, batch.weights)
+        return self.likelihood.log_prob(self._shift_outputs(f, batch), batch.targets, batch.weights)
 
-    def _shifted(self, f: Tensor, batch: Batch) -> Tensor:
+    def _shift_outputs(self, f: Tensor, batch: Batch) -> Tensor:
         return f if self.shift is None else f + self.shift[batch.start : batch.start + len(f)]
 
 
@@ -172,7 +172,7 @@ class Empirical(FromResiduals):
         roots = self._weight_roots(batch)
         return r if roots is None else r / roots.where(roots > 0, 1).unsqueeze(-1)
 
-    def weighted(self, z: Float[Tensor, "K n T"], batch: Batch) -> Float[Tensor, "K n T"]:
+    def weigh(self, z: Float[Tensor, "K n T"], batch: Batch) -> Float[Tensor, "K n T"]:
         """Return z times √w of each row: the weighted gradient is √w times the row of this root."""
         roots = self._weight_roots(batch)
         return z if roots is None else z * roots

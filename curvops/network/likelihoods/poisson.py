@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weighted
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh
 
 
 class Poisson(Independent):
@@ -21,10 +21,10 @@ class Poisson(Independent):
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         counts = y.to(f.dtype)
-        return weighted(counts * f - f.exp() - (counts + 1).lgamma(), w).sum(-1)
+        return weigh(counts * f - f.exp() - (counts + 1).lgamma(), w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weighted(f.exp() - y.to(f.dtype), w)
+        return weigh(f.exp() - y.to(f.dtype), w)
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return f.exp()

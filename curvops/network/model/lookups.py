@@ -47,7 +47,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    return _shortened(F.embedding(input, weight, padding_idx), max_norm, norm_type)
+    return _limit_norms(F.embedding(input, weight, padding_idx), max_norm, norm_type)
 
 
 def _bag(
@@ -66,7 +66,7 @@ def _bag(
     """Return the bags (n, E) of indices (n, t); None where they are given by offsets."""
     if offsets is not None or input.ndim != 2:
         return None
-    rows = _shortened(F.embedding(input, weight), max_norm, norm_type)
+    rows = _limit_norms(F.embedding(input, weight), max_norm, norm_type)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
     counted = (input != padding).unsqueeze(-1)
     if mode == "max":
@@ -78,7 +78,7 @@ def _bag(
     return total / counted.sum(1).clamp_min(1) if mode == "mean" else total
 
 
-def _shortened(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+def _limit_norms(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
     if max_norm is None:
         return rows
     fixed = rows.detach()

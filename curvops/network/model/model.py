@@ -118,7 +118,10 @@ class Model:
     def kept_tensors(self) -> Blocks:
         """The tensors of the snapshot by name, without buffers that are not persistent (see `tensors_of`)."""
         found = {**self.values, **self.frozen, **self._buffers}
-        return found if self.module is None else {n: t for n, t in found.items() if n not in _computed(self.module)}
+        if self.module is None:
+            return found
+        computed = _computed_buffers(self.module)
+        return {name: tensor for name, tensor in found.items() if name not in computed}
 
     @property
     def eps(self) -> float:
@@ -250,7 +253,7 @@ class Model:
         with self.lock, own_randomness(self._flat.device), contextlib.ExitStack() as stack:
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            with _filled(self.module, {place: tensors[name] for place, name in self._places.items()}):
+            with _fill(self.module, {place: tensors[name] for place, name in self._places.items()}):
                 return run()
 
     @contextlib.contextmanager
@@ -294,7 +297,7 @@ class Model:
 
 
 @contextlib.contextmanager
-def _filled(module: nn.Module, tensors: Blocks) -> Iterator[None]:
+def _fill(module: nn.Module, tensors: Blocks) -> Iterator[None]:
     """Put these tensors at their places in the module for a while, as `torch.func.functional_call` does."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -320,11 +323,11 @@ def tensors_of(source: Any) -> Blocks:
     module, _, tensors, _ = _parts(source)
     if module is None:
         return tensors
-    computed = _computed(module)
+    computed = _computed_buffers(module)
     return tensors | {name: buffer for name, buffer in module.named_buffers() if name not in computed}
 
 
-def _computed(module: nn.Module) -> set[str]:
+def _computed_buffers(module: nn.Module) -> set[str]:
     """Return the names of buffers that are not persistent."""
     return {
         f"{path}.{name}" if path else name
@@ -396,7 +399,7 @@ def check_deterministic_modules(module: nn.Module) -> None:
             )
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """Return the model that `torch.compile`, `DataParallel` or `DistributedDataParallel` wraps; names lose the prefix.
 
     A wrapper with hooks of its own stays.
@@ -407,18 +410,18 @@ def unwrapped(model: Any) -> Any:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = model.module
     hooked = model._forward_hooks or model._forward_pre_hooks
-    return model if inner is None or hooked else unwrapped(inner)
+    return model if inner is None or hooked else unwrap(inner)
 
 
 def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:
     """Return the module, the function, all named tensors, and the trainable names."""
-    source = unwrapped(source)
+    source = unwrap(source)
     if isinstance(source, nn.Module):
         tensors: dict[str, Tensor] = dict(source.named_parameters())
         trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         return source, None, tensors, trainable
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
-        function, tensors = unwrapped(source[0]), dict(source[1])
+        function, tensors = unwrap(source[0]), dict(source[1])
         bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if bad:
             raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")

@@ -35,15 +35,15 @@ class DrawnFisher(FromResiduals):
         return self.mc_samples
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self._sampled(f, batch).root_product(f, z, batch)
+        return self._sample(f, batch).root_product(f, z, batch)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self._sampled(f, batch).root_transpose_product(f, u, batch)
+        return self._sample(f, batch).root_transpose_product(f, u, batch)
 
     def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        return self._sampled(f, batch).columns(f, batch, start, stop)
+        return self._sample(f, batch).columns(f, batch, start, stop)
 
-    def _sampled(self, f: Tensor, batch: Batch) -> Sampled:
+    def _sample(self, f: Tensor, batch: Batch) -> Sampled:
         if self.draws is None:
             whole = len(f) == self.num_data
             self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()

@@ -111,12 +111,12 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
     of_loss = isinstance(likelihood.of_position, FromLoss)
-    for g in _tried(f, y, noise):
+    for g in _trial_outputs(f, y, noise):
         try:
             if of_loss:
                 slopes = likelihood.hessian_product(g, noise, y)
             else:
-                slopes = likelihood.mc_residual(_repeated(g), _repeated(y), None, generator)
+                slopes = likelihood.mc_residual(_repeat(g), _repeat(y), None, generator)
         except (TypeError, ValueError, RuntimeError):
             return  # it cannot draw, or is not convex
         if bool(slopes.any()):
@@ -132,7 +132,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     )
 
 
-def _tried(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
+def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
     """Yield outputs at which a curvature may show: these, smaller ones, and some near the targets."""
     yield f
     yield f / (1 + f.abs().max())
@@ -140,7 +140,7 @@ def _tried(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
         yield y + 1e-3 * noise
 
 
-def _repeated(x: Tensor, times: int = 8) -> Tensor:
+def _repeat(x: Tensor, times: int = 8) -> Tensor:
     return torch.cat([x] * times)
 
 

@@ -34,7 +34,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     """The record; `inputs` of one or two points, by default the first two of the data, are what models are tried on."""
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
-    few = data.few if inputs is None else take(lin.admitted(inputs), slice(0, 2))
+    few = data.few if inputs is None else take(lin.admit(inputs), slice(0, 2))
     if not num_points(few):
         raise ValueError("inputs= hold no points; give one or two, at which the model is tried when it is loaded.")
     outputs = model(model.values, few)
@@ -45,7 +45,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
         "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
-        "likelihood": record_of_likelihood(lin.likelihood) or _described(lin, outputs),
+        "likelihood": record_of_likelihood(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
         "data": {
@@ -82,7 +82,7 @@ def recorded_network(
     tried = as_inputs(record["tried"]["inputs"], theta.device)
     if data is not None:
         _, _, network.calls.mapping_type = first_points(data, theta, known["weighted"])
-    layout = _tried(network, tried, record)
+    layout = _try_network(network, tried, record)
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (known["largest_batch"],), _dtype(known)
@@ -98,7 +98,7 @@ def recorded_network(
     return lin
 
 
-def _tried(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
+def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
     """The layout, once the model gave the outputs that it gave when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
     layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
@@ -142,7 +142,7 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
 # The likelihood: by its arguments, or, where it holds a function, to be given again.
 
 
-def _described(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
+def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
     """Describe a likelihood that cannot be stored by log p of targets drawn from it, or of the given ones."""
     likelihood, generator = lin.likelihood, torch.Generator(device=outputs.device).manual_seed(0)
     try:
@@ -203,7 +203,7 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) 
     for what in ("shape", "dtype"):
         other = [name for name in known if known[name][what] != found[name][what]]
         if other:
-            was, now = (_written(each[other[0]][what]) for each in (known, found))
+            was, now = (_format(each[other[0]][what]) for each in (known, found))
             remedy = {
                 "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
@@ -221,7 +221,7 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) 
         )
 
 
-def _written(value: Any) -> str:
+def _format(value: Any) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value)
 
 

@@ -178,10 +178,10 @@ class TrainedNetwork:
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
         """A walk over a copy of these inputs, how many they are, and their graph where they require a gradient.
 
-        Raises as `admitted`, and ValueError where J has no gradient in the inputs that is known to be right.
+        Raises as `admit`, and ValueError where J has no gradient in the inputs that is known to be right.
         """
-        given, engines = copy(self.admitted(x, differentiable)), self.passes.engines
-        names = tuple(name for name, _ in _differentiated(given)) if num_points(given) else ()
+        given, engines = copy(self.admit(x, differentiable)), self.passes.engines
+        names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
         graph = InputGraph(engines, given, names) if names else None
         inputs, step = map_inputs(Tensor.detach, given), max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
@@ -195,19 +195,19 @@ class TrainedNetwork:
         their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
         weights are one vector (D,).
         """
-        inputs, step = self.admitted(x, differentiable=True), max(self.data.sizes)
+        inputs, step = self.admit(x, differentiable=True), max(self.data.sizes)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
-        if num_points(inputs) and _differentiated(inputs):
+        if num_points(inputs) and _require_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
         with torch.no_grad():
             parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
         return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
 
-    def admitted(self, x: Any, differentiable: bool = False) -> Inputs:
+    def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
-        for name, _ in () if differentiable else _differentiated(inputs):
+        for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
                 f"{name} requires a gradient, which is not asked for here and would be taken for zero: use "
                 "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
@@ -279,7 +279,7 @@ class TrainedNetwork:
             if held is None or not all(map(torch.equal, held[0], present)):  # they may change in place, as in training
                 values = [tensor.clone() for tensor in present]
                 fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
-                held = self._gradient_rows[per_token] = values, self.passes.reduced(fisher)
+                held = self._gradient_rows[per_token] = values, self.passes.with_root(fisher)
             return held[1]
 
     def _known_now(self) -> dict[str, Any]:
@@ -402,7 +402,7 @@ class TrainedNetwork:
         )
 
 
-def _differentiated(inputs: Inputs) -> list[tuple[str, Tensor]]:
+def _require_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
     """Return the inputs that require a gradient, while gradients are recorded."""
     return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from curvops.network.data.inputs import Inputs, components, move, num_points, replaced, take
+from curvops.network.data.inputs import Inputs, components, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Features, record, sensitivities
 from curvops.network.engines.routes import has_custom_functions, named_custom_functions
@@ -48,7 +48,7 @@ class _ThroughInputs(Function):
     def forward(ctx: Any, model: Model, inputs: Inputs, names: list[str], compute: Compute, *tensors: Tensor) -> Tensor:
         with model.lock, model.differentiating():
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            value = compute(replaced(inputs, dict(zip(names, leaves))), *leaves[len(names) :])
+            value = compute(replace_tensors(inputs, dict(zip(names, leaves))), *leaves[len(names) :])
         ctx.model, ctx.leaves, ctx.value = model, leaves, value
         return value.detach().clone()
 
@@ -171,7 +171,7 @@ class InputGraph:
     def at(self, tensors: Sequence[Tensor]) -> InputGraph:
         """Return the same with other tensors in the place of those that require a gradient."""
         other = copy(self)
-        other.inputs = replaced(self.inputs, dict(zip(self.names, tensors)))
+        other.inputs = replace_tensors(self.inputs, dict(zip(self.names, tensors)))
         return other
 
     def detached(self) -> InputGraph:
@@ -217,7 +217,7 @@ class InputGraph:
         def compute(given: Inputs, U: Tensor) -> Tensor:
             leaves = model.leaves()
             outputs = model(leaves, given)
-            each = [_pulled(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
+            each = [_pull(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
             return model.selection.join({name: torch.stack([g[name] for g in each]) for name in leaves})
 
         return through_inputs(model, self.inputs, compute, block)
@@ -255,7 +255,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
 
     with model.lock, model.differentiating():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
-        given = replaced(few, leaves)
+        given = replace_tensors(few, leaves)
         if has_custom_functions(model(model.leaves(), given)):
             names = named_custom_functions(model, given)
             raise refuse(f"the second derivatives of {names} are not known to be right")
@@ -271,7 +271,7 @@ def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
     engines.differentiated.add(asked)
 
 
-def _pulled(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
+def _pull(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
     if not outputs.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     run = partial(torch.autograd.grad, outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)

@@ -140,7 +140,7 @@ class Passes(JacobianRows):
         with self.model.lock:
             self._asked = Counter({SOLVER: MANY})
 
-    def reduced(self, fisher: OutputFisher) -> Passes:
+    def with_root(self, fisher: OutputFisher) -> Passes:
         """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
 
         It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
@@ -181,7 +181,7 @@ class Passes(JacobianRows):
         with self.model.lock:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
-            cached = self._settled(asked, columns)
+            cached = self._cached_engines(asked, columns)
         count, start = 0, 0
         if cached is not None:
             for label, engine in cached:
@@ -403,7 +403,7 @@ class Passes(JacobianRows):
         """Bytes that rows may take at a time."""
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
-    def _settled(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+    def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""
         if not self._complete:
             return None

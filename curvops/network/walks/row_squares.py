@@ -85,16 +85,16 @@ def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Bl
     """Σ_n of the rows of a group's first column, and `_squares` of the others, or where `same` of this one."""
     slopes: Blocks = {}
     for part in group.parts:
-        _add(slopes, _pulled(part.layer, part.kept, part.delta[:, :1]))
+        _add(slopes, _pull(part.layer, part.kept, part.delta[:, :1]))
     rest = group.parts if same else tuple(replace(part, delta=part.delta[:, 1:]) for part in group.parts)
     first = rest[0]
     if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
         return slopes, _squares(replace(group, parts=rest), chunk_bytes)
     # Rows of a linear layer at one position are outer products, and their squares those of the sides' squares.
-    return slopes, _pulled(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
+    return slopes, _pull(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
 
 
-def _pulled(layer: Layer, kept: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:
+def _pull(layer: Layer, kept: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:
     found = layer.rule.pull(layer.module, kept, delta, tuple(layer.names))
     return {layer.names[local]: block.squeeze(0) for local, block in found.items()}
 

@@ -63,8 +63,8 @@ class Gradients(NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NT K"]:
         walk, output, root = self._walk()
-        return walk.rows(lambda batch, G: output.weighted(G.push(block), batch), block.shape[1], root)
+        return walk.rows(lambda batch, G: output.weigh(G.push(block), batch), block.shape[1], root)
 
     def _transposed_product(self, block: Float[Tensor, "NT K"]) -> Float[Tensor, "D K"]:
         walk, output, root = self._walk()
-        return walk.pull(block, self._positions, lambda batch, G, z: G.pull(output.weighted(z, batch)), root)
+        return walk.pull(block, self._positions, lambda batch, G, z: G.pull(output.weigh(z, batch)), root)

@@ -173,7 +173,7 @@ def gaussian_draws(
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
     """Return f(x, θ_k), sequences position by position; inputs may require a gradient, at a pass for each draw."""
-    inputs = lin.admitted(x, differentiable=True)
+    inputs = lin.admit(x, differentiable=True)
     found = None
     if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
         found = _together(lin, inputs, samples)

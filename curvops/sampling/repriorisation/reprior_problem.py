@@ -16,7 +16,7 @@ from curvops.network import Blocks, Model
 from curvops.network.data.batches import parts_of
 from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
 from curvops.network.likelihoods import Categorical, Likelihood
-from curvops.network.model.model import unwrapped
+from curvops.network.model.model import unwrap
 from curvops.operators import Linearization
 from curvops.sampling.core.structure import long_dot
 
@@ -136,7 +136,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
     {'weight': 2.0, 'bias': 99.99999999999999}
     """
     found: dict[str, float] = {}
-    module: Any = unwrapped(model)
+    module: Any = unwrap(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function give a mapping.")
     sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)

@@ -32,14 +32,14 @@ def labelled(inputs: Any, targets: Tensor, sizes: tuple[int, ...] = (3, 2)) -> l
     return [(points(inputs, part), Batch((), targets[part], None, part.start)) for part in parts]
 
 
-def reduced(name: str, way: str, samples: int = 2) -> tuple[Passes, Passes, Tensor]:
+def with_root(name: str, way: str, samples: int = 2) -> tuple[Passes, Passes, Tensor]:
     """The walk over J, one reduced from it by random residuals, and its rows (samples·N, D)."""
     model, inputs = ZOO[name].build()
     J = reference(name).unflatten(0, (N, -1))
     draws = torch.randn(samples, N, J.shape[1], dtype=J.dtype, generator=torch.Generator().manual_seed(0))
     whole = Passes(Model(model), labelled(inputs, torch.zeros(N)), **WAYS[way])
     S = torch.einsum("mnc,ncd->nmd", draws, J).flatten(0, 1)
-    return whole, whole.reduced(Sampled(Gaussian(), draws)), S
+    return whole, whole.with_root(Sampled(Gaussian(), draws)), S
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
@@ -62,7 +62,7 @@ def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_o
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 500))
     x, draws = torch.randn(40, 20), torch.randn(1, 40, 500)
     whole = Passes(Model(model), labelled(x, torch.zeros(40), (40,)), memory_budget=PLENTY)
-    walk, v = whole.reduced(Sampled(Gaussian(), draws)), torch.randn(whole.model.theta.numel(), 1)
+    walk, v = whole.with_root(Sampled(Gaussian(), draws)), torch.randn(whole.model.theta.numel(), 1)
     for passes in (whole, walk):
         push(passes, v)
     assert whole.plan.in_use == {} and walk.plan.in_use == {"layerwise": 1}
@@ -75,7 +75,7 @@ def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_inpu
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(200, 3)).double()
     x, draws = torch.randn(6, 4, 5, 5).double(), torch.randn(1, 6, 3).double()
     whole = Passes(Model(model), labelled(x, torch.zeros(6), (6,)), "layerwise", PLENTY)
-    walk, V = whole.reduced(Sampled(Gaussian(), draws)), columns(whole.model.theta.numel(), 3)
+    walk, V = whole.with_root(Sampled(Gaussian(), draws)), columns(whole.model.theta.numel(), 3)
     pushed = push(walk, V)
     assert agree(pushed, torch.einsum("nc,nck->nk", draws[0], push(whole, V).unflatten(0, (6, 3))))
     assert walk.plan.layerwise_bytes == 8 * (296 + 200 + 3)

@@ -35,7 +35,7 @@ class EmbeddingRule(TableRule):
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
-        counted = _counted(layer, kept)
+        counted = _find_padding(layer, kept)
         return looked_up if counted is None else looked_up.masked_fill(~counted[:, None, ..., None], 0)
 
     def pull(self, layer: nn.Embedding, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
@@ -79,19 +79,19 @@ class EmbeddingBagRule(TableRule):
         return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
 
 
-def _counted(layer: Any, indices: Tensor) -> Tensor | None:
+def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
     """Where the indices are not padding; None where no row is."""
     return None if layer.padding_idx is None else indices != layer.padding_idx
 
 
 def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:
     """s (n, K, *positions, E) as (n, K, t, E), zero at padding."""
-    flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _counted(layer, kept)
+    flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _find_padding(layer, kept)
     return flat if counted is None else flat * counted.reshape(len(kept), 1, -1, 1)
 
 
 def _weights(layer: nn.EmbeddingBag, kept: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of each position in its bag (n, t), zero at padding."""
-    counted = _counted(layer, kept)
+    counted = _find_padding(layer, kept)
     weights = torch.ones_like(kept, dtype=dtype) if counted is None else counted.to(dtype)
     return weights / weights.sum(1, keepdim=True).clamp_min(1) if layer.mode == "mean" else weights

@@ -67,16 +67,16 @@ class TransposedLinearRule(LinearRule):
         return layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[1:]
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        return super().push(layer, kept, _transposed(tangents))
+        return super().push(layer, kept, _transpose(tangents))
 
     def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _transposed(super().pull(layer, kept, s, names))
+        return _transpose(super().pull(layer, kept, s, names))
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _transposed(super().rows(layer, kept, s, names))
+        return _transpose(super().rows(layer, kept, s, names))
 
 
-def _transposed(tensors: Mapping[str, Tensor]) -> Local:
+def _transpose(tensors: Mapping[str, Tensor]) -> Local:
     return {name: tensor.mT if name == "weight" else tensor for name, tensor in tensors.items()}
 
 
@@ -104,10 +104,10 @@ class BilinearRule(Rule):
         return OUTER.push(layer, _outer(layer, kept), flat)
 
     def pull(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _shaped(layer, OUTER.pull(layer, _outer(layer, kept), s, names))
+        return _unflatten_weight(layer, OUTER.pull(layer, _outer(layer, kept), s, names))
 
     def rows(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        return _shaped(layer, OUTER.rows(layer, _outer(layer, kept), s, names))
+        return _unflatten_weight(layer, OUTER.rows(layer, _outer(layer, kept), s, names))
 
     def multiply_adds(self, layer: nn.Bilinear, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()
@@ -118,7 +118,7 @@ def _outer(layer: nn.Bilinear, kept: Tensor) -> Tensor:
     return (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
 
 
-def _shaped(layer: nn.Bilinear, gradients: Local) -> Local:
+def _unflatten_weight(layer: nn.Bilinear, gradients: Local) -> Local:
     """Gradients with the weight's two input dimensions apart."""
     return {
         name: value.unflatten(-1, layer.weight.shape[1:]) if name == "weight" else value
