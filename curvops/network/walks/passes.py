@@ -75,7 +75,7 @@ class Passes(JacobianRows):
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
     shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any. `points`,
     where they are known, tell what keeping all engines would take; `few` are inputs to probe the model on where the
-    source has none to give. A walk that was `reduced` multiplies with Lᵀ J.
+    source has none to give. A walk `with_root` multiplies with Lᵀ J.
     Thread-safe: engines are built and run under the model's lock.
     """
 
@@ -96,7 +96,7 @@ class Passes(JacobianRows):
         self._engines: Engines | None = None
         self._few = few
         self._fisher: OutputFisher | None = None
-        self._whole: Passes | None = None  # what this walk was reduced from
+        self._whole: Passes | None = None  # the walk that multiplies with J, where this one has a root
         self._forget()
         self._engines = engines  # once registered: where types are checked, that reads `wanted_bytes`, which probes
 

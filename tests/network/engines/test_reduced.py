@@ -32,7 +32,7 @@ def labelled(inputs: Any, targets: Tensor, sizes: tuple[int, ...] = (3, 2)) -> l
     return [(points(inputs, part), Batch((), targets[part], None, part.start)) for part in parts]
 
 
-def with_root(name: str, way: str, samples: int = 2) -> tuple[Passes, Passes, Tensor]:
+def reduced(name: str, way: str, samples: int = 2) -> tuple[Passes, Passes, Tensor]:
     """The walk over J, one reduced from it by random residuals, and its rows (samples·N, D)."""
     model, inputs = ZOO[name].build()
     J = reference(name).unflatten(0, (N, -1))
