@@ -93,8 +93,7 @@ class Cache:
                     torch.is_inference_mode_enabled(),
                 )
                 self._entries[name] = entry
-            value: Value = entry.value
-            return value
+            return entry.value
 
     def get(self, name: str, tensors: Sequence[Tensor]) -> Any:
         """Return the value kept for these tensors, None where there is none."""

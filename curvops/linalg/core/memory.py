@@ -51,8 +51,7 @@ Memories = frozenset[Memory]
 
 def memories_of(A: Any) -> Memories:
     """Return the budgets of the networks in A; none for a tensor or a foreign operator."""
-    found: Memories = getattr(A, "memories", frozenset())
-    return found
+    return getattr(A, "memories", frozenset())
 
 
 def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:

@@ -29,8 +29,7 @@ class Sources:
 
 def sources_of(operator: Any) -> Sources | None:
     """Return the data of an operator; None where they are unknown, as for tensors and foreign operators."""
-    found: Sources | None = getattr(operator, "sources", None)
-    return found
+    return getattr(operator, "sources", None)
 
 
 def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:

@@ -49,8 +49,7 @@ def common(*spaces: Space | None) -> Space | None:
 
 def spaces_of(operator: Any) -> Spaces:
     """Return the spaces of an operator's rows and columns, (None, None) for a tensor or a foreign operator."""
-    found: Spaces = getattr(operator, "spaces", (None, None))
-    return found
+    return getattr(operator, "spaces", (None, None))
 
 
 def spaces_of_sum(terms: Sequence[Any]) -> Spaces:

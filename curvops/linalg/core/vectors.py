@@ -298,8 +298,7 @@ def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k
 @singledispatch
 def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """Return the 2-norm of each column, accumulated in float64."""
-    sizes: Tensor = torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
-    return sizes
+    return torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
 
 
 @singledispatch

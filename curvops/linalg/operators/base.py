@@ -160,8 +160,7 @@ class Operator(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of Σ uᵀAv in the operator's tensors; RuntimeError where that is to be differentiated."""
         require_first_derivative()
-        found: tuple[Tensor | None, ...] = super()._bilinear_derivative(left_vecs, right_vecs)
-        return found
+        return super()._bilinear_derivative(left_vecs, right_vecs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
@@ -379,8 +378,7 @@ class Operator(LinearOperator):
 
     def _diagonal_error(self) -> Tensor:
         """Return the largest change of the diagonal's entries by rounding."""
-        error: Tensor = ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
-        return error
+        return ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
 
     # What is known of A: a subclass with a closed form, a root or a preconditioner replaces these
 

@@ -78,8 +78,7 @@ class Damped(UnaryOperator):
 
     @property
     def _shift_sources(self) -> Sources | None:
-        found: Sources | None = self._kwargs["sources"]
-        return found
+        return self._kwargs["sources"]
 
     def with_sources(self, sources: Sources | None) -> Damped:
         """Return the operator with further sources of its shift."""

@@ -277,8 +277,7 @@ class Kronecker(_GroupedBlocks):
     @property
     def known_eigen(self) -> EigenKronecker | None:
         """The eigendecomposition, where it was computed before."""
-        found: EigenKronecker | None = self._kwargs["cache"].get("eigen", self._args)
-        return found
+        return self._kwargs["cache"].get("eigen", self._args)
 
     def keep_eigen(self, eigen: EigenKronecker) -> None:
         """Keep an eigendecomposition that was made of the same factors."""
