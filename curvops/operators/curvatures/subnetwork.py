@@ -158,7 +158,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     places = _places(lin, indices)
     columns = output.num_columns(lin.num_outputs)
     by_rows = COLUMNS_A_ROW * columns <= len(indices) and not places.keys() & lin.plan.others.keys()
-    for left, right in _of_rows(lin, output, places) if by_rows else _of_pushes(lin, output, indices):
+    for left, right in _factors_by_rows(lin, output, places) if by_rows else _factors_by_pushes(lin, output, indices):
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
             total[part, start:].addmm_(left[:, part].mT, right[:, start:])
@@ -169,7 +169,7 @@ FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
 """Left and right factors of a sum of products leftᵀ right."""
 
 
-def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
+def _factors_by_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
     for batch, J in lin.passes.each(len(indices)):
         units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in indices.split(COLUMNS))
         pushed = torch.cat([J.push(block).double() for block in units])
@@ -177,7 +177,9 @@ def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " 
         yield torch.cat(weighted).mT, pushed.flatten(1).mT
 
 
-def _of_rows(lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]) -> FactorPairs:
+def _factors_by_rows(
+    lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]
+) -> FactorPairs:
     """The selected columns of LᵀJ, some points at a time."""
     size = sum(len(local) for local, _ in places.values())
     for groups in lin.passes.root_blocks(output, places):

@@ -2,11 +2,11 @@
 
 Under KFAC and EKFAC a and δ are rotated into the eigenbases; under a diagonal P they are weighted as they are; low rank
 plus a diagonal is the latter less what Woodbury's identity takes away, which needs J U; each of several dense blocks
-takes the rows of its layer, and one dense P all rows of the selected weights. Of a last layer, whose δ is the identity,
-everything comes from its inputs. Several points, whose covariances are asked for, too, count as one with more outputs.
+takes the rows of its layer, and one dense P all rows of the selected weights. A last layer, whose δ is the identity,
+needs its inputs alone. Several points, whose covariances are asked for, too, count as one with more outputs.
 
-What is added to is the blocks (m, C, C) of m points, or their diagonals (m, C): of thousands of outputs the blocks
-would be more numbers than everything else.
+Sums are the blocks (m, C, C) of m points, or their diagonals (m, C): with thousands of outputs the blocks would be more
+numbers than everything else.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class LayerMetric(NamedTuple):
     def of(cls, form: EigenKroneckerForm) -> LayerMetric:
         """The metric of a Kronecker product plus a number."""
         base = form.eigen
-        return cls(
-            form.definite_spectrum.reshape(base.values.shape).reciprocal(), base.left_vectors, base.right_vectors
-        )
+        weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
+        return cls(weights, base.left_vectors, base.right_vectors)
 
 
 class Metric(ABC):
@@ -66,7 +65,7 @@ class Metric(ABC):
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         """The last layer's blocks with what of its inputs each takes; None where P has another structure."""
         return None
 
@@ -95,16 +94,16 @@ def point_covariances(
         walk = jacobian.passes if rows is None else rows
         form, factor = _closed_form(inverse)
         if isinstance(form, DenseForm):
-            found: Target | None = _of_dense(walk, form, shape)
+            found: Target | None = _sum_by_cholesky(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
             return None
         elif isinstance(form, LayerBlocksForm):
-            found = _summed(walk, InEigenbases(walk, form), shape)
+            found = _sum_over_layers(walk, InEigenbases(walk, form), shape)
         elif isinstance(form, DirectSumForm):
-            found = _summed(walk, InDenseBlocks(walk, form), shape)
+            found = _sum_over_layers(walk, InDenseBlocks(walk, form), shape)
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
-            found = None if parts is None else _of_parts(walk, parts, shape)
+            found = None if parts is None else _sum_by_parts(walk, parts, shape)
         return found if found is None or factor is None else found / factor
 
 
@@ -117,7 +116,7 @@ def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
     return form, factor
 
 
-def _summed(
+def _sum_over_layers(
     walk: JacobianRows,
     metric: Metric,
     shape: tuple[int, ...],
@@ -148,7 +147,7 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
     """Add what the last layer's inputs give, where P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
-        terms = None if inputs is None else metric.of_last(layer, inputs)
+        terms = None if inputs is None else metric.last_layer_terms(layer, inputs)
         if inputs is None or terms is None:
             return False
         for term in terms:
@@ -169,7 +168,7 @@ def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) 
         target.add_((layer.left[0] * kernel.unsqueeze(1)) @ layer.left[0].mT)
 
 
-def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
+def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
     """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
     for rows in walk.selected_rows(together=shape[1]):
@@ -180,13 +179,13 @@ def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Ta
     return total
 
 
-def _of_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
+def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
     """J diag(w) Jᵀ ± (J V M)(J V M)ᵀ; None where the difference would cancel too many digits."""
     metric = Elementwise(walk, parts.weights)
     if parts.vectors is None:
-        return _summed(walk, metric, shape)
+        return _sum_over_layers(walk, metric, shape)
     pushed = walk.model.theta.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
-    total = _summed(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
+    total = _sum_over_layers(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
     if total is None:
         return None
     found, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
@@ -217,7 +216,7 @@ class Elementwise(Metric):
             _add_products(part, rows * weights, rows)
         return True
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         return [(LayerMetric(layer.to_matrix(self.weights)), inputs)]
 
 
@@ -265,7 +264,7 @@ class InEigenbases(InDenseBlocks):
             _add(target, matrices, self.layers[names], most_bytes)
         return bool(parts) or super().add(target, group, most_bytes)
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+    def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         names = layer.names
         whole = tuple(sorted(names.values()))
         if whole in self.layers:

@@ -61,7 +61,7 @@ class Block:
         self.tokens = None if self.tokens is None else passes.add_up([self.tokens])
         self.exact = None if self.exact is None else passes.add_up([self.exact])
 
-    def finished(self, separate: bool) -> Iterator[KroneckerBlock]:
+    def kronecker_blocks(self, separate: bool) -> Iterator[KroneckerBlock]:
         """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
 
         With `separate`, one for a layer's weight and one for its bias. It ends the sums: call it once.
@@ -122,7 +122,7 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
         block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
-    return [part for block in found for part in block.finished(bias == "separate")]
+    return [part for block in found for part in block.kronecker_blocks(bias == "separate")]
 
 
 class SummedWalk:

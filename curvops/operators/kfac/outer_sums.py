@@ -48,7 +48,7 @@ class OuterSum:
     count: int = 0
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
-        """Read in the order in which the side lies in memory."""
+        """Add the outer products of a side, read in the order in which it lies in memory."""
         if self._lies_by_points(side):
             self._add_by_points(side.squeeze(-3).flatten(0, -3).mT)
             return
@@ -131,7 +131,7 @@ def rounding_of_rows(dtype: torch.dtype) -> float:
 
 
 def _divided(tensor: Tensor, divisor: float | int) -> Tensor:
-    """In place."""
+    """Divide a tensor in place."""
     return tensor if divisor == 1 else tensor.div_(divisor)
 
 

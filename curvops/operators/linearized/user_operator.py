@@ -46,7 +46,7 @@ class UserOperator(LinearOperator):
             cls.__signature__ = signature.replace(parameters=public, return_annotation=signature.empty)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scaled_by_noise(cls, *args, **kwargs)
+        scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scale_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
 
     @classmethod
@@ -143,7 +143,7 @@ class ScaledByNoise(UserOperator, Scaled):
         return base
 
 
-def scaled_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
+def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
     """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
     lin = args[0] if args else kwargs.get("lin")
     if not isinstance(lin, Linearization):  # refused where arguments are read
