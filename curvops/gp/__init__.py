@@ -1,6 +1,23 @@
-"""Gaussian processes made of networks: gpytorch kernels and means, BoTorch models."""
+"""Gaussian processes made of networks: gpytorch kernels and means, a BoTorch model."""
+
+from typing import Any
 
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.mean import LinearizedMean
 
-__all__ = ["LinearizedKernel", "LinearizedMean"]
+__all__ = ["LaplaceModel", "LinearizedKernel", "LinearizedMean"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import BoTorch's part when it is asked for: it is an extra, and slow to import."""
+    if name != "LaplaceModel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
+    try:
+        from curvops.gp.botorch_model import LaplaceModel
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "botorch":
+            raise
+        raise ModuleNotFoundError(
+            "LaplaceModel needs BoTorch: pip install curvops[botorch].", name="botorch"
+        ) from error
+    return LaplaceModel

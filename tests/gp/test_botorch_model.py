@@ -1,0 +1,221 @@
+"""A Laplace posterior as a BoTorch model: its moments against dense algebra, and acquisition functions that take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
+from botorch.acquisition.acquisition import AcquisitionFunction
+from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
+from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.acquisition.monte_carlo import qSimpleRegret
+from botorch.acquisition.objective import GenericMCObjective, ScalarizedPosteriorTransform
+from botorch.models.transforms.input import Normalize
+from botorch.models.transforms.outcome import Standardize
+from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import curvops as co
+from curvops.gp import LaplaceModel
+
+DOUBLE = torch.float64
+NOISE = 0.01
+BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=DOUBLE)
+EXACT = {"rtol": 1e-8, "atol": 1e-9}
+
+
+def posterior(outputs: int = 1, curvature: Any = co.KFAC, likelihood: Any = None) -> co.Laplace:
+    torch.manual_seed(0)
+    x, y = torch.rand(8, 2, dtype=DOUBLE), torch.rand(8, outputs, dtype=DOUBLE)
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    targets = y if likelihood is None else y.argmax(1)
+    lin = co.linearize(net, (x, targets), likelihood or co.likelihoods.Gaussian(NOISE))
+    return co.laplace(lin, curvature, prior_precision=1.0, check_mode=False)
+
+
+def dense_moments(
+    post: co.Laplace, x: Tensor, start: Tensor, observed: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The linear model's mean and covariance at x in weight space, after further observations."""
+    lin, P, mean = post.lin, post.precision.to_dense(), start
+    if observed is not None:
+        J = lin.jacobian(observed[0]).to_dense()
+        P = P + J.mT @ J / NOISE
+        gap = observed[1] - lin.predict(observed[0]) - (J @ (start - lin.theta)).reshape(observed[1].shape)
+        mean = start + torch.linalg.solve(P, J.mT @ gap.flatten() / NOISE)
+    J = lin.jacobian(x).to_dense()
+    found = lin.predict(x) + (J @ (mean - lin.theta)).reshape(len(x), -1)
+    return found, J @ torch.linalg.solve(P, J.mT)
+
+
+@pytest.mark.parametrize("mode", ["map", "linear"])
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_posteriors_and_conditioning_are_those_of_the_linear_model(outputs: int, curvature: Any, mode: str) -> None:
+    post = posterior(outputs, curvature)
+    model = LaplaceModel(post, mode=mode)
+    start = post.lin.theta if mode == "map" else post.linear_mode().theta
+    X = torch.rand(3, 2, 4, 2, dtype=DOUBLE)
+    observed = torch.rand(3, 2, dtype=DOUBLE), torch.rand(3, outputs, dtype=DOUBLE)
+    first = model.condition_on_observations(observed[0][:1], observed[1][:1])
+    models = {
+        None: model,
+        observed: model.condition_on_observations(*observed),
+        observed[:2]: first.condition_on_observations(observed[0][1:], observed[1][1:]),
+    }
+    for given, conditioned in models.items():
+        found = conditioned.posterior(X)
+        assert found.mean.shape == (3, 2, 4, outputs)
+        for i in range(3):
+            mean, covariance = dense_moments(post, X[i, 1], start, given)
+            torch.testing.assert_close(found.mean[i, 1], mean, **EXACT)
+            torch.testing.assert_close(found.distribution.covariance_matrix[i, 1], covariance, **EXACT)
+
+
+def test_fantasies_share_their_points() -> None:
+    post = posterior()
+    model = LaplaceModel(post)
+    assert model.batch_shape == () and model.num_outputs == 1
+    X = torch.rand(2, 3, 2, dtype=DOUBLE)
+    fantasies = model.fantasize(X, SobolQMCNormalSampler(torch.Size([5]), seed=0))
+    assert fantasies.batch_shape == (5, 2)
+    found, x = fantasies.posterior(torch.rand(2, 4, 2, dtype=DOUBLE)), torch.rand(4, 2, dtype=DOUBLE)
+    assert found.mean.shape == (5, 2, 4, 1)
+    found = fantasies.posterior(x)
+    _, Y, _ = fantasies._observed[0]
+    mean, covariance = dense_moments(post, x, post.lin.theta, (X[1], Y[3, 1]))
+    torch.testing.assert_close(found.mean[3, 1], mean, **EXACT)
+    torch.testing.assert_close(found.distribution.covariance_matrix[3, 1], covariance, **EXACT)
+
+
+def test_gradients_in_the_candidates() -> None:
+    model = LaplaceModel(posterior(2))
+    conditioned = model.condition_on_observations(torch.rand(2, 2, dtype=DOUBLE), torch.rand(2, 2, dtype=DOUBLE))
+    X = torch.rand(2, 2, 2, dtype=DOUBLE, requires_grad=True)
+
+    def moments(X: Tensor) -> tuple[Tensor, Tensor]:
+        found = conditioned.posterior(X)
+        return found.mean, found.distribution.covariance_matrix
+
+    assert gradcheck(moments, (X,), fast_mode=True, rtol=1e-4)
+
+
+def test_noise_outputs_and_transforms() -> None:
+    post, X = posterior(3), torch.rand(2, 4, 2, dtype=DOUBLE)
+    model = LaplaceModel(post)
+    plain = model.posterior(X)
+    noisy = model.posterior(X, observation_noise=True)
+    torch.testing.assert_close(noisy.variance, plain.variance + NOISE)
+    given = model.posterior(X, observation_noise=torch.tensor([[0.1, 0.2, 0.3]], dtype=DOUBLE))
+    torch.testing.assert_close(given.variance, plain.variance + torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE))
+    for some in (model.subset_output([2, 0]).posterior(X), model.posterior(X, output_indices=[2, 0])):
+        torch.testing.assert_close(some.mean, plain.mean[..., [2, 0]])
+        torch.testing.assert_close(some.variance, plain.variance[..., [2, 0]])
+    single = model.subset_output([1]).posterior(X)
+    torch.testing.assert_close(single.variance, plain.variance[..., [1]])
+    weighted = model.posterior(X, posterior_transform=ScalarizedPosteriorTransform(torch.ones(3, dtype=DOUBLE)))
+    torch.testing.assert_close(weighted.mean, plain.mean.sum(-1, keepdim=True))
+
+    scale = Standardize(m=3)
+    Y = torch.rand(6, 3, dtype=DOUBLE) * 5 + 2
+    scale(Y)
+    units = Normalize(d=2, bounds=2 * BOUNDS)
+    changed = LaplaceModel(post, input_transform=units, outcome_transform=scale)
+    found = changed.posterior(2 * X)
+    torch.testing.assert_close(found.mean, plain.mean * Y.std(0) + Y.mean(0))
+    torch.testing.assert_close(found.variance, plain.variance * Y.var(0))
+    both = [
+        changed.condition_on_observations(2 * X[0], Y[:4]).posterior(2 * X[1]).mean,
+        model.condition_on_observations(X[0], (Y[:4] - Y.mean(0)) / Y.std(0)).posterior(X[1]).mean * Y.std(0)
+        + Y.mean(0),
+    ]
+    torch.testing.assert_close(*both, **EXACT)
+
+
+ACQUISITIONS: dict[str, Callable[[LaplaceModel], AcquisitionFunction]] = {
+    "LogEI": lambda model: LogExpectedImprovement(model, 0.5),
+    "qLogEI": lambda model: qLogExpectedImprovement(model, 0.5, sampler=SobolQMCNormalSampler(torch.Size([8]))),
+    "qLogNEI": lambda model: qLogNoisyExpectedImprovement(
+        model, torch.rand(4, 2, dtype=DOUBLE), sampler=SobolQMCNormalSampler(torch.Size([8])), cache_root=False
+    ),
+    "qUCB": lambda model: qUpperConfidenceBound(model, 0.2, sampler=SobolQMCNormalSampler(torch.Size([8]))),
+    "qKG": lambda model: qKnowledgeGradient(model, num_fantasies=2),
+    "Thompson": lambda model: qSimpleRegret(model.draw_function(torch.Generator().manual_seed(0))),
+}
+
+
+@pytest.mark.parametrize("name", ACQUISITIONS)
+def test_acquisition_functions_are_optimised(name: str) -> None:
+    torch.manual_seed(0)
+    acquisition = ACQUISITIONS[name](LaplaceModel(posterior()))
+    q = 1 if name in ("LogEI", "Thompson") else 2
+    options = {"maxiter": 3}
+    candidates, value = optimize_acqf(acquisition, BOUNDS, q=q, num_restarts=2, raw_samples=4, options=options)
+    assert candidates.shape == (q, 2) and bool(value.isfinite()) and bool(((candidates >= 0) & (candidates <= 1)).all())
+
+
+def test_probabilities_of_a_classifier_as_an_objective() -> None:
+    model = LaplaceModel(posterior(3, likelihood="classification"))
+    objective = GenericMCObjective(lambda samples, X=None: samples.softmax(-1)[..., 0])
+    sampler = SobolQMCNormalSampler(torch.Size([16]))
+    acquisition = qUpperConfidenceBound(model, 0.1, sampler=sampler, objective=objective)
+    X = torch.rand(5, 2, 2, dtype=DOUBLE, requires_grad=True)
+    value = acquisition(X)
+    assert value.shape == (5,) and bool(torch.autograd.grad(value.sum(), X)[0].isfinite().all())
+    with pytest.raises(ValueError, match="observation noise is that of a Gaussian likelihood"):
+        model.posterior(X, observation_noise=True)
+
+
+def test_a_drawn_function_is_one_function() -> None:
+    post = posterior(2)
+    model, X = LaplaceModel(post), torch.rand(3, 2, 2, dtype=DOUBLE)
+    drawn = model.draw_function(torch.Generator().manual_seed(1))
+    sample = post.sample(1, torch.Generator().manual_seed(1))
+    expected = post.functions(X.reshape(-1, 2), 1, samples=sample).reshape(3, 2, 2)
+    torch.testing.assert_close(drawn.posterior(X).mean, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda model: LaplaceModel(model), TypeError, "post must be a Laplace posterior"),
+        (lambda model: LaplaceModel(model.post, mode="mean"), ValueError, "mode must be"),
+        (lambda model: model.posterior(torch.rand(4, 3, dtype=DOUBLE)), ValueError, r"expected \(..., n, 2\)"),
+        (
+            lambda model: model.condition_on_observations(torch.rand(4, 2), torch.rand(3, 1)),
+            ValueError,
+            r"Y must be of shape \(..., 4, 1\)",
+        ),
+        (
+            lambda model: model.condition_on_observations(
+                torch.ones(2, 2, dtype=DOUBLE), torch.rand(2, 1, dtype=DOUBLE), noise=torch.zeros(1, dtype=DOUBLE)
+            ).posterior(torch.rand(1, 2, dtype=DOUBLE)),
+            ValueError,
+            "covariance is singular",
+        ),
+        (
+            lambda model: model.condition_on_observations(torch.rand(2, 2), torch.rand(2, 1)).draw_function(),
+            ValueError,
+            "no draws of the weights",
+        ),
+    ],
+)
+def test_wrong_calls(call: Callable[[LaplaceModel], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call(LaplaceModel(posterior()))
+
+
+def test_without_botorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "curvops.gp.botorch_model")
+    monkeypatch.setitem(sys.modules, "botorch.acquisition.objective", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install curvops\[botorch\]"):
+        co.gp.__getattr__("LaplaceModel")
+    with pytest.raises(AttributeError, match="no attribute 'Model'"):
+        co.gp.__getattr__("Model")
