@@ -60,7 +60,7 @@ NEGLIGIBLE = 1e-24
 
 @dataclass(frozen=True, eq=False)
 class ContourProduct:
-    """The product; the quadrature used; and, where asked for, every shifted solution, (n, K) each."""
+    """A product f(A) B with its quadrature and, where asked for, every shifted solution, (n, K) each."""
 
     product: FunctionProduct
     rule: InverseRootQuadrature | None
@@ -80,7 +80,7 @@ def contour(
     callback: Callback | None = None,
     keep: bool = False,
 ) -> ContourProduct:
-    """A^-½ B, or A^½ B = A (A^-½ B); ``keep`` returns the shifted solutions, which a gradient needs.
+    """Compute A^-½ B, or A^½ B = A (A^-½ B); ``keep`` returns the shifted solutions, which a gradient needs.
 
     The estimate adds the quadrature's error on [smallest, largest eigenvalue], the residuals of all shifts, and the
     drift of the recurrences from the truth, which one product with A a column measures.
@@ -129,7 +129,7 @@ def contour(
 
 
 def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
-    """A number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
+    """Return a number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
 
     The third is what is wrong with A, if anything.
     """
@@ -148,7 +148,7 @@ def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
 
 
 def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: float) -> InverseRootQuadrature:
-    """A rule down to the lower bound; without one to eps ‖A‖, or where what is below adds little to A^½ b."""
+    """Return a rule down to the lower bound; without one to eps ‖A‖, or where what is below adds little to A^½ b."""
     least = bound or size * (eps if inverse else min(eps, (0.1 * rtol) ** 2))
     return inverse_root_quadrature(least, max(size, 2 * least), 0.25 * rtol)
 
@@ -160,7 +160,7 @@ def _width(unit: Vectors, vectors: int, memory_budget: int | None) -> int:
 
 
 def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:
-    """The reasons and errors of all columns; ``trouble`` is what is wrong with A, if anything."""
+    """Return the reasons and errors of all columns; ``trouble`` is what is wrong with A, if anything."""
     K = len(usable.heights)
     reasons = [usable.reasons.get(j, trouble or Reason.ITERATION_LIMIT) for j in range(K)]
     errors = torch.tensor([0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf for reason in reasons]).double()
@@ -232,13 +232,13 @@ class _Part:
         return Reason.SINGULAR if self.inverse and quadrature > max(rtol / 2, drift) else Reason.PRECISION_LIMIT
 
     def _image(self) -> Vectors:
-        """A Y by the recurrences."""
+        """Return A Y by the recurrences."""
         run = self.run
         residual = (run.weights[:, None] * run.zeta).sum(0).to(self.B.device, self.B.dtype)
         return self.B * float(run.weights.sum()) - run.R * residual - run.damped
 
     def _bounds(self, k: int) -> tuple[float, float]:
-        """Ends of the spectrum that column k has seen."""
+        """Return the ends of the spectrum that column k has seen."""
         low, high, residual = self.run.ends(k)
         near = NEAR_ZERO * self.eps * self.size
         if low < (self.bound or 0.0) - near:
@@ -250,7 +250,7 @@ class _Part:
         return self.bound or max(low - residual, 0.0), max(high, self.rule.low)
 
     def _estimates(self) -> tuple[Tensor, Tensor]:
-        """Errors relative to the value: bounds from the residuals of the shifts, and from the quadrature."""
+        """Return errors relative to the value: bounds from the residuals of the shifts, and from the quadrature."""
         run, rule = self.run, self.rule
         truncation, quadrature = torch.zeros(2, self.B.shape[1], dtype=torch.float64)
         sizes = norm(run.weighted if self.inverse else self._image()).cpu()
@@ -269,7 +269,7 @@ class _Part:
         return truncation, quadrature
 
     def _finish(self) -> Tensor:
-        """The value, and what rounding did to it: one product a column tells how far the recurrences have drifted."""
+        """Compute the value; return its rounding error, by one product a column that shows the recurrences' drift."""
         run = self.run
         image = self.multiply(run.weighted)
         drift, sizes = norm(image - self._image()).cpu(), norm(run.weighted).cpu()
@@ -316,7 +316,7 @@ class MultiShift:
         return len(self.alphas)
 
     def _multiplied(self, base: Float[Vectors, "n K"]) -> Float[Vectors, "n K"]:
-        """A P; zero for columns that are no longer active, which would cost products for nothing."""
+        """Return A P, zero for columns that are no longer active, which would cost products for nothing."""
         if bool(self.active.all()):
             return self.multiply(base)
         index = self.active.nonzero().squeeze(1)
@@ -325,7 +325,7 @@ class MultiShift:
         return image
 
     def step(self) -> None:
-        """One product for each active column; the others stay as they are. One transfer each way."""
+        """Take one step: a product for each active column, one transfer each way; other columns stay as they are."""
         base, active = self.P[0], self.active.to(self.R.device)
         image = self._multiplied(base) + float(self.shifts[0]) * base
         self.matvecs += int(self.active.sum())
@@ -350,7 +350,7 @@ class MultiShift:
         self.active &= self.squared_host.sqrt() > NEGLIGIBLE
 
     def _advance(self, alpha: Tensor, beta: Tensor) -> None:
-        """The scalar recurrences of every shift, then its vectors."""
+        """Advance the scalar recurrences of every shift, then its vectors."""
         delta = (self.shifts - self.shifts[0])[:, None]
         scaled = self.zeta_before * self.alpha
         bottom = alpha * self.beta * (self.zeta_before - self.zeta) + scaled * (1 + delta * alpha)
@@ -383,11 +383,11 @@ class MultiShift:
         self.betas.append(beta.tolist())
 
     def residual_norms(self) -> Float[Tensor, "S K"]:
-        """‖b − (A + σ) x_σ‖ by the recurrences."""
+        """Return ‖b − (A + σ) x_σ‖ by the recurrences."""
         return self.zeta * self.squared_host.sqrt()
 
     def tridiagonal(self, k: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Lanczos's T for column k, that of A without a shift: diagonal, off-diagonal, and the next β."""
+        """Return Lanczos's T for column k and A without a shift: diagonal, off-diagonal, and the next β."""
         m = int(self.depths[k])
         alpha = np.array([a[k] for a in self.alphas[:m]])
         beta = np.array([b[k] for b in self.betas[: m + 1]])
@@ -397,7 +397,7 @@ class MultiShift:
         return diagonal, roots[:-1], float(roots[-1])
 
     def ends(self, k: int) -> tuple[float, float, float]:
-        """The smallest and largest Ritz value of A for column k, and the residual of the smallest."""
+        """Return the smallest and largest Ritz value of A for column k, and the residual of the smallest."""
         m = int(self.depths[k])
         if not m:
             return 0.0, self.size, self.size
@@ -407,7 +407,7 @@ class MultiShift:
         return float(low[0]), float(high[0]), abs(float(vector[-1, 0])) * last
 
     def sensitivity(self, k: int, level: float, inverse: bool) -> float:
-        """‖g(T + E) e₁ − g(T) e₁‖/‖g(T) e₁‖ for a fixed E of size ``level`` and g what the shifts sum up to."""
+        """Return ‖g(T + E) e₁ − g(T) e₁‖/‖g(T) e₁‖ for a fixed E of size ``level`` and g what the shifts sum up to."""
         m = int(self.depths[k])
         if not m:
             return math.inf
@@ -439,17 +439,17 @@ class InverseRootQuadrature(NamedTuple):
     high: float
 
     def __call__(self, x: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
-        """Σ w/(x + σ) ≈ x^-½."""
+        """Return Σ w/(x + σ) ≈ x^-½."""
         return (self.weights / (x[:, None] + self.shifts)).sum(1)
 
     def relative_error(self, low: float, high: float) -> float:
-        """The largest |√x Σ w/(x + σ) − 1| on [low, high]."""
+        """Return the largest |√x Σ w/(x + σ) − 1| on [low, high]."""
         x = torch.logspace(math.log10(low), math.log10(high), 400, dtype=torch.float64)
         return float((x.sqrt() * self(x) - 1).abs().amax())
 
 
 def inverse_root_quadrature(low: float, high: float, rtol: float) -> InverseRootQuadrature:
-    """The fewest nodes whose relative error on [low, high] is at most rtol, or `MOST_NODES`."""
+    """Return the rule of fewest nodes whose relative error on [low, high] is at most rtol, or of `MOST_NODES`."""
     # 1 − k² must be a number that float64 holds.
     ratio = 1.0 - (1.0 - max(min(low / high, 1.0), SMALLEST_RATIO))
     low = ratio * high

@@ -17,12 +17,12 @@ from curvops.linalg.functions.contour import ContourProduct, contour
 
 
 def inverse_root(dense: Tensor) -> Tensor:
-    """A^-½ of a symmetric positive definite tensor (..., n, n), its gradient finite where eigenvalues coincide."""
+    """Return A^-½ of a positive definite tensor (..., n, n), its gradient finite where eigenvalues coincide."""
     return _InverseRoot.apply(dense)  # type: ignore[no-untyped-call]
 
 
 def inverse_root_product(operator: LinearOperator, rhs: Tensor, lower_bound: float | None) -> Tensor:
-    """A^-½ B for B (n, K) by contour quadrature, with gradients in B and in the tensors inside A."""
+    """Return A^-½ B for B (n, K) by contour quadrature, with gradients in B and in the tensors inside A."""
     return _InverseRootProduct.apply(  # type: ignore[no-untyped-call]
         operator.representation_tree(), lower_bound, rhs, *operator.representation()
     )

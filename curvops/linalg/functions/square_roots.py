@@ -38,7 +38,7 @@ def inverse_sqrt(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> FunctionProduct:
-    """A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
+    """Compute A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
 
     Args:
         method: "lanczos" keeps a basis of depth × n numbers a column and takes the fewest products. "contour" keeps
@@ -83,7 +83,7 @@ def sqrt(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> FunctionProduct:
-    """A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
+    """Compute A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
 
     Options as in `inverse_sqrt`; A may be singular.
     """

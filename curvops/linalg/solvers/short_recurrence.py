@@ -90,7 +90,7 @@ class ColumnCheck(NamedTuple):
     """The outcome of a check of one column by true products."""
 
     size: float
-    """What should fall; not finite after NaN or Inf."""
+    """The number that should fall; not finite after NaN or Inf."""
     solved: bool
     over: bool
     """Whether the recurrence cannot improve the size further."""
@@ -127,7 +127,7 @@ class ShortRecurrence(ABC):
                 self.inspect(broken, set(), Reason.NON_FINITE)
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """ColumnCheck some columns; they stop with a reason, restart, or continue."""
+        """Check some columns; they stop with a reason, restart, or continue."""
         if not which:
             return
         checks, restart = self.check(sorted(which), ended)

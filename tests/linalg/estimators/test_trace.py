@@ -55,6 +55,32 @@ def test_exact_with_n_products(method, options):
     assert low <= A.trace() <= high and high - low < 1e-13 * e.value
 
 
+@pytest.mark.parametrize(("n", "exact"), [(16, True), (17, False)])
+def test_up_to_sixteen_columns_are_multiplied_out_under_any_tolerance(n, exact):
+    A = symmetric(torch.linspace(1, 1.1, n, dtype=torch.float64))
+    e = trace(A, rtol=0.5, generator=generator())
+    assert (e.samples == 0) is exact and e.matvecs == 16 and e.reason is Reason.CONVERGED
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({"method": "exact"}, 120),
+        ({"method": "exact", "max_matvecs": 40}, 120),
+        ({}, 120),
+        ({"max_matvecs": 40}, 40),
+        ({"max_matvecs": 5000}, 120),
+        ({"rtol": 0.1}, None),
+        ({"rtol": 1e-9, "max_matvecs": 60}, 60),
+    ],
+)
+def test_progress_shows_the_most_products_that_may_be_taken(options, total):
+    totals = []
+    A = symmetric(SPECTRA["decaying"])
+    trace(A, generator=generator(), progress=lambda what, done, most: totals.append(most), **options)
+    assert set(totals) == {total}
+
+
 def test_diagonal_matrices_are_exact_with_random_signs():
     e = trace(torch.diag(torch.rand(200, dtype=torch.float64)), method="hutchinson", max_matvecs=10)
     assert e.stderr < 1e-13 and e.samples == e.matvecs == 10
