@@ -192,6 +192,24 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("what", ["mean", "spread"])
+@pytest.mark.parametrize("away", [0.0, 0.08, -0.08, 0.12, -0.12])
+def test_a_fit_whose_last_step_is_a_tenth_away_from_its_average_is_scattered(what: str, away: float) -> None:
+    """A tenth of a standard deviation for the mean, a tenth of itself for the standard deviation."""
+    sampler = co.sampling.vi(lambda params, batch: -0.5 * params.square().sum(), data_size=1, initial_scale=0.3)
+    state = sampler.init(torch.zeros(5, dtype=torch.float64), torch.Generator().manual_seed(0))
+    moments = {"average": {"mean": state.theta}, "square": {"mean": state.theta}}
+    centre = {"theta": state.theta, **state.spread}
+    state = replace(state, step=torch.full_like(state.step, 10**6), centre=centre, **moments)
+    if what == "mean":
+        state = replace(state, theta=state.theta + 0.3 * away)
+    else:
+        state = replace(state, spread={"log_scale": state.spread["log_scale"] + away})
+    ending = co.sampling.FitEnding
+    assert sampler.ending(state) is (ending.SCATTERED if abs(away) > 0.1 else ending.SETTLED)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_averages_weight_steps_by_their_third_power() -> None:
     """Step t counts C(t + 3, 3)-fold: (t + 1)³ / 6 but for lower powers."""
     sampler = co.sampling.vi(lambda params, batch: -0.5 * (params - 1).square().sum(), data_size=1, lr=0.1)
