@@ -35,7 +35,7 @@ def require_first_derivative() -> None:
     torch's `once_differentiable` raises where the incoming gradient has a graph alone: the second derivative of a sum
     would be zero without a word.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             "products, solves, determinants and draws of operators have first derivatives alone: differentiate them "
             "without create_graph=True."
