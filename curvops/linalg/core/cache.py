@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 Value = TypeVar("Value")
 SHORT = 256
@@ -40,6 +41,25 @@ def require_first_derivative() -> None:
             "products, solves, determinants and draws of operators have first derivatives alone: differentiate them "
             "without create_graph=True."
         )
+
+
+class _DifferentiableOnce(Function):
+    """The identity, whose backward pass is not to be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        require_first_derivative()
+        return gradient
+
+
+def differentiable_once(value: Tensor) -> Tensor:
+    """Return the value, whose second derivatives raise as `require_first_derivative` does."""
+    found: Tensor = _DifferentiableOnce.apply(value)  # type: ignore[no-untyped-call]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

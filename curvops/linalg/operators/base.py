@@ -25,7 +25,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import checked_whole
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, carries_graph, require_first_derivative
+from curvops.linalg.core.cache import Cache, carries_graph, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Estimate, indefinite
@@ -157,11 +157,6 @@ class Operator(LinearOperator):
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return by_columns(self._transposed_product, rhs)
 
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of Σ uᵀAv in the operator's tensors; RuntimeError where that is to be differentiated."""
-        require_first_derivative()
-        return super()._bilinear_derivative(left_vecs, right_vecs)
-
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else algebra.Transposed(self)
 
@@ -185,7 +180,9 @@ class Operator(LinearOperator):
             )
         if other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
-        return super().matmul(other)
+        found: Tensor = super().matmul(other)
+        recorded = torch.is_grad_enabled() and carries_graph(self.representation())
+        return differentiable_once(found) if recorded else found
 
     # The algebra: every spelling returns an Operator
 
