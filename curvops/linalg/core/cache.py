@@ -34,9 +34,9 @@ def require_first_derivative() -> None:
     """Raise RuntimeError in a backward pass that is itself recorded: what it lacks would be taken for zero.
 
     torch's `once_differentiable` raises where the incoming gradient has a graph alone: the second derivative of a sum
-    would be zero without a word. Outside a backward pass, where linear_operator's own tests call it, nothing is lost.
+    would be zero without a word.
     """
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled():
         raise RuntimeError(
             "products, solves, determinants and draws of operators have first derivatives alone: differentiate them "
             "without create_graph=True."
