@@ -51,6 +51,7 @@ def _linear_operator(problem: Problem, P: Any, budget: int, generator: torch.Gen
         warnings.catch_warnings(),
         settings.num_trace_samples(probes),
         settings.max_cholesky_size(1),
+        settings.fast_computations(log_prob=True),  # BoTorch turns them off for all that run after its import
         settings.max_cg_iterations(STEPS),
     ):
         warnings.simplefilter("ignore")

@@ -294,10 +294,10 @@ def test_products_saved_are_those_that_the_rate_asks_for_from_zero(annotations_u
         history = (0.5 ** torch.arange(start, 21.0)).double()[:, None].expand(-1, 3)
         drawn = SimpleNamespace(method="cg", history=history, draws=torch.zeros(3, 7))
         run = SimpleNamespace(past=[None], rtol=0.5**20)
-        assert _FixedPoint._saved(run, drawn) == pytest.approx(saved)
-    assert _FixedPoint._saved(SimpleNamespace(past=[], rtol=0.5**20), drawn) == 0
+        assert _FixedPoint._products_saved(run, drawn) == pytest.approx(saved)
+    assert _FixedPoint._products_saved(SimpleNamespace(past=[], rtol=0.5**20), drawn) == 0
     drawn.method = "closed form"
-    assert _FixedPoint._saved(run, drawn) == 0
+    assert _FixedPoint._products_saved(run, drawn) == 0
 
 
 @pytest.mark.parametrize("noise", [None, 0.25])

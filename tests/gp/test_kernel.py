@@ -82,7 +82,8 @@ def no_conjugate_gradients_of_gpytorch(monkeypatch: pytest.MonkeyPatch) -> Itera
     assert callable(linear_cg)
     monkeypatch.setattr("linear_operator.utils.linear_cg", refuse)
     monkeypatch.setattr("linear_operator.operators._linear_operator.utils.linear_cg", refuse)
-    with gpytorch.settings.max_cholesky_size(0), gpytorch.settings.min_preconditioning_size(1):
+    fast = gpytorch.settings.fast_computations(covar_root_decomposition=True, log_prob=True, solves=True)
+    with gpytorch.settings.max_cholesky_size(0), gpytorch.settings.min_preconditioning_size(1), fast:
         yield
 
 

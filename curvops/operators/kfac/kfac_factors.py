@@ -169,7 +169,7 @@ def _has_positions(each: Tensor | None, right: Tensor) -> bool:
     return each is not None and each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
-def _counted(group: Group, right: Float[Tensor, "n g t *q"]) -> Float[Tensor, "m g s *q"]:
+def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
     """The inputs without points that do not count and, where t is the sequence, without such positions."""
     if group.all_counted:
         return right
