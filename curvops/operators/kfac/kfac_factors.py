@@ -187,7 +187,7 @@ def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, 
     return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
 
 
-def _input_weights(group: Group, right: Float[Tensor, "n g t *q"]) -> Float[Tensor, "m 1 s"] | None:
+def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Tensor, "m 1 s"] | None:
     """The sample weight of each input that counts: a point of weight two counts as two."""
     weights = group.weights
     if weights is None:
