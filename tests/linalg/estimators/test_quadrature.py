@@ -4,12 +4,13 @@ Tests `brackets.py`.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
-from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, stack
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import spectral_quadrature
 from curvops.linalg.spectra.lanczos import LockStep
@@ -88,6 +89,34 @@ def test_smaller_shift_than_built_for_has_a_wider_bracket_and_still_holds():
     assert far.bias_bound > 100 * near.bias_bound
     low, high = far.interval(0.999)
     assert low <= dense(values, 1e-7)[0] <= high
+
+
+def test_one_probe_has_no_error_bar():
+    A = symmetric(SPECTRA["decaying"])
+    q = spectral_quadrature(A, shift=0.1, probes=1, generator=torch.Generator().manual_seed(0))
+    e = q.logdet(0.1)
+    assert e.samples == 1 and e.stderr == math.inf and torch.isfinite(e.value)
+
+
+def test_a_grid_has_the_first_reason_that_is_not_converged():
+    estimates = [
+        Estimate(torch.tensor(1.0), torch.tensor(0.0), 2, 4, 0.0, reason)
+        for reason in (Reason.CONVERGED, Reason.RANK_CAPPED, Reason.MATVEC_LIMIT)
+    ]
+    assert stack(estimates).reason is Reason.RANK_CAPPED
+    assert stack(estimates[:2]).reason is Reason.RANK_CAPPED and stack(estimates[:1]).reason is Reason.CONVERGED
+
+
+@pytest.mark.parametrize(("known", "reason"), [(0.0, Reason.MATVEC_LIMIT), (1000.0, Reason.CONVERGED)])
+def test_the_tolerance_is_relative_to_the_part_known_and_the_value(known, reason):
+    """Two probes of tr f(G) = 4 ± 1 at rtol 1e-3: within it beside a known part of 1000, not alone."""
+    nodes, weights = torch.ones(2, 1).double(), torch.tensor([[3.0], [5.0]]).double()
+    nothing, none = torch.zeros(0).double(), torch.zeros(2, 0).double()
+    q = SpectralQuadrature(nodes, weights, nodes, weights, nothing, none, 2, Reason.CONVERGED, rtol=1e-3, known=known)
+    found = q.trace(lambda x: x)
+    assert found.value == 4 and found.reason is reason
+    opposite = replace(q, rtol=0.3, known=-5.0)  # 0.3 of |−5 + 4|, not of |−5 − 4|
+    assert opposite.trace(lambda x: x).reason is Reason.MATVEC_LIMIT
 
 
 def test_invariant_subspaces_and_low_rank_close_the_bracket():
