@@ -81,6 +81,16 @@ def test_progress_shows_the_most_products_that_may_be_taken(options, total):
     assert set(totals) == {total}
 
 
+@pytest.mark.parametrize(
+    ("most", "reason"), [(None, Reason.RANK_CAPPED), (100, Reason.RANK_CAPPED), (30, Reason.MATVEC_LIMIT)]
+)
+def test_the_smaller_of_memory_and_budget_is_named(most, reason):
+    """Memory for 30 products' vectors, of two each."""
+    A = symmetric(SPECTRA["decaying"])
+    e = trace(A, rtol=1e-12, max_matvecs=most, memory_budget=2 * 30 * 8 * len(A), generator=generator())
+    assert e.matvecs == 30 and e.reason is reason
+
+
 def test_diagonal_matrices_are_exact_with_random_signs():
     e = trace(torch.diag(torch.rand(200, dtype=torch.float64)), method="hutchinson", max_matvecs=10)
     assert e.stderr < 1e-13 and e.samples == e.matvecs == 10

@@ -10,7 +10,7 @@ import torch
 
 from curvops.linalg import Dense, Reason, apply_function
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.functions.ritz import Approximants, random_signs
+from curvops.linalg.functions.ritz import Approximants, SpectralFunction, _ends, random_signs
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
 FUNCTIONS = {
@@ -300,3 +300,11 @@ def test_where_the_spectrum_lies_is_looked_up_only_in_doubt():
     assert doubted.reasons == (Reason.PRECISION_LIMIT,) and doubted.matvecs == 11
     # Without products for that nothing is said.
     assert apply_function(A, SHARP["exp"], b, max_matvecs=2).reasons == (Reason.UNVERIFIED,)
+
+
+def test_eigenvalues_are_expected_as_far_beyond_the_ritz_values_as_the_outermost_residuals():
+    nodes, residuals = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.25, 0.5, 0.125]])
+    low, high = _ends(nodes, residuals, SpectralFunction(torch.exp, None, 1e-16))
+    assert low.tolist() == [[0.75]] and high.tolist() == [[4.125]]
+    low, _ = _ends(nodes, residuals, SpectralFunction(torch.exp, 0.875, 1e-16))
+    assert low.tolist() == [[0.875]]
