@@ -178,16 +178,17 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     """
     T, size = run.tridiagonal(k), float(run.sizes[k]) ** 2
     nodes, V = torch.linalg.eigh(T)
-    lowest, highest = float(nodes[0]), float(nodes.abs().amax())
-    if lowest < -1e3 * run.eps * max(scale, highest):
+    lowest, highest, m = float(nodes[0]), float(nodes.abs().amax()), len(T)
+    beta = float(run.betas[k, m - 1])
+    noise = 1e3 * run.eps * max(scale, highest)
+    # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G: an image without curvature disproves it.
+    if lowest < -noise or (highest == 0 and beta > noise):
         raise NotPositiveSemidefinite(
             f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
             f"Lower lower_bound where one was given. {INDEFINITE_REMEDY}"
         )
     gauss = nodes.clamp_min(0), size * V[0].square()
-    m = len(T)
-    beta = float(run.betas[k, m - 1])
-    if beta == 0:
+    if beta == 0 or highest == 0:
         return Rules(*gauss, *gauss, lowest, highest)
     # A node slightly below 0 bounds as well, and T minus it stays regular when 0 is itself a Ritz value.
     below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())

@@ -175,6 +175,14 @@ def test_indefinite_and_non_finite_are_errors():
         spectral_quadrature(torch.full((300, 300), math.nan), shift=1.0)
 
 
+def test_an_image_without_curvature_is_indefinite():
+    """One step from signs z with zᵀAz = 0 leaves T = 0, which no Radau rule follows."""
+    A = torch.ones(16, 16, dtype=torch.float64) - torch.eye(16, dtype=torch.float64)
+    for seed in range(20):
+        with pytest.raises(NotPositiveSemidefinite):
+            logdet(A, shift=0.5, max_matvecs=4, preconditioner=None, generator=torch.Generator().manual_seed(seed))
+
+
 def test_lock_step_rules_use_the_probe_length():
     run = LockStep(lambda V: V, signs(50, 1, 0), 3)
     assert float(run.sizes[0]) == pytest.approx(math.sqrt(50))
