@@ -42,7 +42,8 @@ class LaplaceModel(Model, FantasizeMixin):
         post: a Laplace posterior, as `co.laplace` returns it.
         mode: the mean of the weights: "map" are the network's own, so that the mean is the network's output; "linear"
             the linear model's mode, for a network that was not trained to the end.
-        input_transform, outcome_transform: BoTorch's. The network was trained on what they give.
+        input_transform: a transform of BoTorch's; the network was trained on what it gives.
+        outcome_transform: a transform of BoTorch's, of the targets, likewise.
 
     Raises:
         TypeError: a posterior of another kind.

@@ -46,8 +46,10 @@ class LinearizedKernel(Kernel):
         prior_precision: the start of A, a positive number, or {glob over parameter names: number}, one parameter each.
         over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
         outputscale: the start of s; None leaves it out.
-        prior_precision_prior, outputscale_prior: gpytorch priors.
-        prior_precision_constraint, outputscale_constraint: gpytorch constraints; None is `Positive()`.
+        prior_precision_prior: a gpytorch prior of A.
+        prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.
+        outputscale_prior: a gpytorch prior of s.
+        outputscale_constraint: a gpytorch constraint of s; None is `Positive()`.
 
     Raises:
         TypeError, ValueError: arguments of another kind; inputs that do not fit the network; batches of other lengths;
