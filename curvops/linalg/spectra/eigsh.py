@@ -17,7 +17,6 @@ from typing import TypeAlias, cast, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_limits
@@ -47,7 +46,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import iterations_allowed, shifted
 from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projection
+from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projection, within_zeros
 from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
@@ -258,7 +257,7 @@ class BlockLanczos(Projection):
         gaps = torch.cat([H[:old] - self.C.mT, H[old:] - H[old:].mT])
         self.skew = math.hypot(self.skew, float(gaps.norm()))
         self.looked += new
-        T = pad(self.T, (0, new, 0, new))
+        T = within_zeros(self.T, len(self.T) + new, self.T.shape[1] + new)
         T[:old, old:], T[old:, :old] = H[:old], H[:old].mT
         T[old:, old:] = (H[old:] + H[old:].mT) / 2
         self.T = T

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import Reason
@@ -39,6 +38,13 @@ DROPPED = 10
 KEPT_SHARE = 0.7
 MOST_PASSES = 4
 COUNTED = ("matvecs", "failure")
+
+
+def within_zeros(block: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
+    """Return zeros that hold the block in their first rows, from a column on (torch 2.7 pads no empty matrix)."""
+    whole = block.new_zeros(rows, columns)
+    whole[: block.shape[0], first : first + block.shape[1]] = block
+    return whole
 
 
 class CountedProduct:
@@ -120,7 +126,7 @@ class Projection(ABC):
     def refill(self, width: int) -> None:
         """Add random directions beside the pending ones, up to ``width``."""
         self.pending = self.basis.fresh(width, self.pending)
-        self.C = pad(self.C, (0, 0, 0, self.pending_columns - len(self.C)))
+        self.C = within_zeros(self.C, self.pending_columns, self.C.shape[1])
 
     @property
     def width(self) -> int:
@@ -176,7 +182,7 @@ class Projection(ABC):
 
     def _advance(self, R: Tensor) -> None:
         """Take the residual's coefficients on the new pending block."""
-        self.C = pad(R, (self.width - R.shape[1], 0))
+        self.C = within_zeros(R, len(R), self.width, self.width - R.shape[1])
         self.degree += 1
         self.refill(self.block_size)
 

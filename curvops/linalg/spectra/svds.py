@@ -18,7 +18,6 @@ from typing import cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.memory import working
@@ -41,7 +40,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.systems import iterations_allowed
 from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection
+from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
 from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
@@ -168,7 +167,7 @@ class GolubKahan(Projection):
         self.left.append(U)
         self.basis.append(V)
         old, new = self.width, V.shape[1]
-        T = pad(self.T, (0, new, 0, new))
+        T = within_zeros(self.T, len(self.T) + new, self.T.shape[1] + new)
         T[:old, old:] = H[self.locked :]
         T[old : old + len(R), old:] = R
         _, self.pending, S = self.basis.expand(Z, DROPPED * self.noise)

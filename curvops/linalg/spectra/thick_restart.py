@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
@@ -162,7 +161,7 @@ class Search:
             self._look()
             if not self.further:
                 row = self._wanted_residuals()
-                row = pad(row, (0, self.k - len(row)), value=math.inf)
+                row = torch.cat([row, row.new_full((self.k - len(row),), math.inf)])
                 self.history = torch.cat([self.history, row.unsqueeze(0)])
             remark(lambda: f"residual {float(self._wanted_residuals().amax()):.1e}")
             if self.callback is not None:
