@@ -113,7 +113,7 @@ class LowRankForm(ClosedForm):
 
     def logdet(self) -> Tensor:
         shift = self.shift.expand(self.base.shape[-1])
-        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1]
+        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1].clamp_min(0)  # less is rounding: −∞, too
 
     @cached_property
     def rounding(self) -> CapacitanceRounding:
@@ -121,8 +121,8 @@ class LowRankForm(ClosedForm):
         base, shift = self.base.detach(), self.shift.detach()
         sizes = inner(base.vectors if shift.ndim == 0 else self.scaled.detach(), base.vectors)
         sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
-        lu, pivots = self.factors
-        return CapacitanceRounding(self.capacitance.detach(), lu.detach(), pivots, sizes, base.values.double())
+        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # singular to the last bit, too
+        return CapacitanceRounding(self.capacitance.detach(), lu, pivots, sizes, base.values.double())
 
     def logdet_error(self) -> float:
         logs = self.shift.detach().double().log().expand(self.base.shape[-1])
@@ -228,7 +228,7 @@ class CapacitanceRounding:
             rest = -math.log1p(-self.root) - self.root
             return float(self.relative.diagonal().sum()) + len(self.values) * rest
         most = (self.values * self.sizes).log1p().sum()  # 0 ≤ log det C ≤ Σ log C_jj
-        return float(most + torch.linalg.slogdet(self.capacitance.double())[1].abs())
+        return float(most + torch.linalg.slogdet(self.capacitance.double())[1].clamp_min(0))
 
     def inverse_error(self) -> Float[Tensor, "r r"] | None:
         """Return the largest change of S C⁻¹ and of products with it; None where nothing is known of them."""
