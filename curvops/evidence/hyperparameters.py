@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvops.linalg.core.summary import summary
 from curvops.network import Batch, BatchMap
+from curvops.network.model.parameters import layer_of
 from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
@@ -69,7 +70,7 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
     elif over == "weights":
         names, index = ("weights",), torch.arange(size)
     else:
-        owners = [(over == "layers" and name.rpartition(".")[0]) or name for name in selection.names]
+        owners = [layer_of(name) if over == "layers" else name for name in selection.names]
         names = tuple(dict.fromkeys(owners))
         places = selection.positions()
         index = torch.empty(size, dtype=torch.long)

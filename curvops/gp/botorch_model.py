@@ -96,7 +96,7 @@ class LaplaceModel(Model, FantasizeMixin):
         q, C = mean.shape[-2:]
         if observation_noise is not False:
             noise = self._noise() if observation_noise is True else observation_noise
-            covariance = covariance + noise.to(mean).expand(*mean.shape[-2:]).flatten(-2).diag_embed()
+            covariance = covariance + noise.to(mean).expand_as(mean).flatten(-2).diag_embed()
         if chosen != list(range(C)):
             by_output = covariance.unflatten(-1, (q, C)).unflatten(-3, (q, C))
             covariance = by_output[..., chosen, :, :][..., chosen].flatten(-2).flatten(-3, -2)
@@ -125,9 +125,10 @@ class LaplaceModel(Model, FantasizeMixin):
             )
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y)
-        noise = self._noise() if noise is None else noise
+        noise = (self._noise() if noise is None else noise).to(Y)
+        noise = noise.expand(torch.broadcast_shapes(noise.shape, Y.shape[-2:]))
         new = copy(self)
-        new._observed = [*self._observed, (self._transformed(X), Y, noise.to(Y).expand(Y.shape[-2:]))]
+        new._observed = [*self._observed, (self._transformed(X), Y, noise)]
         return new
 
     def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
@@ -189,12 +190,14 @@ class LaplaceModel(Model, FantasizeMixin):
         q, C = X.shape[-2], mean.shape[-1]
         batch = torch.broadcast_shapes(shared, self.batch_shape)
         Y = torch.cat([Y.to(mean).expand(*batch, -1, -1) for _, Y, _ in self._observed], -2)
-        noise = torch.cat([noise.to(mean) for _, _, noise in self._observed], -2).flatten()
+        noises = [noise.to(mean) for _, _, noise in self._observed]
+        each = torch.broadcast_shapes(*(noise.shape[:-2] for noise in noises))
+        noise = torch.cat([noise.expand(*each, -1, -1) for noise in noises], -2).flatten(-2)
         cut = q * C
-        given = covariance[..., cut:, cut:] + noise.diag()
+        given = covariance[..., cut:, cut:] + noise.diag_embed()
         factor, info = torch.linalg.cholesky_ex(given)
         left = factor.diagonal(dim1=-2, dim2=-1).square() / given.diagonal(dim1=-2, dim2=-1)
-        if bool(((info > 0) | (left.amin(-1) < 10 * len(noise) * torch.finfo(left.dtype).eps)).any()):
+        if bool(((info > 0) | (left.amin(-1) < 10 * noise.shape[-1] * torch.finfo(left.dtype).eps)).any()):
             raise ValueError(
                 "the observations' covariance is singular: points that are repeated, or too close to each other for "
                 "their noise. Leave some out, or give noise; no jitter is added."

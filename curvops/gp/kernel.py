@@ -18,7 +18,7 @@ from torch import Tensor
 from curvops.checks import check_choice, checked_number
 from curvops.gp.points import as_points, same_points
 from curvops.linalg import Dense, LowRank
-from curvops.network.model.parameters import matching
+from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_graph import gram_with_graph
@@ -233,7 +233,7 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]
     else:
-        owner = {name: {"scalar": "", "layers": name.rpartition(".")[0], "tensors": name}[over] for name in names}
+        owner = {name: {"scalar": "", "layers": layer_of(name), "tensors": name}[over] for name in names}
         owners = list(dict.fromkeys(owner.values()))
         of = {name: owners.index(owner[name]) for name in names}
         values = [checked_number("prior_precision", start)] * len(owners)

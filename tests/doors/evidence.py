@@ -9,20 +9,15 @@ from torch import Tensor, nn
 
 import curvops as co
 from tests.doors.door import Door
+from tests.posterior.trained import linear_problem
 
 DOUBLE = torch.float64
 
 
 @cache
 def linear() -> tuple[co.Laplace, Tensor, Tensor]:
-    """A linear model at the mode of twelve points, with forty held-out points."""
-    generator = torch.Generator().manual_seed(0)
-    x, new = (torch.randn(n, 5, generator=generator, dtype=DOUBLE) for n in (12, 40))
-    truth = torch.randn(5, 1, generator=generator, dtype=DOUBLE)
-    y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
-    model = nn.Linear(5, 1, bias=False).double()
-    model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
-    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets
+    """The linear problem, made once for all rows."""
+    return linear_problem()
 
 
 def post() -> co.Laplace:

@@ -13,19 +13,11 @@ import curvops as co
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Selection, select
 from tests.doors.door import Door
-from tests.network.definitions import normal
+from tests.network.definitions import PARAMETERS, normal
 from tests.zoo_modules import Wired
 
 X, Y = normal(7, 4, dtype=torch.float32), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 MASK = normal(7, 3, dtype=torch.float32)
-PARAMETERS: dict[str, Tensor] = {
-    "body.weight": torch.randn(3, 2),
-    "body.bias": torch.randn(3),
-    "scale": torch.randn(()),
-    "empty": torch.randn(0, 3),
-    "head.weight": torch.randn(2, 3, 1),
-    "head.bias": torch.randn(2),
-}
 
 
 def net() -> nn.Sequential:

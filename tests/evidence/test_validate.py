@@ -2,26 +2,18 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.posterior.predictions import outputs
-from tests.posterior.trained import problem
+from tests.posterior.trained import linear_problem, problem
 
 DOUBLE = torch.float64
 
 
 @pytest.fixture(scope="module")
 def regression():
-    """A linear model at the mode of a few points, and held-out points of the same noise."""
-    generator = torch.Generator().manual_seed(0)
-    x, new = (torch.randn(n, 5, generator=generator, dtype=DOUBLE) for n in (12, 40))
-    truth = torch.randn(5, 1, generator=generator, dtype=DOUBLE)
-    y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
-    model = nn.Linear(5, 1, bias=False).double()
-    model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
-    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets
+    return linear_problem()
 
 
 def score(post, x, y):

@@ -93,6 +93,22 @@ def test_fantasies_share_their_points() -> None:
     torch.testing.assert_close(found.distribution.covariance_matrix[3, 1], covariance, **EXACT)
 
 
+def test_noise_of_each_batch() -> None:
+    """Fantasies and posteriors under a noise with batches of its own, as BoTorch passes them on."""
+    model, X = LaplaceModel(posterior(2)), torch.rand(2, 3, 2, dtype=DOUBLE)
+    noise = torch.rand(2, 3, 2, dtype=DOUBLE) + 0.1
+    plain, noisy = model.posterior(X), model.posterior(X, observation_noise=noise)
+    torch.testing.assert_close(noisy.variance, plain.variance + noise)
+    Y, new = torch.rand(5, 2, 3, 2, dtype=DOUBLE), torch.rand(2, 4, 2, dtype=DOUBLE)
+    found = model.condition_on_observations(X, Y, noise=noise).posterior(new)
+    for i in range(2):
+        alone = model.condition_on_observations(X[i], Y[:, i], noise=noise[i]).posterior(new[i])
+        torch.testing.assert_close(found.mean[:, i], alone.mean, **EXACT)
+        torch.testing.assert_close(found.variance[:, i], alone.variance, **EXACT)
+    fantasies = model.fantasize(X, SobolQMCNormalSampler(torch.Size([3]), seed=0), observation_noise=noise)
+    assert fantasies.posterior(new).mean.shape == (3, 2, 4, 2)
+
+
 def test_gradients_in_the_candidates() -> None:
     model = LaplaceModel(posterior(2))
     conditioned = model.condition_on_observations(torch.rand(2, 2, dtype=DOUBLE), torch.rand(2, 2, dtype=DOUBLE))

@@ -13,6 +13,14 @@ from torch import Tensor
 from curvops.network.likelihoods import Likelihood
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+PARAMETERS: dict[str, Tensor] = {
+    "body.weight": torch.randn(3, 2),
+    "body.bias": torch.randn(3),
+    "scale": torch.randn(()),
+    "empty": torch.randn(0, 3),
+    "head.weight": torch.randn(2, 3, 1),
+    "head.bias": torch.randn(2),
+}
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:

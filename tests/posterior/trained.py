@@ -3,6 +3,10 @@
 import torch
 from torch import nn
 
+import curvops as co
+
+DOUBLE = torch.float64
+
 
 def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300):
     """A tanh network trained to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
@@ -24,3 +28,14 @@ def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300):
 
     optimizer.step(loss)
     return model, x, y
+
+
+def linear_problem():
+    """A linear model at the mode of twelve points, with forty held-out points of the same noise."""
+    generator = torch.Generator().manual_seed(0)
+    x, new = (torch.randn(n, 5, generator=generator, dtype=DOUBLE) for n in (12, 40))
+    truth = torch.randn(5, 1, generator=generator, dtype=DOUBLE)
+    y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
+    model = nn.Linear(5, 1, bias=False).double()
+    model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
+    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets

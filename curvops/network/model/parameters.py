@@ -136,6 +136,11 @@ def matching(names: Iterable[str], *globs: str) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
 
 
+def layer_of(name: str) -> str:
+    """Return the path of the module that owns a parameter; the name itself of one that the model owns."""
+    return name.rpartition(".")[0] or name
+
+
 def _from_globs(parameters: Mapping[str, Tensor], globs: list[str]) -> list[str]:
     for glob in globs:
         if not matching(parameters, glob):

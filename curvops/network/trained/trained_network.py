@@ -382,7 +382,7 @@ class TrainedNetwork:
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
-        """What a checkpoint compares, by name: the network, its outputs at two points, the data, the likelihood."""
+        """Return by name the facts that a checkpoint compares: network, outputs at two points, data, likelihood."""
         selection, tensors = self.model.selection, self.model.kept_tensors
         index = () if selection.index is None else (selection.index,)
         return {

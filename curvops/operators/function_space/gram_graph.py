@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from curvops.network import Group
+from curvops.operators.function_space.gram_matrix import flat_rows, pays_by_positions, sides_of
 from curvops.operators.linearized.jacobian import Jacobian
 
 
@@ -30,12 +31,12 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
     """
     same, rows = left.passes is right.passes, left.shape[-2]
     points = left.graph if same else left.graph.followed_by(right.graph)
-    names = list(scales)
 
     def compute(walk: Any, *values: Tensor) -> Tensor:
         found = left.theta.new_zeros(rows, right.shape[-2])
+        by_name = dict(zip(scales, values))
         for group in walk.by_layer():
-            own = [values[names.index(name)] for name in group.names]
+            own = [by_name[name] for name in group.names]
             cut = rows // group.num_columns
             first, second = (group, group) if same else (group.take(slice(cut)), group.take(slice(cut, None)))
             found = found + _inner_products(first, second, own)
@@ -47,24 +48,11 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
 
 def _inner_products(first: Group, second: Group, scales: list[Tensor]) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer: by pairs of positions where that is less work."""
-    sides, others = _sides(first), _sides(second)
     one_number = all(scale is scales[0] for scale in scales) and scales[0].ndim == 0
-    if one_number and sides is not None and others is not None and _is_less_work(*sides, *others):
-        return scales[0] * _by_positions(*sides, *others)
+    if one_number and pays_by_positions(first, second):
+        return scales[0] * _by_positions(*sides_of(first), *sides_of(second))
     found: Tensor = checkpoint(_by_rows, first, second, scales, use_reentrant=False)
     return found
-
-
-def _sides(group: Group) -> tuple[Tensor, Tensor] | None:
-    """Return δ (n, r, g, t, p) and the inputs (n, g, t, q) of a layer that is applied once, to numbers; else None."""
-    matrices = group.matrices() if len(group.parts) == 1 else None
-    return None if matrices is None or not matrices[0][1].is_floating_point() else matrices[0]
-
-
-def _is_less_work(left: Tensor, a: Tensor, other: Tensor, b: Tensor) -> bool:
-    """Whether pairs of positions take fewer multiply-adds a pair of points than rows do."""
-    r, t, p, s, u, q = left.shape[1], left.shape[3], left.shape[4], other.shape[1], other.shape[3], a.shape[-1]
-    return t * u * (q + r * s * p) <= r * s * p * q
 
 
 def _by_positions(left: Tensor, a: Tensor, other: Tensor, b: Tensor) -> Float[Tensor, "nr ms"]:
@@ -75,9 +63,5 @@ def _by_positions(left: Tensor, a: Tensor, other: Tensor, b: Tensor) -> Float[Te
 
 def _by_rows(first: Group, second: Group, scales: list[Tensor]) -> Float[Tensor, "nr ms"]:
     rows, others = first.rows(), first.rows() if second is first else second.rows()
-    each = (_flat(rows[name] * scale) @ _flat(others[name]).mT for name, scale in zip(first.names, scales))
+    each = (flat_rows(rows[name] * scale) @ flat_rows(others[name]).mT for name, scale in zip(first.names, scales))
     return torch.stack(list(each)).sum(0)
-
-
-def _flat(rows: Tensor) -> Float[Tensor, "nr p"]:
-    return rows.flatten(0, 1).flatten(1) if rows.ndim > 2 else rows.reshape(-1, 1)

@@ -126,13 +126,13 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     """Add the inner products of rows of one layer; of one group with itself, at least those above the diagonal."""
     scale, half = [scales[name] for name in group.names], group is partner
     constant = all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all())
-    if constant and _pays(group, partner):
-        _add_by_positions(target, _sides(group), _sides(partner), scale[0], most_bytes, half)
+    if constant and pays_by_positions(group, partner):
+        _add_by_positions(target, sides_of(group), sides_of(partner), scale[0], most_bytes, half)
     else:
         _add_by_rows(target, group, partner, scales, most_bytes, half)
 
 
-def _pays(group: Group, partner: Group) -> bool:
+def pays_by_positions(group: Group, partner: Group) -> bool:
     """Whether inner products by pairs of positions are known, and less work than those of rows."""
     left, other = _left(group), _left(partner)
     if left is None or other is None:
@@ -178,7 +178,7 @@ def _left(group: Group) -> Tensor | None:
     return group.parts[0].left()
 
 
-def _sides(group: Group) -> tuple[Tensor, Tensor]:
+def sides_of(group: Group) -> tuple[Tensor, Tensor]:
     """Return δ (n, r, g, t, p) and the inputs (n, g, t, q) of a layer that is applied once."""
     left = _left(group)
     assert left is not None
@@ -195,17 +195,18 @@ def _add_by_rows(
 ) -> None:
     start = 0
     for rows in group.pieces(most_bytes):
-        weighted = {name: _flat(row * scales[name]) for name, row in rows.items()}
+        weighted = {name: flat_rows(row * scales[name]) for name, row in rows.items()}
         height, column = len(next(iter(weighted.values()))), start if half else 0
         for others in partner.pieces(most_bytes, column // partner.num_columns):
             for name, row in weighted.items():
-                against = _flat(others[name])
+                against = flat_rows(others[name])
                 target[start : start + height, column : column + len(against)].addmm_(row, against.mT)
             column += len(against)
         start += height
 
 
-def _flat(rows: Tensor) -> Float[Tensor, "nr p"]:
+def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
+    """Return the rows of all points and columns, each as a vector."""
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 

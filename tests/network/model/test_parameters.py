@@ -10,15 +10,8 @@ from torch import Tensor
 
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Selection, select
+from tests.network.definitions import PARAMETERS
 
-PARAMETERS: dict[str, Tensor] = {
-    "body.weight": torch.randn(3, 2),
-    "body.bias": torch.randn(3),
-    "scale": torch.randn(()),
-    "empty": torch.randn(0, 3),
-    "head.weight": torch.randn(2, 3, 1),
-    "head.bias": torch.randn(2),
-}
 TRAINABLE = [name for name in PARAMETERS if name != "body.bias"]
 LAST = ["head.weight", "head.bias"]
 
