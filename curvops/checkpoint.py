@@ -160,7 +160,7 @@ class Checkpoint:
         return None if known is None else known["others"].get(name)
 
     def source(self, name: str, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-        """A source of random numbers whose state is saved, and restored: the one given, else one of its own."""
+        """Return a source of random numbers whose state is saved, and restored: the one given, else one of its own."""
         if self.folder is None:
             return generator
         kept = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
@@ -372,12 +372,12 @@ def _difference(name: str, known: Any, given: Any) -> str:
 
 
 def _pack(tree: Any) -> Any:
-    """The tree with tensors of accelerators marked as such."""
+    """Return the tree with tensors of accelerators marked as such."""
     return tree_map_only(Tensor, lambda t: t if t.device.type == "cpu" else {"on accelerator": t}, tree)
 
 
 def _unpack(tree: Any, device: torch.device | None) -> Any:
-    """The tree with the tensors that were of accelerators on this device."""
+    """Return the tree with the tensors that were of accelerators on this device."""
     return tree_map(lambda x: x["on accelerator"].to(device) if _is_marked(x) else x, tree, is_leaf=_is_marked)
 
 

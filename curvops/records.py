@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 def record_of(value: Any) -> Any:
-    """The value with dataclasses in it as mappings by field, members of enumerations and dtypes by name."""
+    """Return the value with dataclasses in it as mappings by field, members of enumerations and dtypes by name."""
     if is_dataclass(value):
         return {field.name: record_of(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -27,7 +27,7 @@ def record_of(value: Any) -> Any:
 
 
 def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
-    """The dataclass of this kind with these fields, which its annotations say how to read."""
+    """Return the dataclass of this kind with these fields, which its annotations say how to read."""
     hints = _hints(kind)
     return kind(**{name: _value(value, hints[name]) for name, value in record.items()})
 

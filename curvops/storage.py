@@ -124,7 +124,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def folder_of(path: Any) -> Path:
-    """The path; TypeError for what is none, ValueError for an empty one."""
+    """Return the path; TypeError for what is none, ValueError for an empty one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be that of a folder, a str or a Path, got {type(path).__name__}.")
     if not os.fspath(path):
@@ -153,7 +153,7 @@ def discard(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON of a value, its tensors collected by name."""
+    """Return the JSON of a value, its tensors collected by name."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -175,7 +175,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A reference to a tensor; of a transposed one with the order in which its dimensions lie in memory.
+    """Return a reference to a tensor; of a transposed one with the order in which its dimensions lie in memory.
 
     The layout is kept because products of another layout round otherwise.
     """
@@ -197,7 +197,7 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
 
 @lru_cache
 def _is_storable(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a name for it."""
+    """Return whether safetensors has a name for it."""
     try:
         serialized({"": torch.empty(0, dtype=dtype)})
     except KeyError:
@@ -266,7 +266,7 @@ def _write(
 
 
 def _contents(folder: Path) -> Mapping[str, Any]:
-    """The contents of an earlier save, as far as they can be read."""
+    """Return the contents of an earlier save, as far as they can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads((folder / CONTENTS).read_bytes())
         return found if isinstance(found, dict) else {}
@@ -274,7 +274,7 @@ def _contents(folder: Path) -> Mapping[str, Any]:
 
 
 def _file_of(contents: Mapping[str, Any]) -> str | None:
-    """The file of tensors, where it is one of ours."""
+    """Return the file of tensors, where it is one of ours."""
     tensors = contents.get("tensors")
     name = tensors.get("file") if isinstance(tensors, dict) else None
     return name if isinstance(name, str) and TENSORS.fullmatch(name) else None
@@ -353,7 +353,7 @@ def _require_readable(folder: Path, found: Mapping[str, Any], what: str, known: 
 
 
 def _tensors(folder: Path, written: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors, copied: aligned as torch aligns its own, and independent of the file."""
+    """Return the tensors, copied: aligned as torch aligns its own, and independent of the file."""
     file = folder / written["file"]
     if _sha256(file) != written["sha256"]:
         raise _damage(folder, f"{file.name} is not as it was written: truncated, or changed")

@@ -237,7 +237,7 @@ class _FixedPoint:
         return self.result()
 
     def _position(self) -> Float[Tensor, " G"]:
-        """The logarithms that solutions depend on: of precision and noise together."""
+        """Return the logarithms that solutions depend on: of precision and noise together."""
         return self.now.alpha.log() + (0.0 if self.now.noise is None else math.log(self.now.noise))
 
     def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:

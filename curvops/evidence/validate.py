@@ -180,7 +180,7 @@ class _Search:
             )
 
     def result(self) -> Laplace:
-        """The best posterior, with the record of all trials."""
+        """Return the best posterior, with the record of all trials."""
         post, (posts, scores, stderrs) = self.best, zip(*self.trials)
         precisions = tuple(_precision(each.prior.diagonal) for each in posts)
         noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None

@@ -162,7 +162,7 @@ class LinearizedKernel(Kernel):
         return TangentKernel(self.lin, self._precision(), as_points(self.lin, x1), second)
 
     def _precision(self) -> Tensor:
-        """A / s as `TangentKernel` takes it."""
+        """Return a / s as `TangentKernel` takes it."""
         scales = self._scales()
         return scales.reciprocal().squeeze(0) if len(scales) == 1 else self._entries().reciprocal()
 

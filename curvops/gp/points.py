@@ -32,5 +32,5 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
 
 
 def same_points(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same points, as gpytorch passes one tensor twice."""
+    """Return whether two tensors hold the same points, as gpytorch passes one tensor twice."""
     return x is y or (x.shape == y.shape and torch.equal(x, y))

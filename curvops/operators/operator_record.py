@@ -75,7 +75,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
 
 
 def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
-    """The operator of a record; raises ValueError where it needs data that `lin` does not have."""
+    """Return the operator of a record; raises ValueError where it needs data that `lin` does not have."""
     operator = _operator(record, lin)
     if "asked" in record:
         operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
@@ -126,7 +126,7 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
 
 
 def record_of_value(value: Any, lin: Linearization, what: str = "the posterior") -> Any:
-    """The record of an argument of an operator; ValueError for one that has none."""
+    """Return the record of an argument of an operator; ValueError for one that has none."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -153,7 +153,7 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
 
 
 def value_of_record(value: Any, lin: Linearization) -> Any:
-    """The value of a record, its tensors where the weights are."""
+    """Return the value of a record, its tensors where the weights are."""
     if isinstance(value, Tensor):
         return value.to(lin.theta.device)
     if not isinstance(value, dict):

@@ -425,7 +425,7 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
 
 
 def _is_named(item: object) -> bool:
-    """Whether a mapping names inputs, targets and perhaps weights, and nothing else."""
+    """Return whether a mapping names inputs, targets and perhaps weights, and nothing else."""
     return isinstance(item, Mapping) and set(NAMES[:2]) <= set(item) <= set(NAMES)
 
 

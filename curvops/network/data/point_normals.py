@@ -37,7 +37,7 @@ class PointNormals:
         return cls(int(torch.randint(LARGEST_SEED, (), generator=generator, device=device)))
 
     def block(self, draws: range, points: slice, outputs: int, like: Tensor) -> Float[Tensor, "k n {outputs}"]:
-        """The numbers of some draws and points, `outputs` a point, in the dtype and device of `like`.
+        """Return the numbers of some draws and points, `outputs` a point, in the dtype and device of `like`.
 
         Each depends on (seed, draw, point, output) alone: whoever asks for it, beside whatever others, is given the
         same. A number takes 10 to 15 ns on a CPU: half of `torch.randn` in float64, twice that in float32.

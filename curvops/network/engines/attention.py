@@ -21,7 +21,7 @@ SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def owns_projection(module: nn.Module, local: str) -> bool:
-    """Whether a parameter is that of the common projection of query, key and value."""
+    """Return whether a parameter is that of the common projection of query, key and value."""
     return type(module) is nn.MultiheadAttention and local in ("in_proj_weight", "in_proj_bias")
 
 
@@ -55,7 +55,7 @@ class Projections(TorchFunctionMode):
         return self._project(module.out_proj, module.out_proj, attended, out_weight, out_bias), weights
 
     def _project(self, owner: nn.Module, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The projection of (positions, points, width)."""
+        """Return the projection of (positions, points, width)."""
         first = a.transpose(0, 1)
         output = F.linear(first, weight, bias)
         self.note(owner, layer, first, output)
@@ -63,5 +63,5 @@ class Projections(TorchFunctionMode):
 
 
 def _as_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer of these shapes, without numbers."""
+    """Return a layer of these shapes, without numbers."""
     return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")

@@ -208,7 +208,7 @@ class _Graph:
 
 
 def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
-    """One forward pass with its graph."""
+    """Return one forward pass with its graph."""
     with model.differentiating():
         values = model.values
         leaves = {name: values[name].detach().requires_grad_() for name in names}
@@ -216,20 +216,20 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
 
 
 def saved_bytes(model: Model, inputs: Any) -> int:
-    """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
+    """Return bytes that one recorded forward pass keeps for these inputs, themselves included."""
     with SavedBytes(model, inputs) as saved:
         record_graph(model, inputs, model.selection.names)
     return saved.total
 
 
 def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
-    """Bytes of the constants that a replay keeps, the model's and the inputs' left out."""
+    """Return bytes of the constants that a replay keeps, the model's and the inputs' left out."""
     given = [tensor for _, tensor in components(normalise(inputs))]
     return replay.nbytes([*model.tensors(), *given])
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
-    """The rows as one tensor; a single one is not copied."""
+    """Return the rows as one tensor; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 

@@ -62,7 +62,7 @@ class Engines:
         self._probe(model, first, whole)
 
     def at(self, model: Model, first: Any) -> Engines:
-        """The engines of the same network at other weights, with the pass over all of these inputs kept."""
+        """Return the engines of the same network at other weights, with the pass over all of these inputs kept."""
         other = copy(self)
         other._probe(model, first, True)
         return other
@@ -107,7 +107,7 @@ class Engines:
             return self.plan
 
     def build(self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
-        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
+        """Return the engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
 
         With a root L it multiplies with Lᵀ J.
         """
@@ -122,7 +122,7 @@ class Engines:
         return self._build_streamed(inputs, room)
 
     def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
-        """The layerwise engine without the layers that turn out not to be right; streamed where none is left."""
+        """Return the layerwise engine without the layers that turn out not to be right; streamed where none is left."""
         self._prove_on_few(inputs, whole=root is IDENTITY)
         if not self.plan.layers:
             return self.build("streamed", inputs, room, root)
@@ -162,7 +162,7 @@ class Engines:
         self.plan = self._make_plan()
 
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
-        """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
+        """Return the layers whose rules may be used, self-checked on some points, and the parameters that have none."""
         self.check_rows(inputs)
         return self.owners, tuple(self.plan.others)
 
@@ -188,7 +188,7 @@ class Engines:
         return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
-        """The engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
+        """Return the engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
         while (routes := self._routes_of(names)).recordable:
             replay = record_replay(self.model, inputs, names) if routes.replayed else None
             if routes.replayed is (replay is not None):
@@ -225,7 +225,7 @@ class Engines:
         return {module: names for module, names in kept.items() if names}
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
-        """The plan for layers that made these calls at the first points; without them they are made."""
+        """Return the plan for layers that made these calls at the first points; without them they are made."""
         # Whatever engine is asked for: rows and factors come from the rules, and no answer may depend on an engine.
         rejected, names = self._proof.rejected, self.model.selection.names
         if calls is None:

@@ -73,7 +73,7 @@ class Layer:
         return getattr(self.module, local).shape
 
     def of(self, tangents: Mapping[str, Tensor]) -> Local:
-        """The tangents of this layer, by local name."""
+        """Return the tangents of this layer, by local name."""
         return {local: tangents[name] for local, name in self.names.items()}
 
     @property
@@ -88,7 +88,7 @@ class Layer:
         return self.shape_of("weight")[1 if self.rule.matrix_is_transposed else 0]
 
     def to_matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The layer's matrix (g, p, q) from tensors by parameter name, the bias as its last column."""
+        """Return the layer's matrix (g, p, q) from tensors by parameter name, the bias as its last column."""
         weight, groups = tensors[self.names["weight"]], getattr(self.module, "groups", 1)
         if self.rule.matrix_is_transposed:
             weight = weight.mT
@@ -98,7 +98,7 @@ class Layer:
         return torch.cat([matrix, tensors[self.names["bias"]].reshape(groups, -1, 1)], -1)
 
     def from_matrix(self, matrix: Tensor) -> Blocks:
-        """The inverse of `to_matrix`: tensors by parameter name."""
+        """Return the inverse of `to_matrix`: tensors by parameter name."""
         found = {}
         if "bias" in self.names:
             matrix, bias = matrix.tensor_split((-1,), -1)
@@ -153,7 +153,7 @@ class Factors:
         return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
 
     def rows(self, points: slice) -> Blocks:
-        """The rows of some points by parameter name, (n, R, *shape)."""
+        """Return the rows of some points by parameter name, (n, R, *shape)."""
         layer = self.layer
         rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
@@ -170,7 +170,7 @@ class Factors:
 
 
 def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """The vectors of a block, as many at a time as have so many bytes each in memory that is used again."""
+    """Return the vectors of a block, as many at a time as have so many bytes each in memory that is used again."""
     if is_cuda or columns * column_bytes <= MAPPED_BYTES:
         return [slice(0, columns)]
     width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
@@ -280,7 +280,7 @@ class Layerwise:
         return part if isinstance(part, Features) else None
 
     def at(self, points: slice) -> Layerwise | None:
-        """The engine of some of the points, in the memory of this one; None where autodiff has a part in it."""
+        """Return the engine of some of the points, in the memory of this one; None where autodiff has a part in it."""
         if self.rest is not None:
             return None
         other = copy(self)
@@ -338,7 +338,7 @@ def _is_served(module: nn.Module, local: str) -> bool:
 
 
 def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tuple[Tensor, list[Call], set[str]]:
-    """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
+    """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
     With `graph` what is kept of a layer's input has its graph too.
 
@@ -396,7 +396,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
 
 
 def _follow_reshapes(node: Node | None) -> list[Node]:
-    """A node and those before it as far as numbers keep their order: a layer among them is the last."""
+    """Return a node and those before it as far as numbers keep their order: a layer among them is the last."""
     path = []
     while node is not None:
         path.append(node)
@@ -406,7 +406,7 @@ def _follow_reshapes(node: Node | None) -> list[Node]:
 
 
 def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether the tensors are of that dtype, or indices."""
+    """Return whether the tensors are of that dtype, or indices."""
     return all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
 
 
@@ -415,7 +415,7 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
-    """Names of parameters whose layers were not called."""
+    """Return names of parameters whose layers were not called."""
     ran = {id(call.owner) for call in calls}
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
@@ -423,7 +423,7 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
 def _parts(
     model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root
 ) -> list[Factors | Rows | Features]:
-    """The part of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+    """Return the part of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     calls = [call for call in calls if call not in last]
@@ -458,7 +458,7 @@ def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
 
 
 def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
-    """Bytes of δ of all calls for one cotangent of the outputs."""
+    """Return bytes of δ of all calls for one cotangent of the outputs."""
     return sum(call.layer.output.numel() for call in calls) * itemsize
 
 

@@ -87,16 +87,16 @@ class Plan:
         return self.routes.recorded_bytes
 
     def for_rows(self, rows: int) -> Plan:
-        """The plan of Lᵀ J, with that many rows a point in place of the outputs: δ of the last layer is L."""
+        """Return the plan of Lᵀ J, with that many rows a point in place of the outputs: δ of the last layer is L."""
         layers = tuple(dataclasses.replace(layer, is_last=False) for layer in self.layers)
         return dataclasses.replace(self, num_outputs=rows, layers=layers)
 
     def bytes_needed(self, kind: EngineKind) -> int:
-        """Bytes a point that an engine keeps."""
+        """Return bytes a point that an engine keeps."""
         return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
     def records(self, kind: EngineKind) -> bool:
-        """Whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
+        """Return whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
         return kind == "recorded" or (kind == "layerwise" and self.rest is not None and self.rest.recordable)
 
     @property
@@ -105,7 +105,7 @@ class Plan:
         return bool(self.layers) and not self.others and len(self.layers) == 1 and self.layers[0].is_last
 
     def candidates(self) -> tuple[EngineKind, ...]:
-        """The engines that may serve, before memory is looked at."""
+        """Return the engines that may serve, before memory is looked at."""
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
@@ -149,7 +149,7 @@ class Plan:
         return passes + (RECORDING if self.records(kind) else 0.0)
 
     def choose(self, built: EngineKind, asked: Mapping[int, int], columns: int, points: int, free: int) -> EngineKind:
-        """The engine for a block of `columns` on a batch of `points`, with `free` bytes.
+        """Return the engine for a block of `columns` on a batch of `points`, with `free` bytes.
 
         `asked` says how many vectors were asked for since one was last replaced, by the width of their block.
         """
@@ -173,7 +173,7 @@ class Plan:
         return min(allowed, key=cost)
 
     def _overhead(self, through: float, points: int) -> float:
-        """Gradients of a batch that going through the layers so often costs whatever their size."""
+        """Return gradients of a batch that going through the layers so often costs whatever their size."""
         return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:

@@ -58,7 +58,7 @@ def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashab
 
 
 def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
-    """The proof of networks of this structure, made by `prove` where there is none."""
+    """Return the proof of networks of this structure, made by `prove` where there is none."""
     if key is None:
         return prove()
     known = _proofs.get(key)
@@ -103,7 +103,7 @@ def structure_of(model: Model) -> Hashable:
 
 
 def inputs_of(inputs: Any) -> Hashable:
-    """How many points, and what one is made of."""
+    """Return how many points, and what one is made of."""
     forms = tuple((name, part.dtype, part.shape[1:]) for name, part in components(normalise(inputs)))
     return num_points(normalise(inputs)), type(inputs), forms
 
@@ -121,7 +121,7 @@ def _part(path: str, part: nn.Module) -> Hashable:
 
 
 def _plain(value: Any) -> Hashable:
-    """A value that is equal for equal ones, or the object's identity."""
+    """Return a value that is equal for equal ones, or the object's identity."""
     if type(value) in PLAIN:
         return type(value), value
     if isinstance(value, tuple | list | set | frozenset):

@@ -78,7 +78,7 @@ class Replay:
         return result
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
-        """Bytes of the constants, those in the memory of the tensors in `apart` left out."""
+        """Return bytes of the constants, those in the memory of the tensors in `apart` left out."""
         held = Held(apart)
         kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
         extents = {extent(tensor) for tensor in kept if _has_memory(tensor) and tensor not in held}
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def replay(self, result: Tensor | None) -> Replay | None:
-        """The steps that lead to the tangent of the outputs."""
+        """Return the steps that lead to the tangent of the outputs."""
         if result is None or self._broken or id(result) not in self._slot_of:
             return None
         end, steps = self._slot_of[id(result)], self._steps
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -190,7 +190,7 @@ def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) ->
 
 
 def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
-    """The steps without those whose results nothing needs."""
+    """Return the steps without those whose results nothing needs."""
     needed, found = {end}, []
     for step in reversed(steps):
         if needed.intersection(step.results):
@@ -225,7 +225,7 @@ def _of_kind(values: Any, kind: type) -> list[Any]:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts of any class."""
+    """Return the tensors in nested tuples, lists and dicts of any class."""
     return _of_kind(values, Tensor)
 
 
@@ -234,7 +234,7 @@ def _slots(values: Any) -> list[_Slot]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory: the implicit zeros of forward mode have none."""
+    """Return whether a tensor has memory: the implicit zeros of forward mode have none."""
     return not tensor._is_zerotensor()
 
 
@@ -252,6 +252,6 @@ class Held:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor's storage starts and ends."""
+    """Return where the memory of a tensor's storage starts and ends."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -100,7 +100,7 @@ class Reference:
         return is_adjoint(push, self.u, self.v, self.pulled, self.generator)
 
     def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
-        """Whether another route's Jᵀu is this one."""
+        """Return whether another route's Jᵀu is this one."""
         return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
 
     def _require_points_apart(self, generator: torch.Generator) -> None:
@@ -127,7 +127,7 @@ class Reference:
 
 
 def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
-    """The fastest routes to J v that are right for these parameters at these points.
+    """Return the fastest routes to J v that are right for these parameters at these points.
 
     With `keep` a kept one is tried too, which about doubles the cost. Raises ValueError where the model has no
     derivatives that any engine could use.
@@ -158,7 +158,7 @@ def _try_replay(routes: Routes, reference: Reference, replay: Replay | None) -> 
 
 
 def proves_itself(engine: Recorded) -> bool:
-    """Whether a kept engine's pushes are the adjoint of its pulls at its own points. One product."""
+    """Return whether a kept engine's pushes are the adjoint of its pulls at its own points. One product."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = _randn_like(engine.outputs.unsqueeze(0), generator)
     pulled = engine.pull(u)
@@ -166,7 +166,7 @@ def proves_itself(engine: Recorded) -> bool:
 
 
 def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torch.Generator) -> bool:
-    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route to J v, to the accuracy that the model's own rounding allows."""
+    """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route to J v, to the accuracy that the model's own rounding allows."""
     pushed = push(v)
     if adjoint(pushed, u, v, pulled):
         return True
@@ -175,7 +175,7 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
 
 
 def _forward_mode_works(reference: Reference) -> bool:
-    """Whether forward-mode products exist and are right.
+    """Return whether forward-mode products exist and are right.
 
     They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
     batches to come may hold even if this one does not.
@@ -186,7 +186,7 @@ def _forward_mode_works(reference: Reference) -> bool:
 
 
 def _shared_bytes(reference: Reference) -> int:
-    """Bytes a point that one pass of both modes keeps, 0 where it is wrong: some functions have no such pass."""
+    """Return bytes a point that one pass of both modes keeps, 0 where it is wrong: some functions have no such pass."""
     model, inputs = reference.model, reference.inputs
     streamed = Streamed(model, inputs, reference.names, roomy=True)
 
@@ -199,7 +199,7 @@ def _shared_bytes(reference: Reference) -> int:
 
 
 def _replay_bytes(reference: Reference, replay: Replay) -> int:
-    """Bytes a point that a replay keeps besides the graph, at least 1; 0 where it is wrong."""
+    """Return bytes a point that a replay keeps besides the graph, at least 1; 0 where it is wrong."""
     model, inputs, names = reference.model, reference.inputs, reference.names
     recorded = Recorded(model, inputs, names, replay)
     # Twice: a replay that changed its constants would be right once.
@@ -287,7 +287,7 @@ def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may make between two routes to one product."""
+    """Return the relative difference that rounding may make between two routes to one product."""
     return 10 * float(torch.finfo(dtype).eps) ** 0.5
 
 
@@ -314,7 +314,7 @@ class _PaddedLookups(TorchDispatchMode):
 
 
 def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Whether one of these parameters is a table with a padding row. One forward pass."""
+    """Return whether one of these parameters is a table with a padding row. One forward pass."""
     lookups = _PaddedLookups()
     with lookups, model.differentiating():
         values = model.values
@@ -323,7 +323,7 @@ def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
 
 
 def has_custom_functions(outputs: Tensor) -> bool:
-    """Whether the graph of these outputs holds one. Visits its nodes, no pass."""
+    """Return whether the graph of these outputs holds one. Visits its nodes, no pass."""
     return bool(_custom_functions(outputs, set()))
 
 
@@ -359,7 +359,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
 
 
 def _custom_functions(tensor: Tensor, seen: set[Node]) -> list[str]:
-    """Names of the custom functions among the nodes behind a tensor that were not seen yet."""
+    """Return names of the custom functions among the nodes behind a tensor that were not seen yet."""
     names, waiting = [], [tensor.grad_fn] if tensor.grad_fn is not None else []
     while waiting:
         node = waiting.pop()

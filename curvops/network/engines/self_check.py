@@ -18,7 +18,7 @@ from curvops.network.model.parameters import Blocks
 
 
 def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str]:
-    """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+    """Return names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
     u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
@@ -39,7 +39,7 @@ def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
-    """One random column a point: J is checked along it without a target, whose residual may be zero."""
+    """Return one random column a point: J is checked along it without a target, whose residual may be zero."""
     generator = torch.Generator(device=like.device).manual_seed(0)
     draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
@@ -64,7 +64,7 @@ def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed)
 
 
 def _differing(ours: Blocks, u: Tensor, reference: Streamed | RootJacobian, generator: torch.Generator) -> set[str]:
-    """Names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
+    """Return names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()
     tol = tolerance(u.dtype)

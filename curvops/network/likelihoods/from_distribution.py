@@ -145,7 +145,7 @@ class FromDistribution(ByAutograd):
         return H
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
-        """Whether the Hessian was found to be the Fisher: False where all draws are equal, which shows nothing.
+        """Return whether the Hessian was found to be the Fisher: False where all draws are equal, which shows nothing.
 
         Raises ValueError where it depends on y, or where E[r r^T] exceeds it by 6 standard errors (a kink or a support
         that depends on f, as for a Laplace distribution, whose Hessian is 0).

@@ -142,7 +142,7 @@ class Likelihood(ABC):
 
 
 def within(x: Tensor, low: float, strict: bool = False) -> bool:
-    """Whether all entries are finite and above ``low``. Waits for the device."""
+    """Return whether all entries are finite and above ``low``. Waits for the device."""
     if x.numel() == 0:
         return True
     least, largest = extremes(x)

@@ -49,7 +49,7 @@ def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Like
 
 
 def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
-    """A text that is equal for equal likelihoods of the same hyperparameters."""
+    """Return a text that is equal for equal likelihoods of the same hyperparameters."""
     return repr(_state(likelihood, token))
 
 

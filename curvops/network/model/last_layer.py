@@ -116,7 +116,7 @@ def _before_views(node: Node) -> Node:
 
 
 def _is_linear(node: Node) -> bool:
-    """Whether the result of a node is linear or affine in every differentiated input."""
+    """Return whether the result of a node is linear or affine in every differentiated input."""
     if _kind(node) == "Div" and node.next_functions[1][0] is not None:
         return False
     return _kind(node) in LINEAR or (_kind(node) in PRODUCTS and len(_parents(node)) == 1)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def needs_plain_lookups(module: nn.Module) -> bool:
-    """Whether a module is an embedding with one of the options above, or a bag."""
+    """Return whether a module is an embedding with one of the options above, or a bag."""
     if isinstance(module, nn.Embedding):
         return module.sparse or module.scale_grad_by_freq or module.max_norm is not None
     return isinstance(module, nn.EmbeddingBag)

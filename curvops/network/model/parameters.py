@@ -27,16 +27,16 @@ class FlatLayout:
         return sum(shape.numel() for shape in self.shapes)
 
     def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
-        """The tensors (*k, *shape) in their order, views of the vector."""
+        """Return the tensors (*k, *shape) in their order, views of the vector."""
         parts = torch.split_with_sizes(vector, [shape.numel() for shape in self.shapes], -1)
         return [part.view(part.shape[:-1] + shape) for shape, part in zip(self.shapes, parts)]
 
     def named(self, vector: Shaped[Tensor, "*k d"]) -> Blocks:
-        """The tensors (*k, *shape) by name, views of the vector."""
+        """Return the tensors (*k, *shape) by name, views of the vector."""
         return dict(zip(self.names, self.parts(vector)))
 
     def concatenate(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
-        """The vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
+        """Return the vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
         return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
 
 

@@ -147,7 +147,7 @@ def _holds_module(cell: CellType) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether an object consists of values that can be copied: its attributes, and nothing besides them."""
+    """Return whether an object consists of values that can be copied: its attributes, and nothing besides them."""
     kind = type(value)
     if kind in NUMBERS or isinstance(value, (*UNCHANGING, Tensor, nn.Module)) or hasattr(value, "__array_interface__"):
         return True

@@ -79,7 +79,7 @@ class TangentSpace:
         return None
 
     def is_at(self, other: TangentSpace) -> bool:
-        """Whether both have the same parameters, and hold the same tensors at the same values."""
+        """Return whether both have the same parameters, and hold the same tensors at the same values."""
         return self is other or (self.held == other.held and self.difference(other) is None)
 
     def join(self, other: TangentSpace) -> TangentSpace:

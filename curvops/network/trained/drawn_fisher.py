@@ -72,7 +72,7 @@ def output_fisher(
     mc_samples: int,
     generator: torch.Generator | None,
 ) -> OutputFisher:
-    """The H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical".
+    """Return the H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical".
 
     Raises ValueError for another word, for `mc_samples` below 1, and above 1 where nothing is drawn.
     """

@@ -40,7 +40,7 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
 
 
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
-    """The likelihood of all positions of a point, and the layout, which may learn of them from it.
+    """Return the likelihood of all positions of a point, and the layout, which may learn of them from it.
 
     Raises ValueError where they disagree.
     """
@@ -66,7 +66,7 @@ def reading_for(model: Model, likelihood: Likelihood, layout: Layout, weights: b
 
 
 def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
-    """The likelihood of all positions of a point, unless it is one already."""
+    """Return the likelihood of all positions of a point, unless it is one already."""
     if not isinstance(likelihood, Sequences):
         return Sequences(likelihood, *layout.output_shape)
     if likelihood.output_shape != layout.output_shape:
@@ -76,7 +76,7 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
 
 
 def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    """The inputs of the first two points, their targets as they are given, and the type of mappings."""
+    """Return the inputs of the first two points, their targets as they are given, and the type of mappings."""
     source = as_source(data, 2, weights)
     for item in items_of(source, theta.device):
         try:
@@ -188,5 +188,5 @@ def checked_layout(
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """The state of the device's default generator, as bytes."""
+    """Return the state of the device's default generator, as bytes."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -99,7 +99,7 @@ def recorded_network(
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
-    """The layout, once the model gave the outputs that it gave when it was saved."""
+    """Return the layout, once the model gave the outputs that it gave when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
     layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
     known = record["tried"]["outputs"].to(network.theta.device)

@@ -50,7 +50,7 @@ class Source:
     likelihood: str
 
     def __str__(self) -> str:
-        """The data alone: a likelihood that holds a function has a name that each process draws anew."""
+        """Return the data alone: a likelihood that holds a function has a name that each process draws anew."""
         return f"{self.num_data} points of fingerprint {self.data}"
 
 
@@ -176,7 +176,7 @@ class TrainedNetwork:
         return self.passes.plan
 
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
-        """A walk over a copy of these inputs, how many they are, and their graph where they require a gradient.
+        """Return a walk over a copy of these inputs, how many they are, and their graph where they require a gradient.
 
         Raises as `admit`, and ValueError where J has no gradient in the inputs that is known to be right.
         """
@@ -237,7 +237,7 @@ class TrainedNetwork:
         return self.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-        """The Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
+        """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
         product = partial(hessian_product, self.model, self.likelihood, block)
         return self.passes.add_up(product(inputs, batch) for inputs, batch in self.passes.batches())
 
@@ -247,7 +247,7 @@ class TrainedNetwork:
         require_symmetric(self.model, self.likelihood, take(inputs, slice(0, 2)), batch.labels(slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """The H that `fisher=` names; see `drawn_fisher.output_fisher`."""
+        """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""
         return output_fisher(self.passes, self.num_data, self.likelihood, kind, mc_samples, generator)
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
@@ -266,7 +266,7 @@ class TrainedNetwork:
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
     def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
-        """The walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
+        """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
 
         r is kept as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
         """
@@ -283,7 +283,7 @@ class TrainedNetwork:
             return held[1]
 
     def _known_now(self) -> dict[str, Any]:
-        """The values known at the present hyperparameters, which may change in place, as in training."""
+        """Return the values known at the present hyperparameters, which may change in place, as in training."""
         present, (at, known) = self.likelihood.hyperparameters, self._known
         if at is None or not all(map(torch.equal, at, present)):
             known = {}
@@ -315,7 +315,7 @@ class TrainedNetwork:
         return self.model.selection.flatten(tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
-        """One vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
+        """Return one vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
 
         Raises ValueError for a subnetwork, whose vector lacks the entries outside it, and names the alternatives,
         `unflatten_weights` and `unflatten_tangent`.
@@ -337,7 +337,7 @@ class TrainedNetwork:
         return self.model.unflatten(self._one_vector(weights))
 
     def unflatten_tangent(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
-        """A step, gradient or product as named tensors; entries outside a subnetwork are zero.
+        """Return a step, gradient or product as named tensors; entries outside a subnetwork are zero.
 
         Raises ValueError unless it is one vector (D,).
         """
@@ -374,7 +374,7 @@ class TrainedNetwork:
         return type(self)(self.model, batches, self.likelihood, self.output_shape, self.engine, self.memory, progress)
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
-        """A copy with parameters, buffers and data converted. Costs two passes over the data."""
+        """Return a copy with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
         memory, progress = self.memory.on(device), self.passes.progress

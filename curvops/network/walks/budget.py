@@ -53,7 +53,7 @@ class Budget:
         return Budget, (self.budget, self.device)
 
     def on(self, device: torch.device | None) -> Budget:
-        """The budget of the same network in another dtype: this one; on another device, as much there."""
+        """Return the budget of the same network in another dtype: this one; on another device, as much there."""
         return self if device in (None, self.device) else Budget(self.budget, device)
 
     def register(self, cache: Caching) -> None:
@@ -98,7 +98,7 @@ class Budget:
 
 
 def default_budget(device: torch.device) -> int:
-    """A quarter of the bytes free on the device now."""
+    """Return a quarter of the bytes free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 4
     return min(_machine_bytes(), _group_bytes()) // 4

@@ -133,7 +133,7 @@ class GraphRows(JacobianRows):
         return [Group.concatenate(parts) for parts in layers.values()]
 
     def _of_others(self, names: tuple[str, ...], point: slice, units: Tensor) -> Group:
-        """The rows of one point for parameters without a layer rule."""
+        """Return the rows of one point for parameters without a layer rule."""
         model, one = self.model, take(self._inputs, point)
         leaves = {name: model.values[name].detach().requires_grad_() for name in names}
         outputs = model({**model.values, **leaves}, one)

@@ -42,7 +42,7 @@ Recording = tuple[Tensor, list[Call], set[str]]
 
 
 def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
-    """The rows of one call times K tangents by name, by way of whatever takes fewer multiply-adds."""
+    """Return the rows of one call times K tangents by name, by way of whatever takes fewer multiply-adds."""
     layer, delta = part.layer, part.delta
     count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
     outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
@@ -110,7 +110,7 @@ class Group:
         return sum(part.nbytes for part in self.parts) + sum(rows.nbytes for rows in self.given.values())
 
     def is_like(self, other: Group) -> bool:
-        """Whether rows of other points are of the same layers and sizes."""
+        """Return whether rows of other points are of the same layers and sizes."""
         return self._sizes == other._sizes
 
     @property
@@ -119,7 +119,7 @@ class Group:
         return self.names, parts, {name: rows.shape[1:] for name, rows in self.given.items()}
 
     def take(self, points: slice) -> Group:
-        """The rows of some of the points."""
+        """Return the rows of some of the points."""
         parts = tuple(part.at(points) for part in self.parts)
         given = {name: rows[points] for name, rows in self.given.items()}
         start = self.start + points.indices(self.num_points)[0]
@@ -144,7 +144,7 @@ class Group:
         return None if lefts is None else [(left, part.right()) for left, part in zip(lefts, self.parts)]
 
     def rows(self, points: slice = slice(None)) -> Blocks:
-        """The gradients by parameter name, (n, r, *shape); calls that share weights add up."""
+        """Return the gradients by parameter name, (n, r, *shape); calls that share weights add up."""
         total = {name: rows[points] for name, rows in self.given.items()}
         for part in self.parts:
             for name, rows in part.rows(points).items():
@@ -152,7 +152,7 @@ class Group:
         return total
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
-        """The rows times K tangents by name, (K, *shape) each."""
+        """Return the rows times K tangents by name, (K, *shape) each."""
         pushed = [_push(part, tangents) for part in self.parts]
         for name, rows in self.given.items():  # a parameter may be a number
             V = tangents[name].reshape(len(tangents[name]), -1)
@@ -161,7 +161,7 @@ class Group:
 
     @classmethod
     def concatenate(cls, groups: Sequence[Group]) -> Group:
-        """The rows of points that follow upon one another as one group; all must be like the first."""
+        """Return the rows of points that follow upon one another as one group; all must be like the first."""
         first = groups[0]
         if len(groups) == 1:
             return first
@@ -180,7 +180,7 @@ class Group:
 
 
 def groups_of(features: Features, outputs: int) -> list[Group]:
-    """The rows of the last layer, whose δ is one identity for all points.
+    """Return the rows of the last layer, whose δ is one identity for all points.
 
     Where a position of the model has as many `outputs` as the layer has, each position is a point; where they are
     flattened into the outputs of one, which has covariances between them, the point keeps them together.
@@ -243,7 +243,7 @@ def each_group(
 def groups_at(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
 ) -> Iterator[Group]:
-    """The rows J_nᵀ s of a recorded pass for some columns s of all its points."""
+    """Return the rows J_nᵀ s of a recorded pass for some columns s of all its points."""
     counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
     return groups_of_calls(calls, _sensitivities(model, outputs, calls, cotangents), counted)
 
@@ -272,7 +272,7 @@ def groups_of_calls(calls: Sequence[Call], deltas: Sequence[Tensor | None], coun
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
-    """Indices of calls by the parameters that they share, directly or through one another."""
+    """Return indices of calls by the parameters that they share, directly or through one another."""
     groups: list[tuple[set[str], list[int]]] = []
     for i, call in enumerate(calls):
         names, members = set(call.layer.names.values()), [i]
@@ -323,7 +323,7 @@ class JacobianRows(ABC):
 
     @abstractmethod
     def features(self) -> list[Features] | None:
-        """The last layer's inputs, batch by batch, where it is all that is selected."""
+        """Return the last layer's inputs, batch by batch, where it is all that is selected."""
 
     @abstractmethod
     def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]:
@@ -381,7 +381,7 @@ class JacobianRows(ABC):
 
 
 def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:
-    """The group's columns by tensor: where they stand in the vector, and the rows there; `some` are left out.
+    """Yield the group's columns by tensor: where they stand in the vector, and the rows there; `some` are left out.
 
     Few entries of a layer's matrix are products of its two sides, of which no others are formed.
     """

@@ -141,7 +141,7 @@ class Passes(JacobianRows):
             self._asked = Counter({SOLVER: MANY})
 
     def with_root(self, fisher: OutputFisher) -> Passes:
-        """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
+        """Return the walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
 
         It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
         """
@@ -227,7 +227,7 @@ class Passes(JacobianRows):
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
     ) -> Float[Tensor, "NR K"]:
-        """The terms of all points, those of a point together."""
+        """Return the terms of all points, those of a point together."""
         parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
@@ -344,7 +344,7 @@ class Passes(JacobianRows):
             yield start, len(part.kept), partial(groups_of, part, outputs)
 
     def recorded_outputs(self) -> Tensor | None:
-        """The outputs at few points by a pass whose graph serves `jacobian_rows` next; None elsewhere.
+        """Return the outputs at few points by a pass whose graph serves `jacobian_rows` next; None elsewhere.
 
         Few are those of one batch in memory whose graph takes `MOST_RECORDED` bytes; each parameter has a layer rule.
         """
@@ -360,7 +360,7 @@ class Passes(JacobianRows):
             return self._recorded[1][0].detach()
 
     def _take_recorded(self, owners: Owners, count: int) -> Recording | None:
-        """The pass that `recorded_outputs` made, once, where it was of these layers and so many points."""
+        """Return the pass that `recorded_outputs` made, once, where it was of these layers and so many points."""
         with self.model.lock:
             found, self._recorded = self._recorded, None
         return found[1] if found is not None and found[0] == owners and len(found[1][0]) == count else None
@@ -404,7 +404,7 @@ class Passes(JacobianRows):
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
     def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """The cached engines of all batches, None where one is missing or another would serve it better."""
+        """Return the cached engines of all batches, None where one is missing or another would serve it better."""
         if not self._complete:
             return None
         cached = [self._kept[i] for i in range(len(self._kept))]
@@ -505,7 +505,7 @@ class Passes(JacobianRows):
 
 
 def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
-    """Bytes that rows may take at a time, on the device of `like`."""
+    """Return bytes that rows may take at a time, on the device of `like`."""
     return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
 
 

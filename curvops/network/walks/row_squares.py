@@ -75,7 +75,7 @@ def _add(total: Blocks, blocks: Blocks) -> None:
 
 
 def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
-    """One vector, with zeros for what no row is of."""
+    """Return one vector, with zeros for what no row is of."""
     if len(blocks) < len(model.selection.names):
         blocks = {name: torch.zeros_like(value) for name, value in model.values.items()} | blocks
     return model.selection.flatten(blocks)

@@ -18,7 +18,7 @@ from curvops.network.model.parameters import Blocks
 def hessian_product(
     model: Model, likelihood: Likelihood, block: Float[Tensor, "D K"], inputs: Any, batch: Batch
 ) -> Float[Tensor, "D K"]:
-    """The Hessian of one batch's negative log-likelihood times a block of vectors."""
+    """Return the Hessian of one batch's negative log-likelihood times a block of vectors."""
     tangents, leaves = model.selection.split(block), model.leaves()
 
     def products() -> Blocks:
@@ -33,7 +33,7 @@ def hessian_product(
 
 
 def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
-    """The gradient of Σ ⟨of, along⟩, by the leaves' names."""
+    """Return the gradient of Σ ⟨of, along⟩, by the leaves' names."""
     if not of:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     cotangents = [along[name].clone() for name in of]

@@ -127,5 +127,5 @@ class CurvatureRoot(NetworkOperator):
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:
-    """The root that the data give; None of what is no GGN and no Fisher."""
+    """Return the root that the data give; None of what is no GGN and no Fisher."""
     return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None

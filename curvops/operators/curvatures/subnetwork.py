@@ -108,7 +108,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
-    """Indices or a boolean mask as distinct positions below `size`; raises ValueError or TypeError."""
+    """Return indices or a boolean mask as distinct positions below `size`; raises ValueError or TypeError."""
     index = torch.as_tensor(indices)
     if index.dtype == torch.bool:
         if index.shape != (size,):
@@ -180,7 +180,7 @@ def _factors_by_pushes(lin: Linearization, output: OutputFisher, indices: Int[Te
 def _factors_by_rows(
     lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]
 ) -> FactorPairs:
-    """The selected columns of LᵀJ, some points at a time."""
+    """Yield the selected columns of LᵀJ, some points at a time."""
     size = sum(len(local) for local, _ in places.values())
     for groups in lin.passes.root_blocks(output, places):
         columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
@@ -212,7 +212,7 @@ def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[T
 
 
 def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
-    """Positions of each block: those of the given groups, then the rest by layer."""
+    """Return positions of each block: those of the given groups, then the rest by layer."""
     of_name = {name: p[p >= 0].flatten() for name, p in lin.model.selection.positions().items()}
     if isinstance(blocks, str):
         if blocks != "layer":

@@ -42,7 +42,7 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
 def gram_terms(
     left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], kept: Checkpoint = NOTHING
 ) -> Float[Tensor, "T nC mC"]:
-    """The terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ of the parameters that each takes (numbered from 0)."""
+    """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ of the parameters that each takes (numbered from 0)."""
     passes, begin, most_bytes = left.passes, 0, max(0, left.passes.memory.room())
     result = left.theta.new_zeros(1 + max(term_of.values()), left.shape[-2], right.shape[-2])
     if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], left.shape[-2]):
@@ -71,7 +71,7 @@ def gram_terms(
 
 
 def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
-    """Whether no piece of the walk lies on both sides of this row: other batches or chunks are cut elsewhere."""
+    """Return whether no piece of the walk lies on both sides of this row: other batches or chunks are cut elsewhere."""
     return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
@@ -133,7 +133,7 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
 
 
 def pays_by_positions(group: Group, partner: Group) -> bool:
-    """Whether inner products by pairs of positions are known, and less work than those of rows."""
+    """Return whether inner products by pairs of positions are known, and less work than those of rows."""
     left, other = _left(group), _left(partner)
     if left is None or other is None:
         return False
@@ -143,7 +143,7 @@ def pays_by_positions(group: Group, partner: Group) -> bool:
 
 
 def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
-    """Multiply-adds for a pair of points by pairs of positions."""
+    """Return multiply-adds for a pair of points by pairs of positions."""
     return t * u * (q + columns * (p + PASSES))
 
 
@@ -162,7 +162,7 @@ def gram_cost(plan: Plan, points: int) -> float:
 
 
 def _least(layer: Layer, columns: int) -> int:
-    """Multiply-adds for a pair of points at one layer."""
+    """Return multiply-adds for a pair of points at one layer."""
     by_rows = _by_rows(layer.size, 1, columns)
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if not positions:

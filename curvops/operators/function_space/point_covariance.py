@@ -52,7 +52,7 @@ class LayerMetric(NamedTuple):
 
     @classmethod
     def of(cls, form: EigenKroneckerForm) -> LayerMetric:
-        """The metric of a Kronecker product plus a number."""
+        """Return the metric of a Kronecker product plus a number."""
         base = form.eigen
         weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
         return cls(weights, base.left_vectors, base.right_vectors)
@@ -66,7 +66,7 @@ class Metric(ABC):
         """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        """The last layer's blocks with what of its inputs each takes; None where P has another structure."""
+        """Return the last layer's blocks with what of its inputs each takes; None where P has another structure."""
         return None
 
 
@@ -108,7 +108,7 @@ def point_covariances(
 
 
 def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
-    """The closed form of the operator that is inverted, if any, and the number that divides its result."""
+    """Return the closed form of the operator that is inverted, if any, and the number that divides its result."""
     form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
     factor = None
     while isinstance(form, ScaledForm):
@@ -123,7 +123,7 @@ def _sum_over_layers(
     tangents: dict[str, Tensor] | None = None,
     pushed: Tensor | None = None,
 ) -> Target | None:
-    """The sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
+    """Return the sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
     last = walk.features() or []
     each = bool(last) and all(features.outputs_each == outputs for features in last)
@@ -275,7 +275,7 @@ class InEigenbases(InDenseBlocks):
 
 
 def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:
-    """Where each weight of a block stands among these entries; None where they hold others."""
+    """Return where each weight of a block stands among these entries; None where they hold others."""
     index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
     kept = (entries >= 0).nonzero().squeeze(1)
     ascending = kept[entries[kept].argsort()]
@@ -305,7 +305,7 @@ def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: 
 
 
 def _along(tensors: list[Tensor], dim: int) -> Tensor:
-    """The tensors one after the other; one alone is not copied, as `torch.cat` would."""
+    """Return the tensors one after the other; one alone is not copied, as `torch.cat` would."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 

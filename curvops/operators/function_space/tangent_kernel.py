@@ -87,7 +87,7 @@ class TangentKernel(UserOperator, Operator):
         return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """The kernel in another dtype or on another device; that of one set of inputs stays one."""
+        """Return the kernel in another dtype or on another device; that of one set of inputs stays one."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         left, right, prior = self._args
         first = left.to(device=device, dtype=dtype)
@@ -95,7 +95,7 @@ class TangentKernel(UserOperator, Operator):
         return TangentKernel(first, second, convert(prior, device, dtype))
 
     def _diagonal(self) -> Float[Tensor, " nC"]:
-        """The variances Σ_d J²_id / A_d from each layer's inputs and sensitivities, at C backward passes."""
+        """Return the variances Σ_d J²_id / A_d from each layer's inputs and sensitivities, at C backward passes."""
         outputs = self._args[0].passes.engines.plan.num_outputs
         return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
 
@@ -127,7 +127,7 @@ class TangentKernel(UserOperator, Operator):
         return found
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
-        """The Gram matrix, where a gradient for A is asked for by one product a column."""
+        """Return the Gram matrix, where a gradient for A is asked for by one product a column."""
         left, right, prior = self._args
         if left.is_recorded or right.is_recorded:
             return gram_with_graph(left, right, _scales(left, prior))

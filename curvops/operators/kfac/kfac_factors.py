@@ -86,7 +86,7 @@ class Block:
 
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
-    """A sum in float64 as the block of a layer without factors, in this dtype with what that does not hold."""
+    """Return a sum in float64 as the block of a layer without factors, in this dtype with what that does not hold."""
     tensor, rest = round_with_rest(total, dtype)
     return Dense(tensor, psd=True, rest=rest)
 
@@ -97,7 +97,7 @@ class NoFactors(UserWarning):
 
 @torch.no_grad()
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
-    """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
+    """Return the blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     walk = SummedWalk(lin, fisher, "factors")
     blocks = {block.names: block for block in (from_record(Block, state) for state in walk.sums or ())}
     positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
@@ -139,7 +139,7 @@ class SummedWalk:
         fisher.resume(kept, lin.theta.device)
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
-        """The groups that were not added up before; `sums` is what has been, whenever some points are done."""
+        """Yield the groups that were not added up before; `sums` is what has been, whenever some points are done."""
         if self.kept.done:
             return
         # A run that goes on does not score what an earlier one did, and must end with the same bits.
@@ -165,12 +165,12 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
 
 
 def _has_positions(each: Tensor | None, right: Tensor) -> bool:
-    """Whether each of the layer's positions t is one of the sequence, with a value of its own."""
+    """Return whether each of the layer's positions t is one of the sequence, with a value of its own."""
     return each is not None and each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
 def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
-    """The inputs without points that do not count and, where t is the sequence, without such positions."""
+    """Return the inputs without points that do not count and, where t is the sequence, without such positions."""
     if group.all_counted:
         return right
     if not _has_positions(group.positions, right):
@@ -179,7 +179,7 @@ def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, 
 
 
 def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
-    """The mean over the positions, where t is the sequence over those that count."""
+    """Return the mean over the positions, where t is the sequence over those that count."""
     if group.all_counted or not _has_positions(group.positions, right):
         return right.mean(2, keepdim=True)
     assert group.positions is not None
@@ -188,7 +188,7 @@ def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, 
 
 
 def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Tensor, "m 1 s"] | None:
-    """The sample weight of each input that counts: a point of weight two counts as two."""
+    """Return the sample weight of each input that counts: a point of weight two counts as two."""
     weights = group.weights
     if weights is None:
         return None
@@ -219,7 +219,7 @@ def _add_inputs(block: Block, group: Group, sharing: str) -> None:
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
-    """How often each row of the table is looked up; never the padding row, which has no gradient."""
+    """Return how often each row of the table is looked up; never the padding row, which has no gradient."""
     each = None if weights is None else weights.flatten()
     counts = torch.bincount(tokens.flatten(), each, minlength=table.num_embeddings)
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
@@ -264,12 +264,12 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
 
 
 def layer_with_bias(group: Group) -> Layer | None:
-    """The layer of a group with one matrix for weight and bias; None for others."""
+    """Return the layer of a group with one matrix for weight and bias; None for others."""
     return group.layer if group.layer is not None and {"weight", "bias"} <= set(group.layer.names) else None
 
 
 def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[Sides]]]:
-    """The blocks that a group's rows belong to, with the sides of each: one, or its weight's and its bias's."""
+    """Return the blocks that a group's rows belong to, with the sides of each: one, or its weight's and its bias's."""
     matrices = group.matrices()
     if matrices is None:
         return []
@@ -312,7 +312,7 @@ def check_bias(bias: str) -> None:
 
 
 def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
-    """Where a group's entries stand in the flat vector, in the order of its matrix or of its names.
+    """Return where a group's entries stand in the flat vector, in the order of its matrix or of its names.
 
     `partial` says that the selection may take some entries of a tensor and leave others.
     """
@@ -330,7 +330,7 @@ def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, part
 
 
 def kept_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """Which entries of these tensors, one after the other, are selected."""
+    """Return which entries of these tensors, one after the other, are selected."""
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
 

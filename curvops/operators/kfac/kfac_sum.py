@@ -33,7 +33,7 @@ class KFACSum(NamedTuple):
 
 
 def has_kronecker_blocks(operator: LinearOperator) -> bool:
-    """Whether it is made of Kronecker products, as KFAC is, beside exact blocks of layers without factors."""
+    """Return whether it is made of Kronecker products, as KFAC is, beside exact blocks of layers without factors."""
     if not isinstance(operator, LayerBlocks):
         return False
     return all(isinstance(block, Kronecker | Dense | Diagonal) for block in operator.blocks)
@@ -86,12 +86,12 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
 
 
 def _is_silent(block: Operator) -> bool:
-    """Whether no output of these data depends on the block's parameters."""
+    """Return whether no output of these data depends on the block's parameters."""
     return isinstance(block, Dense | Diagonal) and not bool(block._args[0].any())
 
 
 def _block_sum(blocks: Sequence[Operator]) -> tuple[Operator, Tensor, Tensor]:
-    """One block for a sum of them, with the squares of its error's and of the sum's Frobenius norm."""
+    """Return one block for a sum of them, with the squares of its error's and of the sum's Frobenius norm."""
     if all(isinstance(block, Kronecker) for block in blocks):
         return nearest_kronecker([block for block in blocks if isinstance(block, Kronecker)])
     zero = torch.zeros((), dtype=torch.float64, device=blocks[0].device)

@@ -64,7 +64,7 @@ class OuterSum:
         self._add_rows(rows)
 
     def _lies_by_points(self, side: Tensor) -> bool:
-        """Whether columns are few and lie apart (channels): rows would have to be copied."""
+        """Return whether columns are few and lie apart (channels): rows would have to be copied."""
         p, t = side.shape[-1], side.shape[-2]
         few = side.shape[-3] == 1 and p < min(t, LEAST_SYMMETRIC, MOST_EXACT)
         return few and side.stride(-2) == 1 and not side.is_cuda
@@ -105,7 +105,7 @@ class OuterSum:
         self.total = None if self.total is None else passes.add_up([self.total])
 
     def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
-        """The sum divided by a number, in a dtype, and what that dtype does not hold.
+        """Return the sum divided by a number, in a dtype, and what that dtype does not hold.
 
         It ends the sum: call it once, after `join`.
         """

@@ -56,7 +56,7 @@ class Gradients(NetworkOperator):
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
-        """A walk over rows, their root, and the root that the walk does not multiply with itself."""
+        """Return a walk over rows, their root, and the root that the walk does not multiply with itself."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
         return rows or self.lin.passes, output, output if rows is None else None

@@ -60,7 +60,7 @@ class Jacobian(NetworkOperator):
         return self.passes.progress
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """The Jacobians of so many points at a time, and of fewer at the end of a batch."""
+        """Yield the Jacobians of so many points at a time, and of fewer at the end of a batch."""
         for passes, points in self.passes.by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 

@@ -81,13 +81,13 @@ class NetworkOperator(Operator):
         return self._attached(super()._t_matmul(rhs))
 
     def _attached(self, result: Tensor) -> Tensor:
-        """The result with a zero gradient for θ, where autograd asks for one."""
+        """Return the result with a zero gradient for θ, where autograd asks for one."""
         if torch.is_grad_enabled() and self.theta.requires_grad:
             return result + 0 * self.theta.sum()
         return result
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """The operator of a new linearisation in another dtype or on another device."""
+        """Return the operator of a new linearisation in another dtype or on another device."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         if (dtype in (None, self.dtype)) and (device in (None, self.device)):
             return self
@@ -108,5 +108,5 @@ class NetworkOperator(Operator):
 
     @classmethod
     def build_at(cls, lin: Any, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
-        """The operator of a linearisation, with these hyperparameters of the likelihood and these options."""
+        """Return the operator of a linearisation, with these hyperparameters of the likelihood and these options."""
         return cls(lin.theta, *hyperparameters, lin=lin, **options)

@@ -121,7 +121,7 @@ class _AfterEpoch:
 
     @classmethod
     def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _AfterEpoch:
-        """The first epoch."""
+        """Return the first epoch."""
         z = torch.zeros_like(right) if x0 is None else x0.clone()
         return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
 

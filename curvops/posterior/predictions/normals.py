@@ -30,7 +30,7 @@ class Normal(MultivariateNormal):
         return entries.expand(self._batch_shape + self._event_shape)
 
     def confidence_region(self) -> tuple[Tensor, Tensor]:
-        """The mean less and plus two standard deviations, with its gradient."""
+        """Return the mean less and plus two standard deviations, with its gradient."""
         spread = 2 * self.stddev
         return self.mean - spread, self.mean + spread
 
@@ -49,7 +49,7 @@ class MultitaskNormal(MultitaskMultivariateNormal, Normal):
         return Normal(mean, covariance)
 
     def to_data_independent_dist(self, jitter_val: float = 0.0) -> MultivariateNormal:
-        """Each point's own distribution over its outputs; gpytorch adds 1e-4 to its variances."""
+        """Return each point's own distribution over its outputs; gpytorch adds 1e-4 to its variances."""
         found = super().to_data_independent_dist(jitter_val)
         return Normal(found.mean, Dense(found.covariance_matrix, psd=True))
 

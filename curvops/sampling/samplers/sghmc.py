@@ -163,7 +163,7 @@ def sgnht(
     beta: float = 0.0,
     preconditioner: Any = None,
 ) -> SGNHT:
-    """The stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
+    """Return the stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
 
         θ += ε s m,    m += ε D g − ε s x m + √(𝒯ε(2α − 𝒯εβ)) D^½ ξ,    x += ε (s mᵀD⁻¹m/d − 𝒯)
 

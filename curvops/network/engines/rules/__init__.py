@@ -39,7 +39,7 @@ RULES: dict[type | str, Rule] = {
 
 
 def rule_of(kind: type) -> Rule | None:
-    """The row of `RULES` for a class, never that of a class it derives from; None without one."""
+    """Return the row of `RULES` for a class, never that of a class it derives from; None without one."""
     return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 

@@ -58,7 +58,7 @@ class ConvolutionRule(Rule):
         return gradient.unflatten(0, (layer.groups, s.shape[1], -1)).transpose(0, 1).flatten(1, 2)
 
     def _adjoint(self, layer: _ConvNd, kept: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The gradient of a wide weight of that shape."""
+        """Return the gradient of a wide weight of that shape."""
         wide = s.unflatten(2, (layer.groups, -1)).transpose(1, 2).flatten(1, 3).contiguous()
         output_padding = getattr(layer, "output_padding", (0,))
         geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
@@ -106,7 +106,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return gradient.unflatten(1, (s.shape[1], outputs)).transpose(0, 1)
 
     def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
-        """Each input pixel against the window of s that it writes to, one column at a time."""
+        """Return each input pixel against the window of s that it writes to, one column at a time."""
         a = kept.flatten(2).unflatten(1, (layer.groups, -1))
         sides = _both_sides(_padding(layer))
         rows = []

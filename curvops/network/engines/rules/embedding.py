@@ -26,7 +26,7 @@ class TableRule(Rule):
         return indices
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """The indices (n, 1, t)."""
+        """Return the indices (n, 1, t)."""
         return kept.reshape(kept.shape[0], 1, -1)
 
 
@@ -80,7 +80,7 @@ class EmbeddingBagRule(TableRule):
 
 
 def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
-    """Where the indices are not padding; None where no row is."""
+    """Return where the indices are not padding; None where no row is."""
     return None if layer.padding_idx is None else indices != layer.padding_idx
 
 
@@ -91,7 +91,7 @@ def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:
 
 
 def _weights(layer: nn.EmbeddingBag, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight of each position in its bag (n, t), zero at padding."""
+    """Return the weight of each position in its bag (n, t), zero at padding."""
     counted = _find_padding(layer, kept)
     weights = torch.ones_like(kept, dtype=dtype) if counted is None else counted.to(dtype)
     return weights / weights.sum(1, keepdim=True).clamp_min(1) if layer.mode == "mean" else weights

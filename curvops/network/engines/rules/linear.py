@@ -49,7 +49,7 @@ class LinearRule(Rule):
         return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
-        """One group, t the product of the dimensions in between, p outputs."""
+        """Return one group, t the product of the dimensions in between, p outputs."""
         return s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1]) if "weight" in names else None
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
@@ -119,7 +119,7 @@ def _outer(layer: nn.Bilinear, kept: Tensor) -> Tensor:
 
 
 def _unflatten_weight(layer: nn.Bilinear, gradients: Local) -> Local:
-    """Gradients with the weight's two input dimensions apart."""
+    """Return gradients with the weight's two input dimensions apart."""
     return {
         name: value.unflatten(-1, layer.weight.shape[1:]) if name == "weight" else value
         for name, value in gradients.items()

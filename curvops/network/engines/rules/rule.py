@@ -21,7 +21,7 @@ class Rule(ABC):
     matrix_is_transposed = False
 
     def supports(self, layer: Any) -> bool:
-        """Whether a layer of this class is set up such that the rule holds."""
+        """Return whether a layer of this class is set up such that the rule holds."""
         return True
 
     def keep(self, layer: Any, *inputs: Any) -> Tensor:
@@ -55,7 +55,7 @@ class Rule(ABC):
         return None
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """The right side, where there is a left one.
+        """Return the right side, where there is a left one.
 
         Where the names hold "bias" too it ends in a column of ones: q is one more, and column q − 1 the gradient of the
         bias, (g·p).
