@@ -7,15 +7,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from gpytorch.constraints import Interval, Positive
-from gpytorch.kernels import Kernel
-from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.constraints import Interval
 from gpytorch.priors import Prior
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_number
+from curvops.gp.operator_kernel import OperatorKernel, refuse_single_dimensions
 from curvops.gp.points import as_points, same_points
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
@@ -28,7 +27,7 @@ from curvops.operators.linearized.jacobian import Jacobian
 OVER = ("scalar", "layers", "tensors")
 
 
-class LinearizedKernel(Kernel):
+class LinearizedKernel(OperatorKernel):
     """k(x, x') = s J(x) A⁻¹ J(x')ᵀ: the covariance of a linearised network's outputs under the prior N(m, A⁻¹).
 
     Its parameters are the prior precision, one number for all weights, for each layer or for each tensor, and where it
@@ -58,8 +57,6 @@ class LinearizedKernel(Kernel):
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
     """
 
-    has_lengthscale = False
-
     def __init__(
         self,
         lin: Linearization,
@@ -85,58 +82,35 @@ class LinearizedKernel(Kernel):
         elif outputscale_prior is not None or outputscale_constraint is not None:
             raise ValueError("a prior or a constraint of the output scale needs its start: pass outputscale=1.0.")
 
-    def _add_parameter(self, name: str, start: Tensor, prior: Prior | None, constraint: Interval | None) -> None:
-        self.register_parameter(f"raw_{name}", torch.nn.Parameter(torch.zeros_like(start)))
-        self.register_constraint(f"raw_{name}", Positive() if constraint is None else constraint)
-        if prior is not None:
-            self.register_prior(f"{name}_prior", prior, lambda m: getattr(m, name), lambda m, v: setattr(m, name, v))
-        setattr(self, name, start)
-
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
         """A, one number for each group of weights."""
-        return self.raw_prior_precision_constraint.transform(self.raw_prior_precision)
+        return self._value("prior_precision")
 
     @prior_precision.setter
     def prior_precision(self, value: Any) -> None:
-        raw = self.raw_prior_precision
-        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand_as(raw)
-        self.initialize(raw_prior_precision=self.raw_prior_precision_constraint.inverse_transform(given))
+        self._set_value("prior_precision", value)
 
     @property
     def outputscale(self) -> Float[Tensor, ""]:
         """s; 1 where the kernel has none."""
-        if not self.has_outputscale:
-            return torch.ones_like(self.lin.theta[0])
-        return self.raw_outputscale_constraint.transform(self.raw_outputscale)
+        return self._value("outputscale") if self.has_outputscale else torch.ones_like(self.lin.theta[0])
 
     @outputscale.setter
     def outputscale(self, value: Any) -> None:
         if not self.has_outputscale:
             raise ValueError("this kernel has no output scale: pass outputscale=1.0 when it is made.")
-        raw = self.raw_outputscale
-        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
-        self.initialize(raw_outputscale=self.raw_outputscale_constraint.inverse_transform(given))
+        self._set_value("outputscale", value)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """C, the number of the network's outputs."""
         return self.lin.num_outputs
 
-    def __call__(
-        self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
-    ) -> Any:
-        """Return the lazy matrix, or its diagonal; see gpytorch's `Kernel.__call__`."""
-        found = super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
-        if type(found) is LazyEvaluatedKernelTensor:
-            return LazyLinearizedKernel(found.x1, found.x2, kernel=self)
-        return found
-
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
         """Return the kernel's matrix (..., n·C, m·C), or its diagonal (..., n·C)."""
-        if last_dim_is_batch:
-            raise ValueError("last_dim_is_batch makes a kernel of each input dimension; a network takes them together.")
+        refuse_single_dimensions(last_dim_is_batch)
         same = same_points(x1, x2)
         if diag and not same:
             return self._blocks(x1.unsqueeze(-2), x2.unsqueeze(-2)).diagonal(dim1=-2, dim2=-1).flatten(-2)
@@ -238,13 +212,3 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         of = {name: owners.index(owner[name]) for name in names}
         values = [checked_number("prior_precision", start)] * len(owners)
     return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)
-
-
-class LazyLinearizedKernel(LazyEvaluatedKernelTensor):
-    """A kernel matrix that is evaluated when it is first used; its sums are curvops operators."""
-
-    def __add__(self, other: Any) -> LinearOperator:
-        return self.evaluate_kernel() + other
-
-    def add_diagonal(self, diag: Tensor) -> LinearOperator:
-        return self.evaluate_kernel().add_diagonal(diag)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from curvops.linalg.core.cache import carries_graph
 from curvops.operators import Linearization
 
 
@@ -32,5 +33,13 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
 
 
 def same_points(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors hold the same points, as gpytorch passes one tensor twice."""
-    return x is y or (x.shape == y.shape and torch.equal(x, y))
+    """Whether two tensors hold the same points, whose gradients may be taken together, as of one tensor given twice."""
+    if x is y or (
+        x._base is not None and x._base is y._base and x.data_ptr() == y.data_ptr() and _layout(x) == _layout(y)
+    ):
+        return True
+    return x.shape == y.shape and not carries_graph((x, y)) and torch.equal(x, y)
+
+
+def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return x.shape, x.stride()

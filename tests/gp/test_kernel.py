@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `mean.py`, `points.py`.
+Tests `kernel.py`, `mean.py`, `operator_kernel.py`, `points.py`.
 """
 
 from __future__ import annotations
@@ -151,6 +151,19 @@ def test_gradients_in_inputs_and_parameters(name: str, prior: str) -> None:
         return changed(a.detach()).to_dense()
 
     assert gradcheck(matrix, (start,), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equal_points_in_two_tensors_have_a_gradient_each(name: str) -> None:
+    lin, x, _ = linearized(name)
+    kernel = LinearizedKernel(lin, 2.0)
+    a, b = (x[:3].flatten(1).clone().requires_grad_() for _ in range(2))
+    assert gradcheck(lambda a, b: kernel(a, b).to_dense(), (a, b), fast_mode=True)
+    assert gradcheck(lambda a, b: kernel(a, b, diag=True), (a, b), fast_mode=True)
+    assert gradcheck(lambda a: kernel(a, b.detach()).to_dense(), (a,), fast_mode=True)
+    assert gradcheck(lambda a: kernel(torch.cat([a, b]))[:3, :3].to_dense(), (a,), fast_mode=True)
+    both = torch.cat([a, b])
+    assert kernel(both[2:], both[2:]).evaluate_kernel().psd
 
 
 def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
