@@ -1,8 +1,8 @@
-"""Records of operators as plain values and tensors: the class by name and the arguments that rebuild it.
+"""Records of operators as plain values and tensors: the name of the class and the arguments that rebuild it.
 
-linear_operator rebuilds an operator from its constructor's arguments; a record holds the same. What is computed from
-them is left out, but for the eigenbases of Kronecker factors. Operators whose products walk over the data (the GGN) are
-recorded by reference to a linearisation.
+linear_operator rebuilds an operator from the arguments of its constructor, and a record holds the same. Values computed
+from them are left out, except the eigenbases of Kronecker factors. Operators whose products walk over the data (the
+GGN) are recorded by reference to a linearisation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, S
 
 
 def record_of_operator(operator: LinearOperator, lin: Linearization, what: str = "the curvature") -> dict[str, Any]:
-    """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
+    """Return the record of an operator on the parameters of `lin`; raise ValueError, with the remedy, without one."""
     operator = operator.settled() if isinstance(operator, ScaledByNoise) else operator
     record = _record(operator, lin, what)
     if isinstance(operator, UserOperator) and operator.asked is not None:
@@ -60,7 +60,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
         return _data_record(operator, lin, what)
     if TENSOR_OPERATORS.get(name) is not type(operator):
         raise ValueError(
-            f"{what} holds {name}, an operator that cannot be saved: take co.low_rank(op), co.KFAC(lin), or for few "
+            f"{what} holds {name}, an operator that cannot be saved: use co.low_rank(op), co.KFAC(lin), or for few "
             "weights co.linalg.Dense(op.to_dense(), psd=True)."
         )
     kwargs = {key: v for key, v in operator._kwargs.items() if key != "progress" and not isinstance(v, Cache)}
@@ -75,7 +75,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
 
 
 def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
-    """Return the operator of a record; raises ValueError where it needs data that `lin` does not have."""
+    """Return the operator of a record; raise ValueError where it needs data that `lin` does not have."""
     operator = _operator(record, lin)
     if "asked" in record:
         operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
@@ -110,9 +110,9 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
     own: Linearization = operator.lin
     if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
         raise ValueError(
-            f"{what} holds co.{type(operator).__name__} of other data or other weights than the posterior's own "
-            f"linearisation ({own.num_data:,} points), and a GGN is saved by reference to its data: keep it by "
-            "structure, post.update(lin_new, rank=...) or co.low_rank(op)."
+            f"{what} holds co.{type(operator).__name__} of other data or other weights than those of the "
+            f"posterior's own linearisation ({own.num_data:,} points), a GGN is saved by reference to its data: keep "
+            "it in compressed form, post.update(lin_new, rank=...) or co.low_rank(op)."
         )
     return {
         "class": type(operator).__name__,
@@ -122,11 +122,11 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
     }
 
 
-# Values: plain ones as they are, others as a mapping that says what it stands for.
+# Plain values are recorded directly, others as a mapping that names their type.
 
 
 def record_of_value(value: Any, lin: Linearization, what: str = "the posterior") -> Any:
-    """Return the record of an argument of an operator; ValueError for one that has none."""
+    """Return the record of an operator's argument; raise ValueError for one that has none."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -153,7 +153,7 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
 
 
 def value_of_record(value: Any, lin: Linearization) -> Any:
-    """Return the value of a record, its tensors where the weights are."""
+    """Return the value of a record, its tensors on the device of the weights."""
     if isinstance(value, Tensor):
         return value.to(lin.theta.device)
     if not isinstance(value, dict):

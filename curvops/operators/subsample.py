@@ -1,4 +1,4 @@
-"""A random part of the data that stands for all of them: every sum over it is unbiased."""
+"""A random subset of the data, weighted so that every sum over it is unbiased."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def subsample(
     """Linearise the network on m of its N points, each with N/m times its weight.
 
     Curvatures, gradients and log-likelihoods of the result are unbiased estimates of those of all points: their mean
-    over all subsets of m points is the full one. The posterior of one subset is not unbiased.
+    over all subsets of m points equals the full one. The posterior of one subset is not unbiased.
 
     Args:
         lin: the linearisation of all data.
-        m: how many points to draw without replacement, or their positions (m,).
+        m: the number of points to draw without replacement, or their positions (m,).
         generator: source of the draw.
 
     Returns:
-        A linearisation with engines of its own, within the memory budget of `lin`. Costs a pass over the data; the
-        points chosen are copied.
+        A linearisation with its own engines, within the memory budget of `lin`. Costs a pass over the data; the chosen
+        points are copied.
 
     Raises:
         TypeError, ValueError: not a linearisation, m not between 1 and N, positions out of range or repeated.

@@ -1,4 +1,4 @@
-"""The base of the GGN and the Fishers, Jᵀ H J with an H that acts on the outputs of each point, and its square root."""
+"""The common base of the GGN and the Fishers, Jᵀ H J with H on the outputs of each point, and its square root."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from curvops.operators.linearized.user_operator import UserOperator
 class Curvature(UserOperator, NetworkOperator):
     """A curvature Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass defines H in `output`.
 
-    Where H = L Lᵀ has few columns it is the Gram matrix of the rows Lᵀ J, which `rows` walks over.
-    Products carry gradients through the vectors and the likelihood's hyperparameters.
+    Where H = L Lᵀ has few columns, products use the rows Lᵀ J, which `rows` walks over. They carry gradients through
+    the vectors and the likelihood's hyperparameters.
     """
 
     STORED = "lin"
@@ -33,16 +33,16 @@ class Curvature(UserOperator, NetworkOperator):
     @property
     def output(self) -> OutputFisher:
         """H, the curvature of each point's outputs."""
-        raise TypeError(f"{type(self).__name__} does not say what H is.")
+        raise TypeError(f"{type(self).__name__} does not define H: override `output`.")
 
     @property
     def rows(self) -> Passes | None:
-        """The walk over Lᵀ J that this product may use, None where it takes J itself."""
+        """Return the walk over Lᵀ J that products may use, or None where they use J itself."""
         return None
 
     @property
     def plan(self) -> Plan:  # type: ignore[override]
-        """The plan of engines that serve the products, as `lin.plan`; for systems ask `(G + prior).plan()`."""
+        """The plan of engines that serve the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
         return (self.rows or self.lin).plan
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
@@ -51,15 +51,15 @@ class Curvature(UserOperator, NetworkOperator):
         return self.lin.passes.curvature_product(block, self.output)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
-        """From the rows of Lᵀ J; by products, which have gradients, where one for a hyperparameter is recorded."""
+        """Compute the diagonal from the rows of Lᵀ J, or by products where a hyperparameter's gradient is recorded."""
         if carries_graph(self._args[1:]):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
-        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ, at one pull of J a draw.
+        """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at one pull of J per draw.
 
-        Equal seeds draw alike, however the data are batched.
+        Equal seeds give equal draws, however the data are batched.
         """
         columns = self.output.num_columns(self.lin.num_outputs)
         if (rows := self.rows) is not None:
@@ -68,12 +68,12 @@ class Curvature(UserOperator, NetworkOperator):
 
 
 class CurvatureRoot(NetworkOperator):
-    """S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, R columns a point, those of a point together.
+    """The square root S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, with R columns per point, point after point.
 
-    S Z and Sᵀ V cost half a product of the curvature each.
+    S Z and Sᵀ V each cost half a product of the curvature.
     """
 
-    # Stored are θ, `lin`, the `walk` over so many `points`, the `output`, and whether the walk is `reduced` to Lᵀ J.
+    # Stored are θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced` to Lᵀ J.
 
     @classmethod
     def of(cls, curvature: Curvature) -> CurvatureRoot:
@@ -89,7 +89,7 @@ class CurvatureRoot(NetworkOperator):
 
     @property
     def columns_a_point(self) -> int:
-        """R."""
+        """R, the number of columns of L per point."""
         return self.output.num_columns(self.lin.num_outputs)
 
     @property
@@ -114,18 +114,20 @@ class CurvatureRoot(NetworkOperator):
     def minibatches(
         self, size: int, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Int[Tensor, " n"], CurvatureRoot]]:
-        """(positions of some points among all, their columns of S), all points once, in a random order.
+        """Yield (positions of some points, their columns of S) until every point has come once, in random order.
 
-        Points are shuffled within each batch of the data, which are read in their own order: one of all points, as
-        tensors are, is shuffled as a whole.
+        Points are shuffled within each batch, and the batches come in their own order. Tensors are one batch and are
+        shuffled as a whole.
         """
         if isinstance(self.output, Sampled):
-            raise ValueError("minibatches of a Monte-Carlo GGN are not known: take co.GGN(lin), or method='cg'.")
+            raise ValueError(
+                "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin), or method='cg'."
+            )
         for chosen, walk in self.lin.passes.minibatches(size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}
             yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:
-    """Return the root that the data give; None of what is no GGN and no Fisher."""
+    """Return the root of a GGN or Fisher that the data give; None for any other operator."""
     return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None

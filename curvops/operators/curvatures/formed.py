@@ -1,4 +1,4 @@
-"""An operator that is formed, in float64, when something is first solved with it plus a diagonal."""
+"""An operator that is formed in float64 at the first solve with it plus a diagonal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from curvops.operators.curvatures.subnetwork import principal_block
 
 
 class FormedCholesky(DenseForm):
-    """Cholesky of the operand as it was formed, which has no gradient for what is inside it."""
+    """Cholesky factorisation of a formed operand, without gradients for the tensors inside the operand."""
 
     @property
     def holds(self) -> bool:
@@ -27,7 +27,7 @@ class FormedCholesky(DenseForm):
 
     @cached_property
     def dense(self) -> Tensor:
-        """P, (n, n)."""
+        """P as a dense matrix (n, n)."""
         dense = self.base.formed()
         return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
 
@@ -35,8 +35,8 @@ class FormedCholesky(DenseForm):
 class Formed(UnaryOperator):
     """An operator A with few enough rows to be formed for repeated solves with A plus a diagonal.
 
-    Products are those of A. Cost: that of `Subnetwork` of all weights, at the first solve, draw or log-determinant with
-    any diagonal; each other diagonal costs a factorisation.
+    Products are those of A. The first solve, draw or log-determinant with any diagonal costs as much as `Subnetwork` of
+    all weights; each further diagonal costs a factorisation.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = FormedCholesky
@@ -49,7 +49,7 @@ class Formed(UnaryOperator):
         return product
 
     def formed(self) -> Tensor:
-        """A, (n, n), in float64, formed once for these tensors."""
+        """Return A (n, n) in float64, formed once for the present tensors."""
         cache: Cache = self._kwargs["cache"]
         return cache.get_or_compute("formed", self.representation(), self._formed_now)
 

@@ -22,19 +22,19 @@ class GGN(Curvature):
     """The generalised Gauss–Newton matrix G = Σ_n J_nᵀ H_n J_n (D, D), H_n the output Fisher (Schraudolph 2002).
 
     Symmetric positive semi-definite. Products G @ v and G @ V carry gradients through the vectors and the likelihood's
-    hyperparameters. Cost to build: nothing. A product is one push and one pull of J, 0.5–2 gradients a vector (see
-    `lin.plan`), plus O(N·C) for H. Memory: the engines of the plan, within the budget. Choose it first: all others
-    approximate it, and pay where its many products cost too much.
+    hyperparameters. Cost to build: nothing. A product is one push and one pull of J, 0.5–2 gradients per vector (see
+    `lin.plan`), plus O(N·C) for H. Memory: the engines of the plan, within the budget. Choose it first: all other
+    curvatures approximate it, and are worth it where its many products cost too much.
 
-    With `mc_samples` it is the Monte-Carlo Fisher: M targets a point are drawn from the model once, at the call, by one
-    forward pass, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN; choose it where C is
-    large (a vocabulary), or as a cheaper root of the GGN. It has no gradient for hyperparameters. Its products multiply
-    with M rows a point, whatever C: for one sample 0.5–1 gradients (`print(op.plan)`), after (1 + M) / 3 at the first,
-    within the rest of the budget.
+    With `mc_samples` it is the Monte-Carlo Fisher: one forward pass at the call draws M targets per point from the
+    model, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN. Choose it where C is large (a
+    vocabulary), or for a cheaper root of the GGN. It has no gradient for hyperparameters. Its products multiply with M
+    rows per point, whatever C: for one sample 0.5–1 gradients (`print(op.plan)`), after (1 + M) / 3 for the first one.
+    The rows are stored within the rest of the budget.
 
     Args:
         lin: the linearised network.
-        mc_samples: M, targets to draw a point; None for the GGN itself.
+        mc_samples: M, the number of targets drawn per point; None for the GGN itself.
         generator: source of the draws.
 
     Raises:
@@ -53,12 +53,12 @@ class GGN(Curvature):
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = lin.draw_residuals(mc_samples, generator)
         rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
-        fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not move with them
+        fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows)
 
     @property
     def output(self) -> OutputFisher:
-        """H: the output Fisher, or its estimate from the draws."""
+        """H, the output Fisher or its estimate from the draws."""
         draws: Tensor | None = self._kwargs["draws"]
         return Exact(self.likelihood) if draws is None else Sampled(self.likelihood, draws)
 
@@ -76,23 +76,23 @@ class GGN(Curvature):
 class DiagonalGGN(UserOperator, Diagonal):
     """The diagonal of the GGN as an operator (D, D): the summed squares of all rows of LᵀJ (Dangel et al. 2020).
 
-    Every operation on it, and on it plus a prior, is elementwise: a product is D multiplications. It ignores
-    correlations: choose it for ranking weights and as the cheapest posterior, not where weights act together. (Dangel,
+    Every operation on it, or on it plus a prior, is elementwise: a product is D multiplications. It ignores
+    correlations. Choose it to rank weights and as the cheapest posterior, not where weights act together. (Dangel,
     Kunstner & Hennig 2020.)
 
-    Cost to build, here and once, without a gradient graph: a forward pass and a backward pass for each of C columns
-    (mc: `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one
-    position that product is shared by all columns. Memory: a chunk of sensitivities within the budget, never a
-    Jacobian. Parameters without a layer rule take a backward pass for each point and column.
+    Cost to build, at the call and without a gradient graph: one forward pass, a backward pass for each of the C
+    columns ("mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each of them; a layer that
+    is applied at one position shares that product among all columns. Memory: a chunk of sensitivities within the
+    budget, never a Jacobian. Parameters without a layer rule need a backward pass for each point and column.
 
     Args:
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
-        mc_samples: targets to draw a point with fisher="mc".
+        mc_samples: the number of targets drawn per point with fisher="mc".
         generator: source of the draws.
 
     Raises:
-        ValueError: another `fisher`, or `mc_samples` that does not fit it.
+        ValueError: another `fisher`, or `mc_samples` with a `fisher` that draws nothing.
     """
 
     STORED = "space"
@@ -109,7 +109,7 @@ class DiagonalGGN(UserOperator, Diagonal):
 
 
 class DisplacedGGN(Curvature):
-    """Σ_n J_nᵀ H_n J_n with H at f_n + shift_n; `shift` is J δ, (N, C)."""
+    """The GGN with the output Fishers at displaced outputs: H_n is taken at f_n + shift_n, shift = J δ (N, C)."""
 
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
@@ -122,12 +122,12 @@ class DisplacedGGN(Curvature):
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"]:
-        """Jᵀr of the linear model: the gradient of its negative log-likelihood. One pull of J."""
+        """Return Jᵀr, the gradient of the linear model's negative log-likelihood. One pull of J."""
         exact = self.output
         return self.lin.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
 
     def log_likelihood(self, step: Float[Tensor, "N C"] | float = 0.0) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""
+        """Return Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""
         exact = Exact(self.likelihood, self._kwargs["shift"] + step)
         return self.lin.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).double().sum(), 0)
 
@@ -136,16 +136,17 @@ class EmpiricalFisher(Curvature):
     """The empirical Fisher F = Σ_n g_n g_nᵀ (D, D), g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
 
     It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second moments of gradients, not
-    for uncertainty. Class weights multiply r_n, sample weights the outer product: a point of weight two counts as two
-    (a sequence with weights for its positions by the largest, the others relative to it). Cost to build: nothing at the
-    call; the first product computes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix products a
-    layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3 to compute.
-    While a gradient for a hyperparameter is recorded it costs as much as the GGN's. Memory: the rows that the plan
-    keeps, within the rest of the budget.
+    for uncertainty. Class weights multiply r_n; sample weights multiply the outer product, so that a point of weight
+    two counts as two points (a sequence with weights for its positions enters with the largest, the others relative to
+    it). Cost to build: nothing at the call; the first product computes the rows g_n layer by layer, for 2/3 of a
+    gradient. A product is two matrix products per layer, 0.5–1 gradients per vector whatever C (`print(op.plan)`). Per
+    token there are T rows per sequence, which take (1 + T) / 3 gradients to compute. While a hyperparameter's gradient
+    is recorded, a product costs as much as the GGN's. Memory: the rows that the plan keeps, within the rest of the
+    budget.
 
     Args:
         lin: the linearised network.
-        per_token: give each token of a sequence its own outer product; else g_n sums over the tokens.
+        per_token: give each token of a sequence its own outer product; otherwise g_n sums over the tokens.
 
     Raises:
         TypeError: per_token is neither True nor False.

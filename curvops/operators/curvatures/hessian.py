@@ -11,19 +11,20 @@ from curvops.operators.linearized.user_operator import UserOperator
 
 
 class Hessian(UserOperator, NetworkOperator):
-    """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, GGN + Σ_n Σ_c r_nc ∇²f_c.
+    """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, which is the GGN + Σ_n Σ_c r_nc ∇²f_c.
 
-    Symmetric, in general indefinite. Choose it for sharpness and saddle points, the GGN for posteriors, and solve
+    Symmetric, in general indefinite. Choose it for sharpness and saddle points, and the GGN for posteriors; solve
     shifted systems with `minres`, not CG. Cost to build: one product on two points. A product is a forward and a
-    backward pass with its graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one
-    vector, 2 more for each further one. Memory: that graph for one batch; nothing is kept between products. Among the
-    likelihood's hyperparameters only the single noise of a Gaussian has a gradient.
+    backward pass with its graph, and a further backward pass per vector (Pearlmutter 1994): about 4 gradients for one
+    vector, 2 for each further one. Memory: that graph for one batch; nothing is kept between products. The only
+    hyperparameter of a likelihood that has a gradient is the single noise of a Gaussian.
 
     Args:
         lin: the linearised network.
 
     Raises:
-        RuntimeError: the model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
+        RuntimeError: the model has no second derivatives, or wrong ones (those of torch's fused weight_norm are not
+            symmetric).
     """
 
     STORED = "lin"

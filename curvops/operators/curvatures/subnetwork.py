@@ -24,27 +24,27 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 
 COLUMNS = 64
-"""Unit vectors that are multiplied at a time."""
+"""How many unit vectors are multiplied at a time."""
 ROWS = 256
-"""Rows of a block that are summed at a time."""
+"""How many rows of a block are summed at a time."""
 COLUMNS_A_ROW = 2
-"""A row of LᵀJ is made for every parameter, in the time of so many pushes of a unit vector or less."""
+"""A row of LᵀJ costs at most as much as pushing this many unit vectors, though it holds every parameter."""
 
 
 class Subnetwork(Dense):
     """The principal block A[S, S] of an operator for a set S of weights, as a dense matrix (S, S).
 
-    `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build: for a
-    GGN or Fisher the S columns of LᵀJ (H = L Lᵀ), by a backward pass for each column of L where S is at least twice as
-    many, else by a push of J for each index, and S² N·C operations; for other operators a product for each index. A
-    product is S² operations. Memory: a few S² numbers in float64, and the rows of some points. Choose it for exact
-    inference over up to a few thousand weights. `parameters=indices` in `co.linearize` gives this block as an operator
-    that is never formed.
+    `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build, for a
+    GGN or Fisher: the S columns of LᵀJ (H = L Lᵀ) and S² N·C operations; the columns come from a backward pass for
+    each column of L where S is at least twice as many, otherwise from a push of J for each index. For other
+    operators: a product for each index. A product is S² operations. Memory: a few S² numbers in float64, and the rows
+    of some points. Choose it for exact inference over up to a few thousand weights. `parameters=indices` in
+    `co.linearize` gives the same block as an operator that is never formed.
 
     Args:
         source: the operator (D, D).
         indices: positions of the weights, or a boolean mask (D,).
-        stored: the keywords of the stored form, which users leave out.
+        stored: the keywords of the stored form; users leave them out.
 
     Raises:
         TypeError: a linearisation in place of an operator, or no indices.
@@ -56,10 +56,10 @@ class Subnetwork(Dense):
             LinearOperator.__init__(self, source, indices=indices, **stored)
             return
         if stored:
-            raise TypeError(f"Subnetwork takes an operator and indices, got {', '.join(stored)} beside them.")
+            raise TypeError(f"Subnetwork takes an operator and indices, got also {', '.join(stored)}.")
         if isinstance(source, Linearization):
             raise TypeError(
-                "Subnetwork is a block of an operator, not of a linearisation; choose which: "
+                "Subnetwork is a block of an operator, not of a linearisation: choose an operator, "
                 "co.Subnetwork(co.GGN(lin), indices)."
             )
         if not isinstance(source, LinearOperator | Tensor):
@@ -77,20 +77,21 @@ class Subnetwork(Dense):
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
-        """Positions of the subnetwork's weights in the vector of all."""
+        """Positions of the subnetwork's weights in the vector of all weights."""
         return self._kwargs["indices"]
 
 
 class BlockDiagonal(UserOperator, DirectSum):
-    """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
+    """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, as an operator (D, D).
 
-    Plus a prior it is solved by Cholesky. Cost to build: one push of J for each weight. A product is Σ p² operations.
-    Memory: Σ p² numbers. Choose it for small layers, KFAC for large ones.
+    Entries outside the blocks are zero. Plus a prior it is solved by Cholesky. Cost to build: one push of J for each
+    weight. A product is Σ p² operations for blocks of p weights. Memory: Σ p² numbers. Choose it for small layers, and
+    KFAC for large ones.
 
     Args:
         lin: the linearised network.
-        blocks: "layer", a block for each layer's own parameters, or groups such as [["0.*"], ["2.*", …]] of globs over
-            names, or of positions. Weights in no group have a block with the rest of their layer.
+        blocks: "layer" for a block of each layer's own parameters, or a list of groups such as [["0.*"], ["2.*", …]],
+            of globs over names or of positions. Weights in no group share a block with the rest of their layer.
 
     Raises:
         ValueError: groups that overlap or name nothing, or blocks that exceed the memory budget.
@@ -108,7 +109,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
-    """Return indices or a boolean mask as distinct positions below `size`; raises ValueError or TypeError."""
+    """Return indices or a boolean mask as distinct positions below `size`, or raise ValueError or TypeError."""
     index = torch.as_tensor(indices)
     if index.dtype == torch.bool:
         if index.shape != (size,):
@@ -122,13 +123,13 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     if low < 0 or high >= size:
         raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")
     if len(index.unique()) != len(index):
-        raise ValueError("the indices hold a position twice; each weight can be selected once.")
+        raise ValueError("the indices contain a position twice; each weight can be selected once.")
     return index.long().clone()
 
 
 @torch.no_grad()
 def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """A[S, S], in float64 for a curvature (see `fisher_block`) and for sums, else from one product for each index."""
+    """Return A[S, S]: for a curvature (see `fisher_block`) and for sums in float64, else by one product per index."""
     if isinstance(operator, Damped):
         block = principal_block(operator.base, indices)
         block.diagonal().add_(operator.shift if operator.shift.ndim == 0 else operator.shift[indices])
@@ -148,25 +149,25 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
 
 @torch.no_grad()
 def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64.
+    """Return Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64.
 
-    From the rows of LᵀJ, one backward pass for each column of H = L Lᵀ, where these are few beside S; else from a push
-    of J for each index. The sums, not the rows, are what single precision has too few digits for: with it, eigenvalues
-    below 1e-7 of the largest would be rounding.
+    The rows of LᵀJ take one backward pass for each column of H = L Lᵀ; where these are not few beside S, columns come
+    from a push of J for each index. The sums need float64, the rows do not: with sums in single precision, eigenvalues
+    below 1e-7 of the largest would be rounding errors.
     """
     total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
     places = _places(lin, indices)
     columns = output.num_columns(lin.num_outputs)
     by_rows = COLUMNS_A_ROW * columns <= len(indices) and not places.keys() & lin.plan.others.keys()
     for left, right in _factors_by_rows(lin, output, places) if by_rows else _factors_by_pushes(lin, output, indices):
-        for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
+        for start in range(0, len(indices), ROWS):  # entries below the diagonal come from those above
             part = slice(start, start + ROWS)
             total[part, start:].addmm_(left[:, part].mT, right[:, start:])
     return mirror(lin.passes.add_up([total]).unsqueeze(0))[0]
 
 
 FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
-"""Left and right factors of a sum of products leftᵀ right."""
+"""Pairs of left and right factors whose products leftᵀ right add up to the block."""
 
 
 def _factors_by_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
@@ -200,7 +201,7 @@ def _factors_by_rows(
 
 
 def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:
-    """By parameter name which of its entries are selected, and where each stands in the selection."""
+    """Return, by parameter name, which of its entries are selected and where each stands in the selection."""
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
     found = {}
     for name, positions in lin.model.selection.positions().items():
@@ -212,7 +213,7 @@ def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[T
 
 
 def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
-    """Return positions of each block: those of the given groups, then the rest by layer."""
+    """Return the positions of each block: first those of the given groups, then the rest by layer."""
     of_name = {name: p[p >= 0].flatten() for name, p in lin.model.selection.positions().items()}
     if isinstance(blocks, str):
         if blocks != "layer":
@@ -221,7 +222,7 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
     groups = [_group(lin, group, of_name) for group in blocks]
     taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
     if len(taken.unique()) != len(taken):
-        raise ValueError("the groups of blocks= overlap; each weight belongs to one block.")
+        raise ValueError("the groups of blocks= overlap: put each weight into one group.")
     free = torch.ones(lin.num_parameters, dtype=torch.bool)
     free[taken] = False
     layers: dict[str, list[Tensor]] = {}
@@ -235,16 +236,16 @@ def _group(lin: Linearization, group: Any, of_name: dict[str, Tensor]) -> Int[Te
     if isinstance(group, Sequence) and all(isinstance(glob, str) for glob in group):
         names = lin.model.selection.matching(*([group] if isinstance(group, str) else group))
         if not names:
-            raise ValueError(f"blocks= names {group!r}, which matches no parameter among {list(of_name)}.")
+            raise ValueError(f"blocks= contains {group!r}, which matches no parameter; the names are {list(of_name)}.")
         return torch.cat([of_name[name] for name in names])
     return checked_indices(group, lin.num_parameters).cpu()
 
 
 def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
-    needed = sum(len(index) ** 2 for index in positions) * 8  # two parts in single precision
+    needed = sum(len(index) ** 2 for index in positions) * 8  # two parts per number in single precision
     if needed > lin.memory_budget:
         largest = max(len(index) for index in positions)
         raise ValueError(
-            f"the dense blocks take {needed:,} bytes (the largest {largest:,} × {largest:,}), the memory budget is "
-            f"{lin.memory_budget:,}; use co.KFAC(lin), smaller groups, or a larger memory_budget."
+            f"the dense blocks need {needed:,} bytes (the largest is {largest:,} × {largest:,}), the memory budget is "
+            f"{lin.memory_budget:,}: use co.KFAC(lin), smaller groups, or a larger memory_budget."
         )

@@ -1,7 +1,7 @@
 """The Gram matrix J(x) A⁻¹ J(x')ᵀ with its gradients in x, x' and the prior precision A.
 
-Both sets of inputs pass through the network together, once, and the inner products of each layer's rows are formed with
-their graph. Rows that would have to be formed themselves are formed again in the backward pass, one layer at a time.
+Both sets of inputs pass through the network together, once. The inner products of each layer's rows are computed with
+their graph; rows that have to be formed are formed again in the backward pass, one layer at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from curvops.operators.linearized.jacobian import Jacobian
 
 
 def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor]) -> Float[Tensor, "nC mC"]:
-    """Return J(x) S J(x')ᵀ with its gradient in those of x, x' and S that require one.
+    """Return J(x) S J(x')ᵀ with its gradients in x, x' and S, as far as these require one.
 
     Args:
         left: J(x), made with `differentiable=True`.
-        right: J(x'), likewise; J(x) itself where x' is x.
-        scales: S = A⁻¹ by parameter name, 0-d where it is one number, else of the parameter's shape.
+        right: J(x'), likewise; J(x) itself if x' is x.
+        scales: S = A⁻¹ by parameter name: 0-d where it is constant, otherwise of the parameter's shape.
 
-    Cost: two to three times that of the matrix without a graph; where S differs within a layer, the layer's rows.
+    Cost: two to three times that of the matrix without a graph. Memory, where S varies within a layer: that layer's
+        rows.
     """
     same, rows = left.passes is right.passes, left.shape[-2]
     points = left.graph if same else left.graph.followed_by(right.graph)
@@ -47,7 +48,7 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
 
 
 def _inner_products(first: Group, second: Group, scales: list[Tensor]) -> Float[Tensor, "nr ms"]:
-    """Return the inner products of the rows of one layer: by pairs of positions where that is less work."""
+    """Return the inner products of the rows of one layer, by pairs of positions where that is less work."""
     one_number = all(scale is scales[0] for scale in scales) and scales[0].ndim == 0
     if one_number and pays_by_positions(first, second):
         return scales[0] * _by_positions(*sides_of(first), *sides_of(second))

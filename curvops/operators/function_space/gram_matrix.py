@@ -1,7 +1,7 @@
-"""The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer and points by points.
+"""The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer and some points at a time.
 
-A weight that meets inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t, and two of them the
-inner product Σ_tu (δ_t·δ'_u)(a_t·a'_u): cheaper than by the rows where positions are few and the layer is large.
+A weight with inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t. Two of them have the inner
+product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which is less work than with the rows if positions are few and the layer is large.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
-"""On a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
+"""Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
 PASSES = 8
-"""Cost of these passes an entry of the block, in multiply-adds."""
+"""Cost of these passes per entry of the block, in multiply-adds."""
 
 Piece = tuple[int, Group]
-"""The first row among all, and the rows of one layer from there on."""
+"""The number of the first row, and the rows of one layer from that one on."""
 
 
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
-    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x.
+    """Return J(x) A⁻¹ J(x')ᵀ, or its upper half where x is x'.
 
-    `kept` saves what these walks add up to and how far they came; with as much room, what goes on ends with the same
-    bits.
+    x' is walked over once for each group of rows at x that takes 3/8 of the room in memory.
+
+
+    `kept` saves the sums of these walks and how far they are; with as much room, a run that resumes ends with the
+    same bits.
     """
     return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), kept).squeeze(0)
 
@@ -42,7 +45,7 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
 def gram_terms(
     left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], kept: Checkpoint = NOTHING
 ) -> Float[Tensor, "T nC mC"]:
-    """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ of the parameters that each takes (numbered from 0)."""
+    """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0)."""
     passes, begin, most_bytes = left.passes, 0, max(0, left.passes.memory.room())
     result = left.theta.new_zeros(1 + max(term_of.values()), left.shape[-2], right.shape[-2])
     if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], left.shape[-2]):
@@ -71,12 +74,12 @@ def gram_terms(
 
 
 def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
-    """Return whether no piece of the walk lies on both sides of this row: other batches or chunks are cut elsewhere."""
+    """Return whether this row begins a piece of the walk: if not, batches or chunks have been cut differently."""
     return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
-    """(the row after them, pieces that fit into so many bytes together), at least those of some points."""
+    """Yield (the row after them, pieces that fit into so many bytes together), at least one piece."""
     panel: list[Piece] = []
     held = end = 0
     for start, count, groups in walk:
@@ -91,7 +94,7 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> It
 
 
 def _joined(panel: list[Piece]) -> list[Piece]:
-    """Empty the panel; what follows upon one another as one, which makes larger matrix products."""
+    """Empty the panel, with consecutive pieces joined into one, which makes larger matrix products."""
     runs: list[list[Piece]] = []
     for row, group in panel:
         before = [run for run in runs if run[-1][0] + run[-1][1].num_rows == row and run[-1][1].is_like(group)]
@@ -102,13 +105,13 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     panel.clear()
     found = []
     while runs:
-        run = runs.pop()  # and its parts are freed
+        run = runs.pop()  # and free its parts
         found.append((run[0][0], Group.concatenate([group for _, group in run])))
     return found
 
 
 def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
-    """A⁻¹ by name: 0-d where it is constant on all of a tensor, else of its shape, zero outside the selection."""
+    """Return A⁻¹ by name: 0-d where it is constant on a tensor, otherwise of its shape, zero outside the selection."""
     found = {}
     for name, index in positions.items():
         inside = index >= 0
@@ -123,7 +126,7 @@ def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
 
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
-    """Add the inner products of rows of one layer; of one group with itself, at least those above the diagonal."""
+    """Add the inner products of one layer's rows; of a group with itself, at least those on and above the diagonal."""
     scale, half = [scales[name] for name in group.names], group is partner
     constant = all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all())
     if constant and pays_by_positions(group, partner):
@@ -133,7 +136,7 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
 
 
 def pays_by_positions(group: Group, partner: Group) -> bool:
-    """Return whether inner products by pairs of positions are known, and less work than those of rows."""
+    """Return whether inner products by pairs of positions are available and less work than with rows."""
     left, other = _left(group), _left(partner)
     if left is None or other is None:
         return False
@@ -143,17 +146,20 @@ def pays_by_positions(group: Group, partner: Group) -> bool:
 
 
 def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
-    """Return multiply-adds for a pair of points by pairs of positions."""
+    """Return the multiply-adds for a pair of points by pairs of positions."""
     return t * u * (q + columns * (p + PASSES))
 
 
 def _by_rows(p: int, q: int, columns: int) -> int:
-    """Return multiply-adds for a pair of points by rows."""
+    """Return the multiply-adds for a pair of points with rows."""
     return columns * p * q
 
 
 def gram_cost(plan: Plan, points: int) -> float:
-    """Gradients of the data, about, that J Jᵀ takes under a constant prior; ∞ where a parameter has no layer rule."""
+    """Return about how many gradients of the data J Jᵀ takes under a constant prior.
+
+    It is ∞ where a parameter has no layer rule.
+    """
     if plan.others or not plan.forward:
         return math.inf
     columns = plan.num_outputs
@@ -162,7 +168,7 @@ def gram_cost(plan: Plan, points: int) -> float:
 
 
 def _least(layer: Layer, columns: int) -> int:
-    """Return multiply-adds for a pair of points at one layer."""
+    """Return the fewest multiply-adds for a pair of points at one layer."""
     by_rows = _by_rows(layer.size, 1, columns)
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if not positions:
@@ -172,7 +178,7 @@ def _least(layer: Layer, columns: int) -> int:
 
 
 def _left(group: Group) -> Tensor | None:
-    """δ (n, r, g, t, p) of a layer that is applied once, to numbers."""
+    """Return δ (n, r, g, t, p) of a layer that is applied once, to numbers."""
     if len(group.parts) != 1 or not group.parts[0].kept.is_floating_point():
         return None
     return group.parts[0].left()
@@ -218,7 +224,7 @@ def _add_by_positions(
     most_bytes: int,
     half: bool,
 ) -> None:
-    """target += Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
+    """Add to target Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
     for (left, a), (other, b) in zip(_by_group(*first), _by_group(*second)):
         (n, r, t, _), (m, s, u, _) = left.shape, other.shape
         single = t * u == 1
@@ -235,5 +241,5 @@ def _add_by_positions(
 
 
 def _by_group(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """δ (n, r, t, p) and a (n, t, q) of each group."""
+    """Yield δ (n, r, t, p) and a (n, t, q) of each group."""
     return zip(left.unbind(2), right.unbind(1))

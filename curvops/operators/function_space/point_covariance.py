@@ -1,12 +1,12 @@
-"""J P⁻¹ Jᵀ of each point from each layer's a and δ, where P has a structure: no row of J is formed and solved for.
+"""The blocks J P⁻¹ Jᵀ of single points from each layer's a and δ, for a P with structure, without solves for rows of J.
 
-Under KFAC and EKFAC a and δ are rotated into the eigenbases; under a diagonal P they are weighted as they are; low rank
-plus a diagonal is the latter less what Woodbury's identity takes away, which needs J U; each of several dense blocks
-takes the rows of its layer, and one dense P all rows of the selected weights. A last layer, whose δ is the identity,
-needs its inputs alone. Several points, whose covariances are asked for, too, count as one with more outputs.
+Under KFAC and EKFAC, a and δ are rotated into the eigenbases; under a diagonal P they are weighted. Low rank plus a
+diagonal is the diagonal's result less the term of Woodbury's identity, which needs J U. Each of several dense blocks
+uses the rows of its layer, and a single dense P all rows of the selected weights. A last layer, whose δ is the
+identity, needs only its inputs. A group of points with a joint covariance counts as one point with more outputs.
 
-Sums are the blocks (m, C, C) of m points, or their diagonals (m, C): with thousands of outputs the blocks would be more
-numbers than everything else.
+Results are the blocks (m, C, C) of m points, or their diagonals (m, C): with thousands of outputs the blocks would
+outnumber everything else.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
-"""The share of a variance under D alone that Woodbury's difference must leave: of its digits so many are lost."""
+"""The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
 
 
 Target = Tensor
-"""Blocks (m, C, C), or their diagonals (m, C)."""
+"""The blocks (m, C, C) of m points, or their diagonals (m, C)."""
 
 
 class LayerMetric(NamedTuple):
-    """P⁻¹ on a layer's matrix: its inverse eigenvalues (g, p, q) and eigenvectors (none: the unit vectors)."""
+    """P⁻¹ on a layer's matrix: inverse eigenvalues (g, p, q) and eigenvectors (None for the unit vectors)."""
 
     weights: Tensor
     left: Tensor | None = None
@@ -59,14 +59,14 @@ class LayerMetric(NamedTuple):
 
 
 class Metric(ABC):
-    """P⁻¹ as far as the rows of one group of layers see it."""
+    """P⁻¹ as it acts on the rows of one group of layers."""
 
     @abstractmethod
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
+        """Add to target the group's part of J P⁻¹ Jᵀ; return False where its layers do not fit the structure."""
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        """Return the last layer's blocks with what of its inputs each takes; None where P has another structure."""
+        """Return the last layer's blocks and their share of its inputs; None where P has another structure."""
         return None
 
 
@@ -77,15 +77,17 @@ def point_covariances(
     diagonals: bool = False,
     rows: JacobianRows | None = None,
 ) -> Target | None:
-    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G, or such a P⁻¹.
+    """Return the diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, where G in P = G + prior, or P⁻¹, has structure.
 
-    The rows are those of positions, of points, or of several points: with all rows it is the joint covariance.
-    With `diagonals` their diagonals alone. A forward pass, C backward passes (of a last layer none) and, for each
-    layer, two rotations (none for a diagonal P); where it is applied at one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at
-    few the same for each pair of them, elsewhere (and between points) the layer's own Jacobian, in chunks. Low rank
-    adds J U from the same a and δ. None for other operators, where parameters have no layer rule, and where Woodbury's
-    difference would cancel too many digits. `rows` with a graph take the place of those of the Jacobian's walk, and
-    give the result one.
+    Blocks are those of positions, of points, or of several points; a single block of all rows is the joint covariance.
+    With `diagonals` only their diagonals are computed. `rows` that carry a graph replace the walk over the Jacobian,
+    and give the result a graph. Returns None for other operators, where parameters have no layer rule, and where
+    Woodbury's difference would lose too many digits.
+
+    Cost: a forward pass, C backward passes (none for a last layer) and two rotations per layer (none for a diagonal P).
+    A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, one applied at few positions the same
+    for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks. Low rank adds
+    J U from the same a and δ.
     """
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
@@ -108,7 +110,7 @@ def point_covariances(
 
 
 def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
-    """Return the closed form of the operator that is inverted, if any, and the number that divides its result."""
+    """Return the closed form of the inverted operator, if it has one, and the number that divides its result."""
     form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
     factor = None
     while isinstance(form, ScaledForm):
@@ -123,7 +125,7 @@ def _sum_over_layers(
     tangents: dict[str, Tensor] | None = None,
     pushed: Tensor | None = None,
 ) -> Target | None:
-    """Return the sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
+    """Sum over layers; with tangents V, also add (J V)ᵀ to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
     last = walk.features() or []
     each = bool(last) and all(features.outputs_each == outputs for features in last)
@@ -144,7 +146,7 @@ def _sum_over_layers(
 
 
 def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], metric: Metric) -> bool:
-    """Add what the last layer's inputs give, where P has a structure on its matrix."""
+    """Add the part that comes from the last layer's inputs, where P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
         terms = None if inputs is None else metric.last_layer_terms(layer, inputs)
@@ -157,7 +159,7 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
 
 
 def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) -> None:
-    """target += U diag(k) Uᵀ with k_i = Σ_j ã_j² / p_ij: δ is the identity at every point."""
+    """Add U diag(k) Uᵀ with k_i = Σ_j ã_j² / p_ij to target: δ is the identity at every point."""
     rotated = inputs if layer.right is None else rotate(inputs[:, None, None], layer.right)[:, 0, 0]
     kernel = rotated.square() @ layer.weights[0].mT
     if layer.left is None or layer.left.ndim == 2:
@@ -169,7 +171,7 @@ def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) 
 
 
 def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
-    """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
+    """Compute J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
     for rows in walk.selected_rows(together=shape[1]):
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
@@ -180,7 +182,7 @@ def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]
 
 
 def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
-    """J diag(w) Jᵀ ± (J V M)(J V M)ᵀ; None where the difference would cancel too many digits."""
+    """Compute J diag(w) Jᵀ ± (J V M)(J V M)ᵀ, or None where the difference would lose too many digits."""
     metric = Elementwise(walk, parts.weights)
     if parts.vectors is None:
         return _sum_over_layers(walk, metric, shape)
@@ -205,7 +207,7 @@ class Elementwise(Metric):
         self.weights = walk.model.selection.unflatten(weights)
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add as `Metric.add` does; entries outside a subnetwork have the weight zero."""
+        """Add as `Metric.add` does; entries outside a subnetwork have weight zero."""
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None
@@ -221,20 +223,20 @@ class Elementwise(Metric):
 
 
 class InDenseBlocks(Metric):
-    """Blocks of whole layers plus a prior."""
+    """The inverse of dense blocks of whole layers plus a prior."""
 
     def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
         self.form, self.positions = form, walk.model.selection.positions()
 
     @cached_property
     def blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
-        """The positions and the form of each block, by the first position."""
+        """The positions and the closed form of each block, by its first position."""
         parts = self.form.base.partition.parts
         firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
         return dict(zip(firsts, zip(parts, self.form.decomposed)))
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """False where the group's weights are not those of one block."""
+        """Add the group's part; return False where the group's weights are not those of one block."""
         entries = torch.cat([self.positions[name].flatten() for name in group.names])
         if not bool((entries >= 0).any()):
             return True
@@ -248,7 +250,7 @@ class InDenseBlocks(Metric):
 
 
 class InEigenbases(InDenseBlocks):
-    """KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, other blocks as they are."""
+    """The inverse of KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, and other blocks as stored."""
 
     def __init__(self, walk: JacobianRows, form: LayerBlocksForm) -> None:
         super().__init__(walk, form)
@@ -256,7 +258,7 @@ class InEigenbases(InDenseBlocks):
         self.layers = {names: LayerMetric.of(own) for names, own in forms if isinstance(own, EigenKroneckerForm)}
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """False where the layers were found otherwise when the curvature was built."""
+        """Add the group's part; return False where its layers differ from those the curvature was built with."""
         parts = members(group, self.layers)
         for names, matrices in parts:
             if names not in self.layers:
@@ -275,7 +277,7 @@ class InEigenbases(InDenseBlocks):
 
 
 def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:
-    """Return where each weight of a block stands among these entries; None where they hold others."""
+    """Return where each weight of a block stands among these entries; None where they contain others."""
     index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
     kept = (entries >= 0).nonzero().squeeze(1)
     ascending = kept[entries[kept].argsort()]
@@ -285,13 +287,13 @@ def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s
 
 
 def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: int) -> None:
-    """target += the blocks of one layer, or of layers that share weights."""
+    """Add to target the blocks of one layer, or of layers that share weights."""
     sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
-    together = len(target) < len(sides[0][0])  # points in one block
+    together = len(target) < len(sides[0][0])  # several points in one block
     if len(sides) == 1 and not sides[0][1].is_floating_point() and not together:
         _add_embedded(target, *sides[0], layer.weights)
         return
-    # Calls that share weights add up their rows: to a sum over the positions of all of them.
+    # Calls that share weights add up their rows, a sum over the positions of all of them.
     left = _along([left for left, _ in sides], 3)
     right = _along([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
@@ -305,7 +307,7 @@ def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: 
 
 
 def _along(tensors: list[Tensor], dim: int) -> Tensor:
-    """Return the tensors one after the other; one alone is not copied, as `torch.cat` would."""
+    """Concatenate the tensors along a dimension; a single one is not copied, as `torch.cat` would."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -316,7 +318,7 @@ def _rotated(right: Tensor, layer: LayerMetric) -> Tensor:
 
 
 def _add_embedded(target: Target, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
-    """δ̃ (n, R, 1, t, E) and tokens (n, 1, t): positions of one token add up before they are multiplied."""
+    """Add embeddings from δ̃ (n, R, 1, t, E) and tokens (n, 1, t), summing positions of one token before products."""
     tokens, delta = indices[:, 0], left[:, :, 0]
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(delta.dtype)
     summed = torch.einsum("nts,nrse->nrte", same, delta)
@@ -330,7 +332,7 @@ def _add_pairs(
     weights: Float[Tensor, "g p q"],
     most_bytes: int,
 ) -> None:
-    """δ̃ K δ̃ᵀ with K_ts = Σ_j ã_tj ã_sj / p_ij for each i, of few positions: one product for all pairs t ≤ s."""
+    """Add δ̃ K δ̃ᵀ with K_ts = Σ_j ã_tj ã_sj / p_ij for each i, at few positions: one product for all pairs t ≤ s."""
     n, t = left.shape[0], left.shape[3]
     by_group = right.transpose(0, 1)
     first, second = torch.triu_indices(t, t, device=right.device)
@@ -356,7 +358,7 @@ def _add_rows(
     roots: Float[Tensor, "g p q"],
     most_bytes: int,
 ) -> None:
-    """The layer's own Jacobian in the eigenbasis, divided by √p: few lines of it at a time, which stay in a cache."""
+    """Add by the layer's own Jacobian in the eigenbasis, divided by √p, a few lines at a time (in cache)."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
     for points, lines, rows in row_blocks([(left, right)], most_bytes):
@@ -367,7 +369,7 @@ def _add_rows(
 
 
 def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
-    """The group's rows of some points at a time, its tensors one after the other, with their part of the target."""
+    """Yield the group's rows of some points at a time, its tensors concatenated, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
         flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
@@ -377,12 +379,12 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
 
 
 def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None:
-    """The rows and their solves with their own block."""
+    """Add the products of rows with their solves by their own block."""
     _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
 
 
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
-    """target += α one otherᵀ within each point, or its diagonal; of sequences, within each position."""
+    """Add α one otherᵀ within each point, or its diagonal, to target; for sequences, within each position."""
     one, other = (rows.reshape(*target.shape[:2], -1) for rows in (one, other))
     if target.ndim == 3:
         target.baddbmm_(one, other.mT, alpha=alpha)

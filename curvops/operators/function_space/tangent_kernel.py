@@ -26,19 +26,21 @@ class TangentKernel(UserOperator, Operator):
 
     Symmetric positive semi-definite where x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
-    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
-    are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward passes
-    each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions, or a product of its own Jacobian where
-    that is less work or A is not constant on it. Memory: rows for which the budget has room, and the Gram matrix.
+    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it where
+    points are few and weights many (function space). `to_dense`, the Gram matrix, costs a forward pass and C backward
+    passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
+    own Jacobian takes its place where that is less work or A is not constant on the layer. Memory: as many rows as
+    the budget has room for, and the Gram matrix.
 
     Args:
         lin: the linearised network.
         prior: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
-        x: inputs; None are the training inputs.
-        x2: the inputs x'; None are x.
+        x: inputs; None for the training inputs.
+        x2: the inputs x'; None for x.
 
     Raises:
-        TypeError, ValueError: a prior of another kind or size, or that is not positive; inputs as in `lin.jacobian`.
+        TypeError, ValueError: a prior of another kind or size, or one that is not positive; inputs that `lin.jacobian`
+            refuses.
     """
 
     CARRIED = True  # it does not depend on the likelihood
@@ -54,7 +56,7 @@ class TangentKernel(UserOperator, Operator):
 
     @property
     def prior(self) -> Tensor:
-        """A, 0-d or (D,)."""
+        """The prior precision A, 0-d or (D,)."""
         return self._args[2]
 
     @property
@@ -79,15 +81,15 @@ class TangentKernel(UserOperator, Operator):
         return self if self.psd else TangentKernel(right, left, prior)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """k exact draws of N(0, K): J A^-½ z. One push of J a draw."""
+        """Draw k exact samples of N(0, K) as J A^-½ z, at one push of J per draw."""
         left, _, prior = self._args
         if not self.psd:
-            raise ValueError("a kernel between two sets of inputs is no covariance; draw from the kernel of one set.")
+            raise ValueError("a kernel between two sets of inputs is no covariance: draw from the kernel of one set.")
         z = torch.randn(k, left.shape[-1], dtype=self.dtype, device=self.device, generator=generator).mT
         return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """Return the kernel in another dtype or on another device; that of one set of inputs stays one."""
+        """Return the kernel in another dtype or on another device; a kernel of one set of inputs remains one."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         left, right, prior = self._args
         first = left.to(device=device, dtype=dtype)
@@ -100,13 +102,16 @@ class TangentKernel(UserOperator, Operator):
         return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
 
     def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
-        """The blocks on the diagonal of so many points each, of one set of inputs: no entry between them is formed."""
+        """Return the diagonal blocks of so many points each, without forming any entry between them.
+
+        Raises ValueError for a kernel of two sets of inputs, or a number of points that does not divide theirs.
+        """
         left = self._args[0]
         outputs = points * left.passes.engines.plan.num_outputs
         if not self.psd or left.shape[-2] % outputs:
             raise ValueError(
-                f"blocks of {points} points stand on the diagonal of a kernel of one set of inputs whose number they "
-                f"divide; this one is of shape {tuple(self.shape)}."
+                f"blocks of {points} points need a kernel of one set of inputs whose number they divide; "
+                f"this one is of shape {tuple(self.shape)}."
             )
         return self._in_blocks(outputs, False)
 
@@ -127,7 +132,7 @@ class TangentKernel(UserOperator, Operator):
         return found
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
-        """Return the Gram matrix, where a gradient for A is asked for by one product a column."""
+        """Return the Gram matrix; where a gradient for A is needed, by one product per column."""
         left, right, prior = self._args
         if left.is_recorded or right.is_recorded:
             return gram_with_graph(left, right, _scales(left, prior))

@@ -1,1 +1,1 @@
-"""Kronecker-factored curvatures: KFAC, EKFAC, and sums of such."""
+"""Kronecker-factored curvatures: KFAC, EKFAC, and sums of them."""

@@ -43,7 +43,7 @@ class LayerBlocksForm(DirectSumForm):
 
 
 class LayerBlocks(DirectSum):
-    """A block-diagonal operator with a block for each layer's parameters, the base of KFAC and EKFAC."""
+    """A block-diagonal operator with a block for each layer's parameters; the base class of KFAC and EKFAC."""
 
     _damped_form: ClassVar[type[ClosedForm] | None] = LayerBlocksForm
 
@@ -76,14 +76,14 @@ class LayerBlocks(DirectSum):
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
             raise ValueError(
-                f"the diagonal is a matrix {tuple(diag.shape)}: give a number or a vector (D,). A matrix can be added, "
-                f"{type(self).__name__} + prior, and is solved with by conjugate gradients."
+                f"the diagonal is a matrix {tuple(diag.shape)}: give a number or a vector (D,). To add a matrix, write "
+                f"{type(self).__name__} + prior, which is solved by conjugate gradients."
             )
         return super().add_diagonal(diag)
 
 
 class KroneckerCurvature(UserOperator, LayerBlocks):
-    """Layer blocks built from Kronecker factors, by one walk over the data or two."""
+    """Layer blocks built from Kronecker factors, in one or two walks over the data."""
 
     STORED = "positions"
 
@@ -100,11 +100,11 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
     ) -> None:
         check_sharing(sharing)
         check_bias(bias)
-        output = lin.output_fisher(fisher, mc_samples, generator)  # all walks see the same draws
+        output = lin.output_fisher(fisher, mc_samples, generator)  # all walks use the same draws
         seed, problem = seed_of(getattr(output, "generator", None)), lin.problem
         begin(type(self).__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
-        # Each selected tensor lies whole in one block: nothing to check.
+        # Each selected tensor lies in one block as a whole: nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
         super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **lin.origin)
@@ -116,41 +116,42 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
 
 
 class KFAC(KroneckerCurvature):
-    """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
+    """A block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
-    A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
-    Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for each
-    group) and embeddings have factors; norm layers and others have their exact block up to 1,024 parameters and its
-    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
-    block.
+    A is the mean of a aᵀ over inputs (with a one appended for the bias), and B the sum of δ δᵀ over the columns of the
+    output Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for
+    each group) and embeddings have factors. Normalisation layers and others get their exact block up to 1,024
+    parameters and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is refused. Layers
+    that share weights have one block.
 
-    Eigenvalues of factors with up to 512 columns come from sums in float64 whatever the data's dtype, those of wider
-    factors, where they are sums of fewer rows than columns, from these rows: small ones are accurate. For others, a
-    `PrecisionLimit` warning says when the prior precision is below the rounding of single precision.
+    Small eigenvalues are accurate for factors with up to 512 columns, whose sums are in float64 whatever the data's
+    dtype, and for wider factors that are sums of fewer rows than columns, whose eigenvalues come from these rows. For
+    others a `PrecisionLimit` warning says when the prior precision is below the rounding of single precision.
 
-    Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
-    computed once: products, solves, log-determinants, samples. Under a prior that varies within a layer, layers of up
-    to 2,048 weights are factorised; with a larger one among them everything comes from conjugate gradients and probes,
-    preconditioned by the closed form under each layer's geometric mean where the prior is near it. A term of low rank
-    beside it (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
-    `heuristic_damping` gives Martens & Grosse's factored damping instead.
+    Plus a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
+    the eigenbases of A and B, which are computed once. Under a prior that varies within a layer, layers of up to 2,048
+    weights are factorised. If a larger layer is among them, conjugate gradients and probes serve everything,
+    preconditioned by the closed form under each layer's geometric mean where the prior is near it. An added term of low
+    rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
+    Martens & Grosse's factored damping instead.
 
-    Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
-    products. A product is two matrix products a layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's own
-    products cost too much and a diagonal is too crude.
+    Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), and the factors' matrix
+    products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's
+    own products cost too much and a diagonal is too crude.
 
     Args:
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
-        sharing: where a layer is applied at several positions, "expand" treats each as a point of its own, and "reduce"
-            averages a and sums δ over those that count first (Eschenhagen et al. 2023; embeddings always expand).
-        mc_samples: targets to draw a point with fisher="mc".
+        sharing: for a layer that is applied at several positions, "expand" treats each position as a point of its own,
+            and "reduce" first averages a and sums δ over those that count (Eschenhagen et al. 2023; embeddings always
+            expand).
+        mc_samples: the number of targets drawn per point with fisher="mc".
         generator: source of the draws.
-        bias: "joint", one block with the weight, or "separate", a block B of its own, without what it shares with the
-            weight: the two may then have different prior precisions.
-        checkpoint: a folder for the sums over the points done, saved every half minute at most, and for the result: a
-            build that was killed resumes from it and ends with the same bits. Refused for another network, other data
-            or options.
+        bias: "joint" for one block with the weight, or "separate" for a block B of its own, which ignores correlations
+            with the weight; the two may then have different prior precisions.
+        checkpoint: a folder for the sums over the points done so far, saved at most every half minute, and for the
+            result. A build that was killed resumes from it and gives bitwise the same result. A checkpoint of another
+            network, other data or other options is refused.
 
     Raises:
         ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.
@@ -159,7 +160,7 @@ class KFAC(KroneckerCurvature):
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """Return (B + √λ/π I) ⊗ (A + π√λ I) in Kronecker blocks and + λ I in others (Martens & Grosse 2015, §6.3).
 
-        It stays Kronecker-factored, at the price of cross terms that the exact B ⊗ A + λ I does not have.
+        The result is Kronecker-factored, but has cross terms that the exact B ⊗ A + λ I does not.
         """
         damped = [
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
@@ -171,11 +172,11 @@ class KFAC(KroneckerCurvature):
 class EKFAC(KroneckerCurvature):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius norm than KFAC, and with the
-    exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
-    matrix product for each column (where a layer is applied at one position: one for all). A product is four matrix
-    products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is affordable: solves
-    and samples cost the same.
+    Takes the arguments of KFAC (George et al. 2018). In Frobenius norm it is never further from the GGN's blocks than
+    KFAC, and its trace is exact. Cost to build: KFAC, its eigendecompositions, and a second walk with a matrix product
+    for each column (where a layer is applied at one position: one for all columns). A product is four matrix products
+    per layer. Memory: that of KFAC and D numbers. Choose it over KFAC where the second walk is affordable: solves and
+    samples cost the same.
     """
 
     @staticmethod

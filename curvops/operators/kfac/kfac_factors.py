@@ -1,4 +1,4 @@
-"""Kronecker factors and exact small blocks of a curvature, layer by layer: what KFAC and EKFAC are made of."""
+"""Kronecker factors and exact small blocks of a curvature, layer by layer, from which KFAC and EKFAC are made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
 Sides = tuple[Tensor, Tensor]
 MOST_DENSE = 1024
-"""Parameters up to which a layer without Kronecker factors gets its exact block; larger ones get its diagonal."""
+"""Up to this many parameters a layer without Kronecker factors gets its exact block; larger ones get its diagonal."""
 
 
 PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
@@ -32,7 +32,7 @@ PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
 
 
 class KroneckerBlock(NamedTuple):
-    """A block of KFAC as an operator, its parameters, and where they stand in the flat vector."""
+    """A block of KFAC as an operator, with its parameters and their positions in the flat vector."""
 
     names: tuple[str, ...]
     positions: Int[Tensor, " p"]
@@ -41,7 +41,7 @@ class KroneckerBlock(NamedTuple):
 
 @dataclass(eq=False)
 class Block:
-    """One block as it is added up: sums of outer products of the layer's two sides, or of its whole gradients."""
+    """One block while it is summed: sums of outer products of the layer's two sides, or of its whole gradients."""
 
     names: tuple[str, ...]
     positions: Tensor  # (g, p, q) of a layer's matrix, or of the tensors one after the other
@@ -54,7 +54,7 @@ class Block:
     apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
 
     def join(self, passes: Passes) -> None:
-        """End the walk: what is added up is of all its points."""
+        """End the walk: the sums now cover all its points."""
         self.left.join(passes)
         self.right.join(passes)
         self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
@@ -62,9 +62,9 @@ class Block:
         self.exact = None if self.exact is None else passes.add_up([self.exact])
 
     def kronecker_blocks(self, separate: bool) -> Iterator[KroneckerBlock]:
-        """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
+        """Return B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
 
-        With `separate`, one for a layer's weight and one for its bias. It ends the sums: call it once.
+        With `separate`, return one for a layer's weight and one for its bias. Call it once: it consumes the sums.
         """
         if self.exact is not None:
             exact = Diagonal(self.exact) if self.exact.ndim == 1 else exact_block(self.exact, self.dtype)
@@ -86,18 +86,18 @@ class Block:
 
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
-    """Return a sum in float64 as the block of a layer without factors, in this dtype with what that does not hold."""
+    """Return a float64 sum as the block of a layer without factors, in this dtype with the digits it cannot hold."""
     tensor, rest = round_with_rest(total, dtype)
     return Dense(tensor, psd=True, rest=rest)
 
 
 class NoFactors(UserWarning):
-    """Parameters that have no Kronecker factors and are too many for an exact block: they got its diagonal."""
+    """A warning that parameters without Kronecker factors are too many for an exact block: they got its diagonal."""
 
 
 @torch.no_grad()
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
-    """Return the blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
+    """Return the blocks of KFAC, one per layer (or set of layers that share weights), from one walk over the data."""
     walk = SummedWalk(lin, fisher, "factors")
     blocks = {block.names: block for block in (from_record(Block, state) for state in walk.sums or ())}
     positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
@@ -126,9 +126,9 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
 
 
 class SummedWalk:
-    """A walk over the rows of a curvature's root whose sums a checkpoint keeps, with what they depend on beside rows.
+    """A walk over the rows of a curvature's root whose sums a checkpoint keeps, with all that they depend on.
 
-    `sums` are those of an earlier run, None where there are none.
+    `sums` are those of an earlier run, or None.
     """
 
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
@@ -139,10 +139,10 @@ class SummedWalk:
         fisher.resume(kept, lin.theta.device)
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
-        """Yield the groups that were not added up before; `sums` is what has been, whenever some points are done."""
+        """Yield the groups that were not summed before; `sums` holds the sums whenever some points are done."""
         if self.kept.done:
             return
-        # A run that goes on does not score what an earlier one did, and must end with the same bits.
+        # A resumed run does not compute the log-likelihoods of the earlier one, and must end with the same bits.
         walk = self.lin.passes if self.kept else self.lin
         for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
             yield from groups
@@ -165,12 +165,12 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
 
 
 def _has_positions(each: Tensor | None, right: Tensor) -> bool:
-    """Return whether each of the layer's positions t is one of the sequence, with a value of its own."""
+    """Return whether each of the layer's positions t is a position of the sequence, with a value of its own."""
     return each is not None and each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
 def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
-    """Return the inputs without points that do not count and, where t is the sequence, without such positions."""
+    """Return the inputs without points and, where t is the sequence, positions that do not count."""
     if group.all_counted:
         return right
     if not _has_positions(group.positions, right):
@@ -179,7 +179,7 @@ def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, 
 
 
 def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
-    """Return the mean over the positions, where t is the sequence over those that count."""
+    """Return the mean over the positions, or over those that count where t is the sequence."""
     if group.all_counted or not _has_positions(group.positions, right):
         return right.mean(2, keepdim=True)
     assert group.positions is not None
@@ -199,7 +199,7 @@ def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Ten
 
 
 def _add_inputs(block: Block, group: Group, sharing: str) -> None:
-    """The inputs of all calls at their positions as they are (expand), or averaged over calls and positions (reduce).
+    """Add the inputs of all calls: each position by itself (expand), or averaged over calls and positions (reduce).
 
     Indices always expand.
     """
@@ -219,7 +219,7 @@ def _add_inputs(block: Block, group: Group, sharing: str) -> None:
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
-    """Return how often each row of the table is looked up; never the padding row, which has no gradient."""
+    """Return how often each row of the table is looked up, except the padding row, which has no gradient."""
     each = None if weights is None else weights.flatten()
     counts = torch.bincount(tokens.flatten(), each, minlength=table.num_embeddings)
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
@@ -249,9 +249,9 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
         decompose(factored.values(), lin.passes.progress)
         bases = [found.eigen() for found in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
-    else:  # with their bases: of equal eigenvalues another machine may find others
+    else:  # with their bases: another machine may find other bases of equal eigenvalues
         sums = walk.sums
-    of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # of two sides and of what rotates them
+    of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # those of two sides and of their rotation
     corrected = {
         names: EigenKronecker(*each, found.rounding, of_rows) for (names, found), each in zip(factored.items(), sums)
     }
@@ -264,12 +264,12 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
 
 
 def layer_with_bias(group: Group) -> Layer | None:
-    """Return the layer of a group with one matrix for weight and bias; None for others."""
+    """Return the layer of a group with one matrix for weight and bias, or None."""
     return group.layer if group.layer is not None and {"weight", "bias"} <= set(group.layer.names) else None
 
 
 def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[Sides]]]:
-    """Return the blocks that a group's rows belong to, with the sides of each: one, or its weight's and its bias's."""
+    """Yield the blocks of a group's rows with the sides of each: one block, or those of its weight and its bias."""
     matrices = group.matrices()
     if matrices is None:
         return []
@@ -282,13 +282,16 @@ def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tupl
 
 
 def _second_moments(matrices: list[Sides], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
-    """Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
+    """Return Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
     rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
     return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
 
 def rotate(side: Tensor, vectors: Tensor) -> Tensor:
-    """(*m, g, t, p) with its last dimension in the eigenbasis of its group; vectors (g, p) mean the unit basis."""
+    """Return a tensor (*m, g, t, p) with its last dimension in the eigenbasis of its group.
+
+    Vectors (g, p) in place of eigenvectors stand for the unit basis.
+    """
     if vectors.ndim == 2:
         return side
     by_group = side.movedim(-3, 0)
@@ -300,19 +303,19 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def check_sharing(sharing: str) -> None:
-    """Raise ValueError for a word that names no weight-sharing setting."""
+    """Raise ValueError for an unknown weight-sharing setting."""
     if sharing not in get_args(Sharing):
         raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")
 
 
 def check_bias(bias: str) -> None:
-    """Raise ValueError for a word that names no way of treating biases."""
+    """Raise ValueError for an unknown treatment of biases."""
     if bias not in get_args(Bias):
         raise ValueError(f"bias={bias!r}; expected 'joint' (one block with the weight) or 'separate'.")
 
 
 def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
-    """Return where a group's entries stand in the flat vector, in the order of its matrix or of its names.
+    """Return the positions of a group's entries in the flat vector, in the order of its matrix or of its names.
 
     `partial` says that the selection may take some entries of a tensor and leave others.
     """
@@ -330,12 +333,12 @@ def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, part
 
 
 def kept_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """Return which entries of these tensors, one after the other, are selected."""
+    """Return which entries of these tensors, concatenated, are selected."""
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
 
 def _silent(lin: Linearization, positions: dict[str, Tensor], blocks: dict[tuple[str, ...], Block]) -> list[Block]:
-    """Zero blocks for the parameters that no output depends on."""
+    """Return zero blocks for the parameters that no output depends on."""
     seen = {name for names in blocks for name in names}
     found = []
     for name in (name for name in positions if name not in seen):

@@ -1,1 +1,1 @@
-"""The linearised network: `linearize`, its Jacobian and gradients, and what operators read of it."""
+"""The linearised network: `linearize`, its Jacobian and gradients, and the bases of its operators."""

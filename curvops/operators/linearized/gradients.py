@@ -14,26 +14,28 @@ from curvops.operators.linearized.network_operator import NetworkOperator
 
 
 class Gradients(NetworkOperator):
-    """Per-example gradients, (N, D): row n is g_n = J_nᵀ r_n, the gradient of −log p(y_n | f(x_n, θ)) at θ*.
+    """Per-example gradients (N, D): row n is g_n = J_nᵀ r_n, the gradient of −log p(y_n | f(x_n, θ)) at θ*.
 
-    Made by `lin.gradients()`; the constructor takes the stored form. Rows stand in the order of the data, and sum to
-    `lin.gradient()`. The sign is that of a loss (a step along −g_n makes point n more likely); class and sample weights
-    multiply a row once. A sequence is one row, the sum over its tokens; with `per_token=True` (N·T, D), token t of
-    sequence n is row n·T + t. Products carry gradients through the vectors and the likelihood's hyperparameters.
+    Made by `lin.gradients()`; the constructor takes the stored form. Rows are in the order of the data and add up to
+    `lin.gradient()`. The sign is that of a loss: a step along −g_n makes point n more likely. Class and sample weights
+    multiply a row once. A sequence is one row, the sum over its tokens; with `per_token=True` the operator is (N·T, D),
+    and token t of sequence n is row n·T + t. Products carry gradients through the vectors and the likelihood's
+    hyperparameters.
 
-    Influence functions (Koh & Liang 2017): by how much would the loss of a test point change if point n were left out?
+    Influence functions (Koh & Liang 2017): how much would the loss at a test point change if point n were left out?
 
         P = co.GGN(lin).add_diagonal(prior_precision)
         g = co.linearize(model, (x_test, y_test), likelihood).gradient()     # of the test loss, (D,)
         influence = lin.gradients() @ P.solve(g)                             # (N,): to first order, its increase
 
-    `G @ P.inverse() @ G.mT` is the influence of all points on one another, `G.mT @ G` the empirical Fisher (of data
-    with sample weights it would have their squares: take `co.EmpiricalFisher`).
+    `G @ P.inverse() @ G.mT`, with G = lin.gradients(), is the influence of all points on one another, and `G.mT @ G`
+    the empirical Fisher (for data with sample weights it has their squares: use `co.EmpiricalFisher`).
 
-    Cost to build: nothing at the call; the first product makes the rows by layer, for 2/3 of a gradient whatever C (per
-    token (1 + T) / 3). A product is one matrix product a layer, 0.25–0.5 gradients a vector, and as much transposed.
-    Memory: what `print(G.plan)` says, within what is left of the budget; the (N, D) numbers are formed by `to_dense`
-    alone. Choose it for influence and gradient noise; for the curvature itself take `co.EmpiricalFisher`.
+    Cost to build: nothing at the call; the first product computes the rows layer by layer, for 2/3 of a gradient
+    whatever C (per token (1 + T) / 3). A product is one matrix product per layer, 0.25–0.5 gradients per vector, and a
+    transposed product costs the same. Memory: what `print(lin.gradients().plan)` lists, within the rest of the budget;
+    only `to_dense` forms the N × D numbers. Choose it for influence and gradient noise; for the curvature itself use
+    `co.EmpiricalFisher`.
     """
 
     OPTIONS = ("per_token",)
@@ -56,7 +58,7 @@ class Gradients(NetworkOperator):
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
-        """Return a walk over rows, their root, and the root that the walk does not multiply with itself."""
+        """The walk over the rows, the root that it multiplies with, and the root that is applied apart from it."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
         return rows or self.lin.passes, output, output if rows is None else None

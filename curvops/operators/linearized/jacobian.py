@@ -19,10 +19,10 @@ from curvops.progress import Progress
 
 
 class Jacobian(NetworkOperator):
-    """J (n·C, D): row n·C + c holds ∂f_c(x_n)/∂θ.
+    """The Jacobian J (n·C, D) of the outputs: row n·C + c holds ∂f_c(x_n)/∂θ.
 
-    Made by `lin.jacobian(x)`; the constructor takes the stored form. J @ V and J.mT @ U cost about half a GGN product
-    each (`lin.plan`); nothing of its size is ever formed.
+    Made by `lin.jacobian(x)`; the constructor takes the stored form. J @ V and J.mT @ U each cost about half a GGN
+    product (see `lin.plan`). J itself is never formed.
     """
 
     # Stored are θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`, the
@@ -39,7 +39,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether what is computed from it now has a gradient in its inputs."""
+        """Whether results computed from it now have a gradient in its inputs."""
         return carries_graph(self._args[1:])
 
     @property
@@ -60,7 +60,7 @@ class Jacobian(NetworkOperator):
         return self.passes.progress
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """Yield the Jacobians of so many points at a time, and of fewer at the end of a batch."""
+        """Yield the Jacobians of so many points at a time, with fewer points at the end of a batch."""
         for passes, points in self.passes.by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 
@@ -69,7 +69,7 @@ class Jacobian(NetworkOperator):
         return self.passes.engines.plan.num_outputs
 
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ*) at its inputs. One forward pass, which of a last layer is the only one that J ever takes."""
+        """Compute f(θ*) at its inputs, by one forward pass; for a last layer it is the only pass that J ever needs."""
         if self.is_recorded:
             return self.graph.outputs()
         if (found := self.passes.recorded_outputs()) is not None:
@@ -77,10 +77,10 @@ class Jacobian(NetworkOperator):
         return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self._num_outputs)
 
     def formed(self) -> Float[Tensor, "D NC"]:
-        """Jᵀ itself, for few points: its columns from each layer's rows, at C backward passes.
+        """Form Jᵀ for few points: its columns come from each layer's rows, at C backward passes.
 
-        A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers. It has a gradient in
-        the inputs where the Jacobian `is_recorded`.
+        A product with unit vectors would take C backward passes for each point. Memory: D·N·C numbers. The result has a
+        gradient in the inputs where the Jacobian `is_recorded`.
         """
         if self.is_recorded:
             found: Tensor = self.graph.by_rows(lambda rows: torch.cat([*rows.selected_rows()]), self.passes.chunk_bytes)

@@ -1,4 +1,4 @@
-"""A trained network, linearised at its weights: the one object that every network operator is built from."""
+"""A trained network, linearised at its weights: the object from which every network operator is built."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ from curvops.progress import Progress, check_progress
 
 
 class Linearization(TrainedNetwork):
-    """f(x, θ) ≈ f(x, θ*) + J(x)(θ − θ*) around a snapshot θ* of the network, made by `co.linearize`.
+    """A network linearised at a snapshot θ* of its weights: f(x, θ) ≈ f(x, θ*) + J(x)(θ − θ*); see `co.linearize`.
 
-    Training the network further changes nothing here. Sums run over the data, never means. `output_shape` is that of
-    a point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere, position by position.
+    Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
+    is the shape of one point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere,
+    position by position.
     """
 
     @property
     def sources(self) -> Sources:
-        """The data of operators made of this linearisation, counted once."""
+        """The data of operators made from this linearisation, counted once."""
         return Sources({self.source: 1.0})
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The keywords by which an operator that is made of tensors keeps whose weights and data it is of."""
+        """The keywords that record, on operators made of tensors, which weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
     def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
-        """J as an operator (n·C, D), rows point by point (n·C + c); at the training inputs where x is None.
+        """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
-        With `differentiable` its products, and what posteriors make of them, have gradients in those of the inputs that
-        require one (never in θ): first derivatives, by differentiating backward passes.
+        The inputs are those of training where x is None.
 
-        Raises as `linearize` does for inputs that are not finite or of another form, and ValueError for inputs
-        that require a gradient which is not asked for or which J does not have (a custom `autograd.Function`, an
+        With `differentiable`, its products and what posteriors compute from them have gradients in the inputs that
+        require one (never in θ). These are first derivatives, by differentiating backward passes.
+
+        Raises as `linearize` does for inputs that are not finite or of another form, and ValueError for inputs that
+        require a gradient without `differentiable=True`, or for which J has none (a custom `autograd.Function`, an
         operation without a second derivative).
         """
         check_flag("differentiable", differentiable)
         if x is None:
             if differentiable:
-                raise ValueError("differentiable=True is for inputs that are given: pass x.")
+                raise ValueError("differentiable=True needs inputs: pass x.")
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        # A copy of x: the operator is lazy, and a later change must not change half of a predictive.
+        # A copy of x: the operator is lazy, and a later change of x must not affect half of a predictive.
         walk, points, graph = self.walk_at(x, differentiable)
         rows = points * self.num_outputs
         if graph is None:
@@ -55,15 +58,16 @@ class Linearization(TrainedNetwork):
         return Jacobian(self.theta, *graph.tensors, passes=walk, rows=rows, graph=graph.detached())
 
     def push(self, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
-        """J δ at the training inputs: by how much the outputs of the linear model change."""
+        """Return J δ at the training inputs, the change of the linear model's outputs."""
         return self.jacobian()._matmul(delta.unsqueeze(-1)).reshape(self.num_data, -1)
 
     def gradients(self, per_token: bool = False) -> Gradients:
-        """The gradient of each point's negative log-likelihood as the rows of an operator (N, D); see `Gradients`.
+        """Return each point's gradient of its negative log-likelihood as rows of an operator (N, D); see `Gradients`.
 
-        With `per_token` those of the tokens of sequences, (N·T, D). Raises TypeError for anything but True or False.
+        With `per_token` there is a row for each token of a sequence, (N·T, D). Raises TypeError for any other value
+        than True or False.
         """
-        check_flag("per_token", per_token, "For points other than the training points linearise there.")
+        check_flag("per_token", per_token, "For other points than those of training, linearise with those.")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
 
@@ -82,44 +86,45 @@ def linearize(
 
     Args:
         model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are
-            (N, C), or (N, ..., C) where a point has several positions (tokens of a sequence, pixels of an image):
-            targets are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in weights
-            (N, ...).
-        data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (one that shuffles is read in the order of its
-            dataset, each point once) or any iterable of (inputs, targets) that can be read again; inputs may be a
-            tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype. Each item may be a mapping
-            instead: {"inputs": ..., "targets": ..., "weights": ...}, or a batch of Hugging Face's, whose "labels" are
-            the targets and everything else the inputs. Weights, (N,) or one per position, multiply log-likelihoods.
+            (N, C), or (N, ..., C) where a point has several positions (tokens of a sequence, pixels of an image).
+            Targets are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in
+            weights (N, ...).
+        data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (a shuffling one is read in the order of its
+            dataset, each point once) or any iterable of (inputs, targets) that can be read again. Inputs may be a
+            tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each item may also be
+            a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose "labels" are the
+            targets and everything else the inputs. Weights, (N,) or one per position, multiply log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
             `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
-            "classification" or "regression"; or any other loss, a function of (outputs, targets) that returns one a
-            point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A loss of torch takes outputs
-            and targets in its own layout: `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the
-            outputs last. Its `reduction` is not used, since likelihoods are sums. The gradient of a loss that is read
-            as one of `co.likelihoods` is compared with that likelihood's on the first points.
-        parameters: None (all that require a gradient), "last_layer" (the one in whose output the model's is linear,
-            found by running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions
-            (indices or a mask) in the flat vector of all parameters: a subnetwork.
-        memory_budget: bytes for the linearisations kept between products and for the working vectors of algorithms on
-            the operators made from this (solvers, bases, sketches, predictions) that are given no budget of their own.
-            None is a quarter of the memory free on the device at the call. Where both want more, each gets half. An
-            algorithm always gets the least that it needs, about a dozen vectors, and its results come on top.
+            "classification" or "regression"; or any other loss: a function of (outputs, targets) that returns one loss
+            per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
+            and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all others the
+            outputs are last. Its `reduction` is ignored, since likelihoods are sums. Where a loss is read as one of
+            `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
+        parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
+            found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
+            positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork.
+        memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
+            operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
+            None is a quarter of the memory free on the device at the call. Where both need more, each gets half. An
+            algorithm always gets the minimum it needs, about a dozen vectors, and its results are not counted.
         engine: "auto" leaves the choice to the cost rule of `lin.plan`; "autodiff" and "layerwise" force one;
-            "streamed" is autodiff that keeps nothing between products (within one, a push and a pull share a pass
-            where the budget allows it). Results are the same: layer by layer, rows and factors come from layer rules.
-        weights: True says that the third item of a batch holds weights; without it a third item is refused.
-        progress: for passes over the data, and for algorithms on the operators made from this that are not told
-            otherwise. None shows a bar after two seconds where standard error is a terminal, False never, True always;
-            a function is called with (what, points or products done, how many in all or None) after each batch and each
-            product.
+            "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
+            where the budget allows it). The results are the same. Whatever the engine, rows and Kronecker factors come
+            from layer rules.
+        weights: True says that the third item of a batch holds weights; otherwise a third item is refused.
+        progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
+            their own. None shows a bar after two seconds where standard error is a terminal, False never, True
+            always. A function is called with (description, points or products done, their total or None) after each
+            batch and each product.
 
     Returns:
-        A `Linearization`. The model's inputs and torch's random state are left as they were. Weights, buffers, the
-        likelihood's tensors and positions are copied: changing them afterwards changes nothing here. A noise that
-        requires a gradient is being learned, and is followed as far as the curvature can; a posterior whose curvature
-        cannot says so. Tensors inside a function of one's own are not copied; neither are data, which must stay as
-        they are (a pass over changed data raises `DataChanged`).
+        A `Linearization`. The model's inputs and torch's random state are left as they were. Weights, buffers,
+        positions and the likelihood's tensors are copied, so changing them afterwards changes nothing here. A noise
+        that requires a gradient counts as being learned: its present value is used as far as the curvature can, and a
+        posterior whose curvature cannot raises an error. Not copied are tensors inside your own functions, nor the
+        data, which must not change (a pass over changed data raises `DataChanged`).
 
     Raises:
         TypeError: an argument of another kind than those above.
@@ -128,11 +133,11 @@ def linearize(
             matches nothing or mixes dtypes. The message says what to do.
 
     Warns with `NoCurvature` where every curvature is zero under the likelihood. Costs one pass over the data and a few
-    passes over two points, about twenty for the first network of its structure: what is proven of its derivatives then
-    is not proven again.
+    passes over two points, about twenty for the first network of a structure; its derivatives are then known to be
+    right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
-    check_flag("weights", weights, "Give them with the data: (X, y, w) and weights=True.")
+    check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
     return Linearization.read(model, data, likelihood, parameters, memory_budget, engine, weights, progress)

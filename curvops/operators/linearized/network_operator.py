@@ -1,4 +1,4 @@
-"""The base of the network's operators: weights give dtype and device, conversion makes a new linearisation."""
+"""The base of the network's operators: weights give dtype and device, and a conversion makes a new linearisation."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from curvops.progress import Progress
 
 
 class NetworkOperator(Operator):
-    """An operator of a linearisation. The first tensor is θ: it gives dtype and device, and its gradient is zero."""
+    """An operator of a linearisation; its first tensor is θ, which gives dtype and device and has a zero gradient."""
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """The keywords that say, beside the linearisation, what the operator is."""
+    """The keywords that, beside the linearisation, define the operator."""
 
     @property
     def theta(self) -> Tensor:
-        """θ*, (D,)."""
+        """The weights θ* of the linearisation, (D,)."""
         return self._args[0]
 
     @property
     def lin(self) -> Any:
-        """The linearisation."""
+        """The linearisation that the operator belongs to."""
         return self._kwargs["lin"]
 
     @property
     def likelihood(self) -> likelihoods.Likelihood:
-        """The likelihood, at this operator's hyperparameters."""
+        """The likelihood with this operator's hyperparameters."""
         found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
         return found
 
@@ -44,7 +44,7 @@ class NetworkOperator(Operator):
 
     @property
     def space(self) -> Any:
-        """The tangent space: of the linearisation, or without its weights once detached from them."""
+        """The tangent space of the linearisation, without its weights once the operator is detached from them."""
         return self._kwargs.get("space") or self._tangent_space()
 
     def _tangent_space(self) -> Space:
@@ -57,7 +57,7 @@ class NetworkOperator(Operator):
 
     @property
     def sources(self) -> Sources | None:
-        if not self.symmetric:  # J and the points' gradients: rows for each point, not a sum over them
+        if not self.symmetric:  # J and the points' gradients: a row for each point, not a sum over points
             return None
         found: Sources = self.lin.sources
         return found if self._kwargs.get("space") is None else found.detach()
@@ -81,7 +81,7 @@ class NetworkOperator(Operator):
         return self._attached(super()._t_matmul(rhs))
 
     def _attached(self, result: Tensor) -> Tensor:
-        """Return the result with a zero gradient for θ, where autograd asks for one."""
+        """Return the result with a zero gradient for θ, where autograd needs one."""
         if torch.is_grad_enabled() and self.theta.requires_grad:
             return result + 0 * self.theta.sum()
         return result
@@ -103,10 +103,10 @@ class NetworkOperator(Operator):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of `OPTIONS`."""
+        """The values of the keywords in `OPTIONS`."""
         return {name: self._kwargs[name] for name in self.OPTIONS}
 
     @classmethod
     def build_at(cls, lin: Any, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
-        """Return the operator of a linearisation, with these hyperparameters of the likelihood and these options."""
+        """Build the operator of a linearisation, with these hyperparameters of the likelihood and these options."""
         return cls(lin.theta, *hyperparameters, lin=lin, **options)

@@ -1,4 +1,4 @@
-"""Operators that users build from a linearisation, and linear_operator rebuilds from their stored form."""
+"""Operators that users build from a linearisation, and that linear_operator rebuilds from their stored form."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
 
 ASIDE = ("lin", "generator", "checkpoint")
-"""Arguments that do not determine which operator of a linearisation is built."""
+"""Arguments that have no influence on the operator that is built."""
 
 
 class UserOperator(LinearOperator):
-    """An operator that users build from a linearisation, and linear_operator rebuilds from its stored form.
+    """An operator that users build from a linearisation, and that linear_operator rebuilds from its stored form.
 
-    The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to that of
-    the next class, which stores them. A rebuild skips it. `STORED` is a keyword of every stored form, by which a
-    rebuild is recognised; only a user's call has `asked`. A call under a Gaussian noise that requires a gradient
-    returns a `ScaledByNoise` where the class itself has no gradient for it.
+    The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to the
+    next class, which stores them. A rebuild skips it. `STORED` is a keyword of every stored form and marks a rebuild;
+    only a user's call has `asked`. Under a Gaussian noise that requires a gradient, the call returns a `ScaledByNoise`
+    where the class itself has no gradient for it.
     """
 
     STORED: str = ""
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
     asked: Mapping[str, Any] | None = None
-    """The arguments of the user's call but for `ASIDE`; None for a rebuild."""
+    """The arguments of the user's call without those in `ASIDE`; None for a rebuild."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +51,7 @@ class UserOperator(LinearOperator):
 
     @classmethod
     def _for_users(cls, written: Callable[..., None]) -> Callable[..., None]:
-        """Return this class's `__init__`, which passes stored forms by the one that is written for users."""
+        """Return this class's `__init__` in a form that passes stored forms on to the next class."""
 
         @wraps(written)
         def init(self: UserOperator, *args: Any, **kwargs: Any) -> None:
@@ -65,9 +65,9 @@ class UserOperator(LinearOperator):
         return init
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
-        """Build this operator, with its options, from another linearisation; None where the options are not known.
+        """Build this operator, with its options, from another linearisation; return None where the options are unknown.
 
-        Draws come from `generator`.
+        The `generator` is the source of draws.
         """
         if self.asked is None:
             return None
@@ -100,11 +100,11 @@ class UserOperator(LinearOperator):
 
 
 class ScaledByNoise(UserOperator, Scaled):
-    """An operator built at one observation noise, as a function of it: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
+    """An operator built at one observation noise, as a function of the noise: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
 
     For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1), and empirical Fishers, whose residuals
-    are, to its square (p = 2). Classes that walk over the data once, co.KFAC(lin) say, return it where σ² is a tensor
-    that requires a gradient. Changes of the tensor in place take effect.
+    are too, to its square (p = 2). Classes that walk over the data once, such as co.KFAC(lin), return it where σ² is a
+    tensor that requires a gradient. In-place changes of the tensor take effect.
     """
 
     STORED = "reference"
@@ -116,7 +116,7 @@ class ScaledByNoise(UserOperator, Scaled):
 
     @property
     def likelihood(self) -> likelihoods.Likelihood:
-        """The likelihood of one output, at this operator's noise."""
+        """The likelihood of one output, with this operator's noise."""
         return likelihoods.Gaussian(self._args[1])
 
     @property
@@ -133,7 +133,7 @@ class ScaledByNoise(UserOperator, Scaled):
         return found
 
     def settled(self) -> LinearOperator:
-        """Return the operator without a gradient for the noise. Raises ValueError where the noise has changed."""
+        """Return the operator without a gradient for the noise; raise ValueError where the noise has changed."""
         if float(self.factor.detach()) != 1:
             raise ValueError(
                 f"the noise has changed from {self._kwargs['reference']:.6g} to {float(self._args[1].detach()):.6g} "
@@ -146,7 +146,7 @@ class ScaledByNoise(UserOperator, Scaled):
 def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
     """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
     lin = args[0] if args else kwargs.get("lin")
-    if not isinstance(lin, Linearization):  # refused where arguments are read
+    if not isinstance(lin, Linearization):  # refused later, where arguments are read
         return None
     noise = lin.likelihood.single_noise
     if noise is None or not carries_graph((noise,)):
@@ -159,11 +159,11 @@ def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> Scale
 
 
 def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
-    """Raise ValueError where a gradient is needed that `what` does not have: it would silently be zero."""
+    """Raise ValueError where `what` lacks a gradient that is needed: it would silently be zero."""
     if carries_graph(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
-            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it; for "
-            "the single noise of a Gaussian likelihood co.KFAC(lin) and the others, built while gradients are on, have "
-            "it, too, and co.evidence.maximize(post, 'noise') needs none."
+            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it. For "
+            "the single noise of a Gaussian likelihood, co.KFAC(lin) and the others have it, too, if built while "
+            "gradients are on, and co.evidence.maximize(post, 'noise') needs none."
         )
