@@ -112,7 +112,7 @@ class Ascent:
             self.vectors = random_block(describe(P), self.probes, generator=self.generator)
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
-        sketch, spent = preconditioner(post.cache, P, self.probes, generator=self.generator)
+        sketch, spent = preconditioner(post.terms, self.probes, generator=self.generator)
         solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess)
         solved.raise_if_failed(SOLVE_RTOL, REMEDIES)
         self.solutions = solved.x

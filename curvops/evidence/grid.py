@@ -50,7 +50,7 @@ def grid(
     found: list[Evidence] = []
     for value in values:
         start = found[-1].theta if found else None
-        found.append(find_evidence(post.cache, post.with_prior(value).prior, start, rtol, generator, at))
+        found.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
     return found
 
 

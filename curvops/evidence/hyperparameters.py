@@ -119,7 +119,7 @@ class Hyperparameters:
 
         Its relative error, and half that of the scatter, is at most about rtol.
         """
-        at_once = normal_mode(self.posterior.cache, self.posterior.prior)
+        at_once = normal_mode(self.posterior.terms)
         if at_once is not None:
             return at_once, 0
         found = self.posterior.linear_mode(start, rtol)
@@ -143,7 +143,7 @@ class Hyperparameters:
         assert A is not None
         if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
             prepare(post.cache, float(A) / WINDOW, rtol, generator)
-        exact = shares_of_weights(post.cache, post.prior, rtol, generator)
+        exact = shares_of_weights(post.terms, rtol, generator)
         if exact is None:
             return None
         counts = groups.counts

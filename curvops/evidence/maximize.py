@@ -124,8 +124,7 @@ def _search(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            at = post.with_prior(math.exp(log_precision))
-            found = find_evidence(at.cache, at.prior, theta, rtol, generator, mode)
+            found = find_evidence(post.with_prior(math.exp(log_precision)).terms, theta, rtol, generator, mode)
         theta = found.theta
         return -float(found.value)
 

@@ -83,7 +83,7 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     root = CurvatureRoot.of(post.curvature)
     found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
     z, noise = found.draws.mT, found.noise
-    systems = Systems(post.cache, post.prior, noise, range(k), "sgd", post.precision)
+    systems = Systems(post.terms, noise, range(k), "sgd", post.precision)
     S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
     M = S @ S.mT
     in_posterior = (M @ torch.linalg.inv(post.precision.to_dense()) @ M).diagonal(dim1=1, dim2=2).sum()

@@ -75,7 +75,7 @@ def formed(request):
     """A posterior that function space serves, its GGN as a matrix, and P."""
     lin = wide(request.param)
     post = co.laplace(lin, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
-    assert formed_kernel(post.cache, post.prior) is not None
+    assert formed_kernel(post.terms) is not None
     G = co.GGN(lin).to_dense()
     return post, G, G + ALPHA * torch.eye(WIDE, dtype=DOUBLE)
 
@@ -281,7 +281,7 @@ def test_the_noise_may_change():
 def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
     lin = wide("classification")
     post = co.laplace(lin, curvature(lin), prior_precision=ALPHA, check_mode=False)
-    assert formed_kernel(post.cache, post.prior) is None
+    assert formed_kernel(post.terms) is None
 
 
 def test_where_it_does_not_pay(monkeypatch):
@@ -289,7 +289,7 @@ def test_where_it_does_not_pay(monkeypatch):
     lin = wide("classification")
     post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
     each = post.with_prior(post.prior.diagonal.expand(WIDE))
-    assert formed_kernel(each.cache, each.prior) is None
+    assert formed_kernel(each.terms) is None
     for name, bound in (
         ("MOST_GRADIENTS", 1.0),
         ("MOST_OUTPUTS", 59),
@@ -298,14 +298,14 @@ def test_where_it_does_not_pay(monkeypatch):
     ):
         with monkeypatch.context() as changed:
             changed.setattr(routes, name, bound)
-            assert formed_kernel(post.cache, post.prior) is None
-    assert formed_kernel(post.cache, post.prior) is not None
+            assert formed_kernel(post.terms) is None
+    assert formed_kernel(post.terms) is not None
 
 
 def test_a_prior_within_rounding_is_left_to_weight_space():
     """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
     post = co.laplace(wide("classification"), prior_precision=1e-12, check_mode=False)
-    assert formed_kernel(post.cache, post.prior) is not None
-    assert solving_kernel(post.cache, post.prior) is None
+    assert formed_kernel(post.terms) is not None
+    assert solving_kernel(post.terms) is None
     found = post.deviations(2, generator=torch.Generator().manual_seed(0))
     assert found.method == "cg" and found.converged

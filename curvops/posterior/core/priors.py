@@ -1,8 +1,12 @@
-"""The Gaussian prior of the weights, N(m, A⁻¹): a number, a number per layer or weight, an operator, a posterior."""
+"""The Gaussian prior of the weights, N(m, A⁻¹), and its sum with a curvature, a posterior's precision P = G + A.
+
+A is a number, a number per layer or weight, an operator, or an earlier posterior's precision.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +17,16 @@ from torch import Tensor
 from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network import Model, read_precision, read_vector
+from curvops.operators import Linearization
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.core.arguments import check_operator
+from curvops.posterior.core.curvature_cache import CurvatureCache
 
 
 class WithCurvature(NamedTuple):
-    """P = G + A as an operator, and the error of the form that its curvature is kept in."""
+    """P = G + A as an operator, and ‖C − Ĉ‖_F / ‖C‖_F where the curvature C of the sum is kept as Ĉ; else None."""
 
     precision: Any
     error: Estimate | None = None
@@ -31,30 +38,14 @@ class Prior:
 
     precision: Tensor | LinearOperator
     mean: Float[Tensor, ""] | Float[Tensor, " D"]
-    _last: list[tuple[LinearOperator, WithCurvature]] = field(default_factory=list, init=False, repr=False)
 
     @property
     def diagonal(self) -> Tensor | None:
         """A as 0-d tensor or its diagonal (D,); None for an operator."""
         return self.precision if isinstance(self.precision, Tensor) else None
 
-    def plus(self, curvature: LinearOperator) -> Any:
-        """Return P = G + A, with A's own shift on the outside."""
-        return self._sum_with(curvature).precision
-
-    def error_of_sum(self, curvature: LinearOperator) -> Estimate | None:
-        """Return ‖C − Ĉ‖_F / ‖C‖_F where `plus` keeps the curvature C of the sum as Ĉ; None where it keeps C itself."""
-        return self._sum_with(curvature).error
-
-    def _sum_with(self, curvature: LinearOperator) -> WithCurvature:
-        """Return the sum, made once for a curvature: all that a posterior answers shares its factorisation."""
-        known = self._last[0] if self._last else None  # read once: another thread may put another curvature's there
-        if known is None or known[0] is not curvature:
-            known = curvature, self._added(curvature)
-            self._last[:] = [known]
-        return known[1]
-
-    def _added(self, curvature: LinearOperator) -> WithCurvature:
+    def plus(self, curvature: LinearOperator) -> WithCurvature:
+        """Return G + A, with A's own shift on the outside."""
         if self.diagonal is not None:
             return WithCurvature(curvature.add_diagonal(self.diagonal))
         return WithCurvature(curvature + self.precision)
@@ -83,13 +74,52 @@ class Prior:
 class KroneckerPrior(Prior):
     """Kronecker blocks plus a diagonal: with a KFAC's added it stays such, by the products nearest to their sums."""
 
-    def _added(self, curvature: LinearOperator) -> WithCurvature:
+    def plus(self, curvature: LinearOperator) -> WithCurvature:
         """Return G + A with its curvature as blocks of one Kronecker product, for others than KFACs as it is."""
         if not has_kronecker_blocks(curvature):
-            return super()._added(curvature)
+            return super().plus(curvature)
         assert isinstance(self.precision, Damped)
         blocks, error = kfac_sum(self.precision.base, curvature)
         return WithCurvature(blocks.add_diagonal(self.precision.shift), error)
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionTerms:
+    """The terms of a posterior's precision P = G + A: the curvature, with what is known of it, and the prior."""
+
+    cache: CurvatureCache
+    prior: Prior
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearisation whose weights the posterior is of."""
+        return self.cache.lin
+
+    @property
+    def curvature(self) -> LinearOperator:
+        """The curvature G."""
+        return self.cache.curvature
+
+    @property
+    def A(self) -> Tensor | None:
+        """The prior precision as 0-d tensor or its diagonal (D,); None for an operator."""
+        return self.prior.diagonal
+
+    @cached_property
+    def sum(self) -> WithCurvature:
+        """P and its error, made once: all that a posterior answers shares the factorisation."""
+        return self.prior.plus(self.curvature)
+
+    @property
+    def precision(self) -> Any:
+        """The operator P."""
+        return self.sum.precision
+
+    @property
+    def closed_form(self) -> ClosedForm | None:
+        """The closed form of P, where there is one that holds."""
+        form: ClosedForm | None = self.precision._closed_form()
+        return form
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:

@@ -26,8 +26,7 @@ from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.solves.linear_mode import REMEDIES
@@ -60,8 +59,7 @@ class Deviations(Summarised, Reasoned):
 
 
 def draw_deviations(
-    cache: CurvatureCache,
-    prior: Prior,
+    terms: PrecisionTerms,
     temperature: float,
     k: int,
     noise: Noise,
@@ -79,12 +77,12 @@ def draw_deviations(
         raise TypeError(f"method must be one of {tuple(METHODS)}, a co.StochasticDescent or None, got {method!r}.")
     if asked is not None:
         check_choice("method", asked, METHODS)
-    route, why_not = route_of(cache, prior, k, asked)
+    route, why_not = route_of(terms, k, asked)
     if route is None:
-        kind = type(cache.curvature).__name__
+        kind = type(terms.curvature).__name__
         raise ValueError(f"method={asked!r} with {kind} + prior: {why_not}; use method='cg'.")
-    P = for_columns(cache, prior, k) if route.name == "formed matrix" else prior.plus(cache.curvature)
-    systems = Systems(cache, prior, noise, range(k), route.name, P)
+    P = for_columns(terms, k) if route.name == "formed matrix" else terms.precision
+    systems = Systems(terms, noise, range(k), route.name, P)
     named = asked or next(name for name, served in METHODS.items() if route.name in served)
     chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
     found = _solve(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
@@ -138,7 +136,7 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
     if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
-        M, spent = preconditioner(systems.cache, P, systems.count)
+        M, spent = preconditioner(systems.terms, systems.count)
         found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
         return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
@@ -155,7 +153,7 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
 
     The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
     """
-    S, A = systems.root, systems.prior.diagonal
+    S, A = systems.root, systems.terms.A
     assert S is not None and A is not None
     inverse = (1 / A.detach()).expand(S.shape[-2])
     start = inverse.unsqueeze(-1) * systems.of_prior()
@@ -165,7 +163,7 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
-    M, sketched = preconditioner(systems.cache, dual, systems.count, systems.prior)
+    M, sketched = preconditioner(systems.terms, systems.count, dual)
     spent += sketched
     while True:
         found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)

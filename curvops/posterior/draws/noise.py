@@ -17,8 +17,7 @@ from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms, Prior
 
 DRAWN_TOGETHER = 8
 """Draws that are made together of a matrix that has no square root, whatever memory has room for."""
@@ -98,8 +97,7 @@ class Noise:
 class Systems:
     """P = G + A with the right-hand sides of some draws, from which every method starts."""
 
-    cache: CurvatureCache
-    prior: Prior
+    terms: PrecisionTerms
     noise: Noise
     columns: range
     """The positions of these draws in the noise."""
@@ -114,7 +112,7 @@ class Systems:
     @property
     def memories(self) -> Memories:
         """The memory budgets that the draws are taken from; a structured P does not know them."""
-        return frozenset((self.cache.lin.memory,))
+        return frozenset((self.terms.lin.memory,))
 
     @property
     def at_a_time(self) -> tuple[int, int]:
@@ -124,16 +122,16 @@ class Systems:
     @property
     def like(self) -> Tensor:
         """A tensor of the weights' dtype and device."""
-        return self.cache.curvature.representation()[0]
+        return self.terms.curvature.representation()[0]
 
     @property
     def root(self) -> CurvatureRoot | None:
         """S, where the curvature has one by points."""
-        return root_of(self.cache.curvature)
+        return root_of(self.terms.curvature)
 
     def of_prior(self) -> Float[Tensor, "D k"]:
         """Return Aθ⁰ ~ N(0, A)."""
-        return self.noise.of_prior(self.prior, self.columns, self.like)
+        return self.noise.of_prior(self.terms.prior, self.columns, self.like)
 
     def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
         """Return ε."""
@@ -141,8 +139,8 @@ class Systems:
 
     def right_sides(self) -> Float[Tensor, "D k"]:
         """Return Aθ⁰ + Sε ~ N(0, P); of an indefinite G, and where P is not G + A in full, draws of N(0, P) itself."""
-        curvature, root = self.cache.curvature, self.root
-        if not is_psd(curvature) or self.prior.error_of_sum(curvature) is not None:
+        curvature, root = self.terms.curvature, self.root
+        if not is_psd(curvature) or self.terms.sum.error is not None:
             return self.noise.of_curvature(self.precision, self.columns)
         if root is None:
             return self.of_prior() + self.noise.of_curvature(curvature, self.columns)

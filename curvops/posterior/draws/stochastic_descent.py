@@ -130,10 +130,10 @@ class _Problem:
     """The systems of one run, with the passes that it has taken."""
 
     def __init__(self, options: StochasticDescent, systems: Systems, generator: torch.Generator) -> None:
-        root, A = systems.root, systems.prior.diagonal
+        root, A = systems.root, systems.terms.A
         assert root is not None
         self.options, self.generator, self.passes = options, generator, 0.0
-        self.root, self.prior, self.precision = root, systems.prior, systems.precision
+        self.root, self.prior, self.precision = root, systems.terms.prior, systems.precision
         self.of_prior, self.points = systems.of_prior(), systems.of_points(root)
         self.right = self.of_prior + root._matmul(self.points)
         self.scale = torch.ones_like(self.right[:1, :1]) if A is None else torch.atleast_1d(A.detach()).unsqueeze(-1)

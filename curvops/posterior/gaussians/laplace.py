@@ -28,7 +28,7 @@ from curvops.posterior.core.arguments import (
     checked_draws,
 )
 from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.draws.deviations import Deviations, draw_deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
@@ -71,7 +71,7 @@ class Laplace(GaussianWeights):
         C is the earlier posterior's curvature, for form="kronecker" the sum of that with the new one (exact, to the
         square root of rounding). Errors of earlier updates are not in it.
         """
-        of_sum = self.prior.error_of_sum(self.curvature)
+        of_sum = self.terms.sum.error
         return self.prior_error if of_sum is None else of_sum
 
     @property
@@ -85,9 +85,14 @@ class Laplace(GaussianWeights):
         return self.prior.mean
 
     @cached_property
+    def terms(self) -> PrecisionTerms:
+        """The terms of P, with what is known of the curvature."""
+        return PrecisionTerms(self.cache, self.prior)
+
+    @property
     def precision(self) -> Any:
         """P = G + A, (D, D), whatever the temperature."""
-        return self.prior.plus(self.curvature)
+        return self.terms.precision
 
     @property
     def mode_gap(self) -> float:
@@ -95,7 +100,7 @@ class Laplace(GaussianWeights):
 
         NaN where it is not known which data the curvature is of (see `log_evidence`).
         """
-        return mode_gap(self.cache, self.prior)
+        return mode_gap(self.terms)
 
     def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
@@ -199,9 +204,7 @@ class Laplace(GaussianWeights):
         known = kept.attach("noise", lambda: noise)
         noise = noise if known is None else from_record(Noise, known)
         kept.save(dict, now=True)
-        return kept.finish(
-            draw_deviations(self.cache, self.prior, self.temperature, k, noise, method, start, float(rtol))
-        )
+        return kept.finish(draw_deviations(self.terms, self.temperature, k, noise, method, start, float(rtol)))
 
     @resumable
     def linear_mode(
@@ -238,13 +241,11 @@ class Laplace(GaussianWeights):
         check_accuracy(rtol)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         most = checked_count(maxiter)
-        kept = begin(
-            "linear_mode", checkpoint, partial(problem_of_mode, self.cache, self.prior), self.mean.device, parts=True
-        )
+        kept = begin("linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, parts=True)
         self.cache.keep_in(kept)
         if kept.done:
             return kept.result(LinearMode)
-        return kept.finish(find_mode(self.cache, self.prior, start, float(rtol), most))
+        return kept.finish(find_mode(self.terms, start, float(rtol), most))
 
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
@@ -256,11 +257,11 @@ class Laplace(GaussianWeights):
         least 1. Nothing is solved; whether a prior precision lies within the rounding of J Jᵀ is known once that is
         formed.
         """
-        return plan(self.cache, self.prior, checked_whole("columns", columns, 1))
+        return plan(self.terms, checked_whole("columns", columns, 1))
 
     def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
-        return NormalOutputs(self.lin, partial(inverse_for_rows, self.cache, self.prior), self.temperature)
+        return NormalOutputs(self.lin, partial(inverse_for_rows, self.terms), self.temperature)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         self.cache.require_gradients()
@@ -271,7 +272,7 @@ class Laplace(GaussianWeights):
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         self.cache.require_gradients()
-        return log_determinant(self.cache, self.prior, rtol, generator)
+        return log_determinant(self.terms, rtol, generator)
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         return OF_LAPLACE, record_of_posterior(self, inputs)
@@ -320,7 +321,7 @@ class Laplace(GaussianWeights):
                 (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
-        return find_evidence(self.cache, self.prior, None, rtol, generator, checked_mode(mode, self.lin))
+        return find_evidence(self.terms, None, rtol, generator, checked_mode(mode, self.lin))
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -337,7 +338,7 @@ class Laplace(GaussianWeights):
             ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
-        return count_parameters(self.cache, self.prior, rtol, generator)
+        return count_parameters(self.terms, rtol, generator)
 
     def update(
         self,

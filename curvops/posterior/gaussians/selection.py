@@ -262,7 +262,7 @@ def _parts_of_inverse(
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
-    P = for_columns(post.cache, post.prior, len(chosen))
+    P = for_columns(post.terms, len(chosen))
     block = principal_block(P.inverse(), chosen).double()
     if form is not None:
         variances, errors = (

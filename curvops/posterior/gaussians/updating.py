@@ -14,7 +14,7 @@ from curvops.network import Model
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import KroneckerPrior, Prior, read_prior
+from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
@@ -51,8 +51,9 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
     prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin.model, post.lin)
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
         prior = replace(prior, mean=post.prior_mean)
-    require_usable(post.cache, prior)
-    return replace(post, prior=prior, prior_error=None, tuning=None)
+    new = replace(post, prior=prior, prior_error=None, tuning=None)
+    require_usable(new.terms)
+    return new
 
 
 def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
@@ -86,9 +87,9 @@ def add_data(
     return replace(changed, prior_error=error, temperature=1.0, tuning=None)
 
 
-def mode_gap(cache: CurvatureCache, prior: Prior) -> float:
+def mode_gap(terms: PrecisionTerms) -> float:
     """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
-    of_prior, of_data = prior.gradient(cache.lin.theta), cache.gradient()
+    of_prior, of_data = terms.prior.gradient(terms.lin.theta), terms.cache.gradient()
     if of_data is None:
         return math.nan
     gradient = (of_data + of_prior).norm()
@@ -98,14 +99,14 @@ def mode_gap(cache: CurvatureCache, prior: Prior) -> float:
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     """Return the posterior; raise as `laplace` does, and warn with `NotAMode` where weights are not a mode."""
     check_flag("check_mode", check_mode)
-    require_usable(post.cache, post.prior)
+    require_usable(post.terms)
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
             "training points do (see lin.outputs()); repair the model, or leave these points out."
         )
-    if check_mode and (gap := mode_gap(post.cache, post.prior)) > MODE_TOLERANCE:
+    if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
         warnings.warn(
             "these weights are not a mode of the posterior: the gradient of the log posterior is "
             f"{gap:.2g} times the prior's own (0 at a mode). Train further, with weight decay = prior "

@@ -28,42 +28,37 @@ from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
 from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of
 
 SHARE_ROUNDINGS = 4
 """Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
 
 
-def log_ratio(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
     """Compute log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
-    with naming_the_ggn(cache.curvature):
-        if prior.diagonal is None:
-            return _ratio_beside(cache, prior, rtol, generator)
-        return _ratio_above(cache, prior, prior.diagonal, rtol, generator)
+    with naming_the_ggn(terms.curvature):
+        if terms.A is None:
+            return _ratio_beside(terms, rtol, generator)
+        return _ratio_above(terms, terms.A, rtol, generator)
 
 
-def log_determinant(
-    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
-) -> Estimate:
+def log_determinant(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
     """Compute log det(G + A) in nats, with its gradients in A and in the tensors inside G."""
-    if prior.diagonal is not None:
-        return log_ratio(cache, prior, rtol, generator) + _log_diagonal(cache, prior.diagonal)
-    with naming_the_ggn(cache.curvature):
-        return _logdet_of(prior.plus(cache.curvature), rtol, generator)
+    if terms.A is not None:
+        return log_ratio(terms, rtol, generator) + _log_diagonal(terms, terms.A)
+    with naming_the_ggn(terms.curvature):
+        return _logdet_of(terms.precision, rtol, generator)
 
 
-def _ratio_above(
-    cache: CurvatureCache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None
-) -> Estimate:
-    P, reference = prior.plus(cache.curvature), _log_diagonal(cache, A)
-    if (form := P._closed_form()) is not None:
-        exact: Estimate = form.logdet_estimate(rtol)
-        return exact + (-reference)
-    system, taken = _route(cache, prior, rtol)
+def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+    cache, P, reference = terms.cache, terms.precision, _log_diagonal(terms, A)
+    if terms.closed_form is not None:
+        return terms.closed_form.logdet_estimate(rtol) + (-reference)
+    system, taken = _route(terms, rtol)
     if taken == "spectrum":
         return _ratio_from(decompose(cache), A, P, rtol)
-    if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
+    if taken == "formed kernel" and (kernel := formed_kernel(terms)) is not None:
         return kernel.log_ratio(float(A), rtol)
     if taken == "quadrature":
         return cache.known("quadrature")[2].logdet(float(A))
@@ -74,14 +69,14 @@ def _ratio_above(
     return found + (-reference)
 
 
-def _route(cache: CurvatureCache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
+def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
     """Return the facts under a prior that is a number or a vector, and the route that follows.
 
     Where there is a closed form the others are not found: it comes first.
     """
-    if prior.plus(cache.curvature)._closed_form() is not None:
-        return routes.System(len(cache.lin.theta), closed_form=True), "closed form"
-    system, A, known = system_of(cache, prior), prior.diagonal, cache.known("quadrature")
+    if terms.closed_form is not None:
+        return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
+    system, A, known = system_of(terms), terms.A, terms.cache.known("quadrature")
     assert system.posterior is not None and A is not None
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
@@ -95,8 +90,8 @@ def _failed(found: Estimate) -> bool:
     return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
 
 
-def _log_diagonal(cache: CurvatureCache, A: Tensor) -> Tensor:
-    return A.double().log().expand(len(cache.lin.theta)).sum()
+def _log_diagonal(terms: PrecisionTerms, A: Tensor) -> Tensor:
+    return A.double().log().expand(len(terms.lin.theta)).sum()
 
 
 def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: float) -> Estimate:
@@ -112,16 +107,16 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     return attach_gradient(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
-def _ratio_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
     try:
-        reference = _logdet_of(prior.precision, rtol, generator)
+        reference = _logdet_of(terms.prior.precision, rtol, generator)
     except NotPositiveSemidefinite as error:
         raise ValueError(
             "the prior operator is singular, so that the prior is improper and there is no evidence: add a number "
             "to its diagonal, prior.add_diagonal(1e-3)."
         ) from error
-    return add_estimates(_logdet_of(prior.plus(cache.curvature), rtol, generator), reference * -1.0)
+    return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
 
 def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
@@ -134,31 +129,27 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
     return found
 
 
-def count_parameters(
-    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
-) -> Estimate:
+def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
-    cache.require_gradients()
-    P, A = prior.plus(cache.curvature), prior.diagonal
-    form = P._closed_form()
+    terms.cache.require_gradients()
+    form, A = terms.closed_form, terms.A
     if form is not None and A is not None:
         shares, error = _shares(form, A)
         return Estimate.rounded(shares.sum(), error.sum(), rtol)
-    if carries_graph(P.representation()):
+    if carries_graph(terms.precision.representation()):
         raise ValueError(
             "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
             "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
         )
-    with naming_the_ggn(cache.curvature), torch.no_grad():
+    with naming_the_ggn(terms.curvature), torch.no_grad():
         if A is None:
-            return _count_beside(cache, prior, rtol, generator)
-        return _count_above(cache, prior, A, rtol, generator)
+            return _count_beside(terms, rtol, generator)
+        return _count_above(terms, A, rtol, generator)
 
 
-def _count_above(
-    cache: CurvatureCache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None
-) -> Estimate:
-    system, taken = _route(cache, prior, rtol)
+def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+    cache = terms.cache
+    system, taken = _route(terms, rtol)
     if taken == "spectrum" and A.ndim:
         found, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
         shares = 1 - A.detach().double() * inverse.diagonal()
@@ -166,7 +157,7 @@ def _count_above(
         return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
     if taken == "spectrum":
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
-    if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
+    if taken == "formed kernel" and (kernel := formed_kernel(terms)) is not None:
         return kernel.spectrum.effective_dimension(float(A.detach()), rtol)
     if taken == "quadrature":
         return cache.known("quadrature")[2].effective_dimension(float(A.detach()))
@@ -177,41 +168,38 @@ def _count_above(
     return found
 
 
-def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
     """Compute tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
-    if len(cache.lin.theta) <= routes.WHOLE:
-        known = decompose(cache)
+    if len(terms.lin.theta) <= routes.WHOLE:
+        known = decompose(terms.cache)
         G = known.semidefinite_part()
-        if prior.error_of_sum(cache.curvature) is None:
-            P = G + prior.precision.to_dense().double()
+        if terms.sum.error is None:
+            P = G + terms.prior.precision.to_dense().double()
         else:  # the sum kept is another
-            P = prior.plus(cache.curvature).to_dense().double()
+            P = terms.precision.to_dense().double()
         definite_logdet(P)  # refuses an indefinite one by name
         factor = torch.linalg.cholesky(P)
         error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
         return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
-    shares = prior.plus(cache.curvature).inverse() @ cache.curvature
+    shares = terms.precision.inverse() @ terms.curvature
     return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=routes.MOST_SOLVES, generator=generator)
 
 
-def shares_of_weights(
-    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
-) -> Estimate | None:
+def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate | None:
     """Compute 1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
 
     None where probes would be needed for this A alone, or A is an operator.
     """
-    A = prior.diagonal
+    cache, A = terms.cache, terms.A
     if A is None:
         return None
-    form = prior.plus(cache.curvature)._closed_form()
-    with naming_the_ggn(cache.curvature), torch.no_grad():
-        if form is not None:
-            return Estimate.rounded(*_shares(form, A), rtol)
+    with naming_the_ggn(terms.curvature), torch.no_grad():
+        if terms.closed_form is not None:
+            return Estimate.rounded(*_shares(terms.closed_form, A), rtol)
         if A.ndim == 0:
             prepare(cache, float(A), rtol, generator)
-            return _count_above(cache, prior, A, rtol, generator)
-        if _route(cache, prior, rtol)[1] != "spectrum":
+            return _count_above(terms, A, rtol, generator)
+        if _route(terms, rtol)[1] != "spectrum":
             return None
         found, inverse = decompose(cache).plus_diagonal(A, rtol)
         # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
@@ -220,34 +208,34 @@ def shares_of_weights(
         return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, found.matvecs)
 
 
-def normal_mode(cache: CurvatureCache, prior: Prior) -> Float[Tensor, " D"] | None:
+def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
     """Find the linear model's mode by the normal equations; None unless the curvature is known whole and is its own.
 
     That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
     """
-    curvature, A = cache.curvature, prior.diagonal
+    cache, curvature, A = terms.cache, terms.curvature, terms.A
     if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(cache.data, str):
         return None
     if not all(isinstance(lin.likelihood, Gaussian) for lin in cache.data):
         return None
     with torch.no_grad():
         theta = cache.lin.theta
-        each = replace(prior, precision=A.expand_as(theta))
-        if _route(cache, each, 1.0)[1] != "spectrum":
+        each = PrecisionTerms(cache, replace(terms.prior, precision=A.expand_as(theta)))
+        if _route(each, 1.0)[1] != "spectrum":
             return None
         _, inverse = decompose(cache).plus_diagonal(A.expand_as(theta), 1.0)
         gradient = cache.gradient()
         assert gradient is not None
-        return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
+        return theta - (inverse @ (gradient + terms.prior.gradient(theta)).double()).to(theta)
 
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
     """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
     theta = cache.lin.theta
-    prior = Prior(theta.new_tensor(smallest), theta.new_zeros(()))
+    terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):
         with torch.no_grad():
-            system, taken = _route(cache, prior, rtol)
+            system, taken = _route(terms, rtol)
         if taken != "probes":
             return
         most = routes.products_of_probes(system.rows)

@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.log_evidence.determinants import count_parameters, log_ratio
 from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihood
 
@@ -75,31 +74,30 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def find_evidence(
-    cache: CurvatureCache,
-    prior: Prior,
+    terms: PrecisionTerms,
     start: Float[Tensor, " D"] | None,
     rtol: float,
     generator: torch.Generator | None,
     mode: str,
 ) -> Evidence:
     """Compute the log evidence with its parts; the search for the linear model's mode begins at `start`."""
-    theta = cache.lin.theta
+    cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
     if mode == "map":  # refuses data that are not known, before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
-        found = find_mode(cache, prior, start)
+        found = find_mode(terms, start)
         theta, log_likelihood = found.theta, linear_log_likelihood(cache, found.theta)
         reason = None if found.converged else found.reason
-    ratio = log_ratio(cache, prior, rtol, generator)
+    ratio = log_ratio(terms, rtol, generator)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
-    scatter = prior.quadratic(theta)
+    scatter = terms.prior.quadratic(theta)
     return Evidence(
         **_numbers(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
         log_likelihood=log_likelihood,
         scatter=scatter,
         log_determinant_ratio=ratio,
-        count=partial(count_parameters, cache, prior, rtol, generator),
+        count=partial(count_parameters, terms, rtol, generator),
         theta=theta,
         mode=mode,
         power=cache.power,

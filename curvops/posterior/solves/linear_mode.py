@@ -27,7 +27,7 @@ from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.solves.newton import ROUNDINGS, Point, minimise
 from curvops.posterior.solves.precision import preconditioner, solving_kernel
 
@@ -86,7 +86,7 @@ class _LinearModel(Point):
     def precision(self) -> Any:
         """Return the loss's Hessian, or the GGN plus the prior where the likelihood's Fisher is not its Hessian."""
         total: LinearOperator = reduce(add, self.parts)
-        return self.prior.plus(total if self.power == 1 else self.power * total)
+        return self.prior.plus(total if self.power == 1 else self.power * total).precision
 
     def log_likelihood(self, steps: Sequence[Tensor | float] = ()) -> float:
         given = steps or [0.0] * len(self.parts)
@@ -121,27 +121,28 @@ class _LinearModel(Point):
 
 @torch.no_grad()
 def find_mode(
-    cache: CurvatureCache, prior: Prior, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
+    terms: PrecisionTerms, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
 ) -> LinearMode:
     """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision where that is known.
 
     Where J Jᵀ is formed, Newton's method begins at the mode of function space. The run in force keeps the steps.
     """
-    kept, lins, theta = current(), cache.known_data("the mode of the linear model"), cache.lin.theta
+    kept, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
+    lins = cache.known_data("the mode of the linear model")
     for lin in lins if kept else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
     at = partial(_LinearModel, lins, prior, cache.power)
     model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps = 2, 0
     if kept.state is None:
-        if (kernel := solving_kernel(cache, prior)) is not None:
+        if (kernel := solving_kernel(terms)) is not None:
             near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
             model, matvecs = at(near - theta), matvecs + products + 2
         kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = at(delta)
-    ours = is_psd(cache.curvature) and prior.plus(cache.curvature)._closed_form() is None
+    ours = is_psd(terms.curvature) and terms.closed_form is None
     sketch = None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
@@ -155,7 +156,7 @@ def find_mode(
         else:
             if sketch is None or not kept:  # one for all steps of a run that is kept
                 with kept.name_part("preconditioner"):
-                    sketch = _preconditioner(cache, prior)
+                    sketch = _preconditioner(terms)
             M, spent = sketch
             spent = 0 if kept and steps else spent
         found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
@@ -171,18 +172,18 @@ def find_mode(
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
 
 
-def _preconditioner(cache: CurvatureCache, prior: Prior) -> tuple[Any, int]:
+def _preconditioner(terms: PrecisionTerms) -> tuple[Any, int]:
     """Return M ≈ P⁻¹ at θ*, and the products that it took."""
-    if (kernel := solving_kernel(cache, prior)) is not None:
-        return kernel.inverse_of_weights(float(prior.precision)), 0
-    return preconditioner(cache, prior.plus(cache.curvature), 1)
+    if (kernel := solving_kernel(terms)) is not None:
+        return kernel.inverse_of_weights(float(terms.prior.precision)), 0
+    return preconditioner(terms, 1)
 
 
-def problem_of_mode(cache: CurvatureCache, prior: Prior) -> dict[str, Any]:
+def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
     """Return what distinguishes the problem from others in a checkpoint, by name."""
-    lins, power = cache.known_data("the mode of the linear model"), cache.power
-    total: LinearOperator = reduce(add, map(GGN, lins))
-    return problem_of(prior.plus(total)) | {"the prior's mean": digest([prior.mean]), "the power": power}
+    total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
+    P, prior = terms.prior.plus(total).precision, terms.prior
+    return problem_of(P) | {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
 
 
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:

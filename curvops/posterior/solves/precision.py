@@ -33,8 +33,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.solves.formed_kernel import FormedKernel
 
 LOOKED_AT = 20
@@ -42,9 +41,9 @@ LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
-def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
+def system_of(terms: PrecisionTerms, columns: int = 1, asked: str | None = None) -> System:
     """Return the facts about P X = B from which its routes follow, but for those that cost something."""
-    lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
+    lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
     scalar = A is not None and A.ndim == 0
     base, formed = P.base if isinstance(P, Damped) else P, cache.known("formed")
     return System(
@@ -54,7 +53,7 @@ def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str 
         recorded=carries_graph(P.representation()),
         asked=asked,
         posterior=Posterior(
-            name=type(curvature).__name__,
+            name=type(terms.curvature).__name__,
             psd=is_psd(base),
             scalar=scalar,
             diagonal=A is not None,
@@ -67,26 +66,25 @@ def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str 
     )
 
 
-def _to_be_solved(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> System:
+def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None) -> System:
     """Return all facts about P X = B; passes over a few points find the room in memory, unless no route asks for it."""
-    P, root = prior.plus(cache.curvature), root_of(cache.curvature)
-    known = system_of(cache, prior, columns, asked)
-    system = replace(known, closed_form=P._closed_form() is not None, longest=longest(P))
+    root, known = root_of(terms.curvature), system_of(terms, columns, asked)
+    system = replace(known, closed_form=terms.closed_form is not None, longest=longest(terms.precision))
     assert system.posterior is not None
     if root is not None:
         system = replace(system, posterior=replace(system.posterior, root_columns=root.shape[-1]))
-    return system if system.closed_form else replace(system, room=cache.lin.memory.room())
+    return system if system.closed_form else replace(system, room=terms.lin.memory.room())
 
 
-def route_of(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
+def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
     """Return the route of a system; None with the reason where the method asked for is not open.
 
     J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
     """
-    system = _to_be_solved(cache, prior, columns, asked)
+    system = _to_be_solved(terms, columns, asked)
     found = routes(system)
     first = chosen(found)
-    if first is not None and first.name == "formed kernel" and solving_kernel(cache, prior, system) is None:
+    if first is not None and first.name == "formed kernel" and solving_kernel(terms, system) is None:
         found = routes(_unresolved(system))
         first = chosen(found)
     return first, next((route.why_not for route in found if route.name == asked), "")
@@ -97,11 +95,11 @@ def _unresolved(system: System) -> System:
     return replace(system, posterior=replace(system.posterior, resolved=False))
 
 
-def plan(cache: CurvatureCache, prior: Prior, columns: int) -> SolvePlan:
+def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     """Return the routes of so many draws, of so many rows of J, and of determinants; nothing is solved for this."""
-    P = prior.plus(cache.curvature)
-    system = replace(_to_be_solved(cache, prior, columns), sketch=P._takes_sketch)
-    kernel, A = cache.known("kernel"), prior.diagonal
+    cache, A = terms.cache, terms.A
+    system = replace(_to_be_solved(terms, columns), sketch=terms.precision._takes_sketch)
+    kernel = cache.known("kernel")
     if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
         system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
     rows = replace(system, asked="cg", columns=columns + (cache.known("columns") or 0))
@@ -109,20 +107,20 @@ def plan(cache: CurvatureCache, prior: Prior, columns: int) -> SolvePlan:
     return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
 
 
-def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool = False) -> Any:
+def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
     """Return P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
     What is formed serves all priors that are numbers or vectors. With `further` the columns are more of those that were
     asked for before: draws, which equal seeds make equal, count alone.
     """
-    P = prior.plus(cache.curvature)
-    if not System(rows=len(cache.lin.theta)).may_be_formed:  # the other facts are not free
+    cache, P = terms.cache, terms.precision
+    if not System(rows=len(terms.lin.theta)).may_be_formed:  # the other facts are not free
         return P
     with cache.lock:
         if further:
             columns += cache.known("columns") or 0
             cache.put("columns", columns)
-        first = chosen(routes(_to_be_solved(cache, prior, columns, "cg")))
+        first = chosen(routes(_to_be_solved(terms, columns, "cg")))
         if first is None or first.name != "formed matrix":
             return P
         base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
@@ -135,21 +133,22 @@ def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool
         return known[2]
 
 
-def inverse_for_rows(cache: CurvatureCache, prior: Prior, rows: int, rtol: float | None) -> LinearOperator:
+def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
     """Return P⁻¹ for so many further rows of J."""
-    inverse: LinearOperator = for_columns(cache, prior, rows, further=True).inverse(rtol)
+    inverse: LinearOperator = for_columns(terms, rows, further=True).inverse(rtol)
     return inverse
 
 
-def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
     """Return J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
 
     It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a checkpoint
     keeps J Jᵀ.
     """
-    if prior.diagonal is None or prior.diagonal.ndim:
+    cache, A = terms.cache, terms.A
+    if A is None or A.ndim:
         return None
-    found = determinants(system_of(cache, prior)) if system is None else routes(system)
+    found = determinants(system_of(terms)) if system is None else routes(system)
     if not any(route.name == "formed kernel" and route.possible for route in found):
         return None
     with cache.lock:
@@ -158,31 +157,28 @@ def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = N
         return kernel
 
 
-def solving_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
     """Return `formed_kernel` where its rounding leaves it fit to solve under this prior."""
-    found = formed_kernel(cache, prior, system)
-    return found if found is not None and found.resolves(float(prior.precision.detach())) else None
+    found = formed_kernel(terms, system)
+    return found if found is not None and found.resolves(float(terms.prior.precision.detach())) else None
 
 
 def preconditioner(
-    cache: CurvatureCache,
-    precision: Any,
-    columns: int,
-    dual: Prior | None = None,
-    generator: torch.Generator | None = None,
+    terms: PrecisionTerms, columns: int, dual: Any = None, generator: torch.Generator | None = None
 ) -> tuple[Any, int]:
     """Return M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
 
     A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to a
-    third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With the prior `dual`, P is
-    I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a run with
-    a checkpoint it is the one of that, whatever was sketched before it. A new one is drawn from `generator`.
+    third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. M is of `dual` where it is
+    given, I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a
+    run with a checkpoint it is the one of that, whatever was sketched before it. A new one is drawn from `generator`.
     """
-    generator = generator or cache.generator
+    cache, A = terms.cache, terms.A
+    generator, precision = generator or cache.generator, terms.precision if dual is None else dual
     if dual is not None:
-        kernel = solving_kernel(cache, dual, system_of(cache, dual, columns, "dual"))
+        kernel = solving_kernel(terms, system_of(terms, columns, "dual"))
         if kernel is not None:
-            return kernel.inverse(float(dual.precision)), 0
+            return kernel.inverse(float(terms.prior.precision)), 0
     fresh = (
         (current() and not cache.is_kept)
         or not isinstance(precision, Damped)
@@ -191,7 +187,7 @@ def preconditioner(
     if fresh or precision.shift.ndim > 1:
         return _with_products(precision.preconditioner(columns, generator))
     space = "weights" if dual is None else "functions"
-    diagonal: Any = precision.shift if dual is None else dual.diagonal
+    diagonal: Any = precision.shift if dual is None else A
     with cache.lock:
         if (kept := cache.known(space)) is not None:
             of, served, known = kept
@@ -210,23 +206,24 @@ def _with_products(made: Any) -> tuple[Any, int]:
     return made, 0 if made is None else made.matvecs
 
 
-def require_usable(cache: CurvatureCache, prior: Prior) -> None:
+def require_usable(terms: PrecisionTerms) -> None:
     """Raise ValueError where G and A do not add up, NotPositiveSemidefinite where G + A is seen to be indefinite.
 
     A G known to be psd costs nothing.
     Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
     indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
     """
-    prior.plus(cache.curvature)
-    if is_psd(cache.curvature):
+    curvature, A = terms.curvature, terms.A
+    _ = terms.precision
+    if is_psd(curvature):
         return
-    lowest, vector = cache.get("lowest", lambda: _least_ritz(cache.curvature))
+    lowest, vector = terms.cache.get("lowest", lambda: _least_ritz(curvature))
     with torch.no_grad():
-        if lowest + float(vector @ prior.product(vector)) > 0:
+        if lowest + float(vector @ terms.prior.product(vector)) > 0:
             return
-    size = "" if prior.diagonal is None else f", the prior precision is {float(prior.diagonal.detach().min()):.3g}"
+    size = "" if A is None else f", the prior precision is {float(A.detach().min()):.3g}"
     raise NotPositiveSemidefinite(
-        f"{type(cache.curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
+        f"{type(curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
         f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Give a prior_precision of "
         f"{-1.01 * lowest:.3g} or more, or {USE_THE_GGN}"
     )
