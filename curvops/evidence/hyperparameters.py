@@ -216,7 +216,7 @@ def check_noise_scales(post: Laplace) -> None:
     if not isinstance(curvature, UserOperator) or curvature.asked is None:
         raise ValueError(
             f"the noise is tuned with a curvature made of one linearisation, co.GGN, co.KFAC, …; this "
-            f"{type(curvature).__name__} does not say how it was made, and could not be made again at another noise."
+            f"{type(curvature).__name__} does not record how it was built, and cannot be built at another noise."
         )
     if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
         raise ValueError(

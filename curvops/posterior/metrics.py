@@ -1,7 +1,7 @@
 """Metrics of predicted class probabilities: accuracy, proper scores, calibration, detection.
 
 Every function takes tensors on any device and returns 0-d tensors (or a frozen dataclass of tensors) in the dtype
-of its first argument. Entropies and log-likelihoods are in nats. Probabilities may come from anywhere.
+of its first argument. Entropies and log-likelihoods are in nats. The probabilities may come from any source.
 
     >>> import torch
     >>> probabilities = torch.tensor([[0.9, 0.1], [0.4, 0.6]], dtype=torch.float64)
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Fraction of points whose most probable class is the label; between 0 and 1."""
+    """Return the fraction of points whose most probable class is the label; between 0 and 1."""
     _check(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
 
@@ -43,9 +43,10 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
 def nll(
     probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, reduction: str = "mean"
 ) -> Float[Tensor, "*shape"]:
-    """Negative log-likelihood −log p(label), in nats a point; `reduction` is "mean" or "none" (one value a point).
+    """Return −log p(label) in nats, the negative log-likelihood, as the mean or per point (`reduction="none"`).
 
-    Infinite where the label has probability exactly 0: form softmax in float64 if that comes from rounding.
+    It is infinite where the label has probability exactly 0; if that comes from rounding, compute the softmax in
+    float64.
     """
     _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
@@ -54,7 +55,7 @@ def nll(
 
 
 def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Mean over points of Σ_c (p_c − [c = label])²; between 0 and 2 (Brier 1950, the sum over all classes)."""
+    """Return the mean over points of Σ_c (p_c − [c = label])², in [0, 2] (Brier 1950, a sum over all classes)."""
     _check(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
     return (probabilities - truth).square().sum(-1).mean()
@@ -62,10 +63,10 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityBins:
-    """Confidence and accuracy in equal-width bins of confidence; NaN in bins that hold no point."""
+    """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points."""
 
     edges: Float[Tensor, " B1"]
-    """Bin edges from 0 to 1, one more than bins; a bin holds lower < confidence <= upper."""
+    """Bin edges from 0 to 1, one more than bins; a bin contains lower < confidence <= upper."""
     confidence: Float[Tensor, " B"]
     """Mean of the largest probability in each bin."""
     accuracy: Float[Tensor, " B"]
@@ -95,9 +96,9 @@ def reliability_bins(
 
 
 def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15) -> Float[Tensor, ""]:
-    """Expected calibration error: Σ_b (n_b/N) |accuracy_b − confidence_b| over 15 equal-width bins; in [0, 1].
+    """Return the expected calibration error Σ_b (n_b/N) |accuracy_b − confidence_b| over 15 equal bins, in [0, 1].
 
-    Source: Guo et al. 2017, equation 3. Biased upwards on few points, as every binned estimate is.
+    Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
     """
     table = reliability_bins(probabilities, labels, bins=bins)
     gap = (table.accuracy - table.confidence).abs().nan_to_num(0.0)
@@ -105,10 +106,10 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 
 
 def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
+    """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
-    `positive` is a mask (boolean, or 0 and 1) of shape (N,). Mann-Whitney form with mid-ranks for ties, O(N log N).
-    Raises ValueError if either class is absent: the area is then undefined.
+    `positive` is a mask (boolean, or 0 and 1) of shape (N,). Computed in Mann–Whitney form with mid-ranks for ties,
+    O(N log N). Raises ValueError if either class is absent: the area is then undefined.
     """
     if scores.ndim != 1 or positive.shape != scores.shape:
         raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")
@@ -130,18 +131,18 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
 
 
 def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
-    """Total uncertainty of each prediction: −Σ_c p_c log p_c, in nats; between 0 and log C. 0 log 0 is 0."""
+    """Return the total uncertainty of each prediction, −Σ_c p_c log p_c in nats; between 0 and log C. 0 log 0 is 0."""
     _check_probabilities(probabilities)
     pointwise: Tensor = torch.special.entr(probabilities)
     return pointwise.sum(-1)
 
 
 def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
-    """Epistemic uncertainty: H(mean_s p_s) − mean_s H(p_s), in nats; between 0 and log C.
+    """Return the epistemic uncertainty H(mean_s p_s) − mean_s H(p_s) in nats; between 0 and log C.
 
-    `samples` are the class probabilities under S draws of the weights. This is the mutual information between the
-    label and the weights (Houlsby et al. 2011): the part of the total (the predictive entropy of the mean) that more
-    data could remove. It is 0 where all draws agree. With S draws it is at most log S.
+    `samples` are the class probabilities under S draws of the weights. The result is the mutual information between the
+    label and the weights (Houlsby et al. 2011): the part of the total uncertainty (the predictive entropy of the mean)
+    that more data could remove. It is 0 if all draws agree. With S draws it is at most log S.
     """
     if samples.ndim != 3 or samples.shape[0] < 2:
         raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
@@ -150,10 +151,12 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
 
 
 def divergences(log_p: Float[Tensor, "S *N C"], mean: Float[Tensor, "*N C"]) -> Float[Tensor, "S *N"]:
-    """Kullback–Leibler divergence of each draw's p from the mean m, in nats; its mean is the mutual information.
+    """Return the Kullback–Leibler divergence of each draw's p from the mean m, in nats.
 
-    As Σ_c m (eᵈd − (eᵈ − 1)) with d = log p − log m, whose terms are of second order in d: in a difference of entropies
-    rounding would hide what well-determined weights leave.
+    Its mean over draws is the mutual information.
+
+    It is computed as Σ_c m (eᵈd − (eᵈ − 1)) with d = log p − log m, whose terms are of second order in d: in a
+    difference of entropies, rounding would hide the effect of well-determined weights.
     """
     d = log_p - mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
     return (log_p.exp() * d - mean * d.expm1()).sum(-1)
@@ -162,11 +165,11 @@ def divergences(log_p: Float[Tensor, "S *N C"], mean: Float[Tensor, "*N C"]) -> 
 def temperature(
     logits: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bounds: tuple[float, float] = (1e-2, 1e2)
 ) -> Float[Tensor, ""]:
-    """The T > 0 that minimises the NLL of softmax(logits / T) on a validation split (Guo et al. 2017, section 4.2).
+    """Return the T > 0 that minimises the NLL of softmax(logits / T) on validation data (Guo et al. 2017, section 4.2).
 
-    The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once: bisection on log T in
-    float64 finds the minimiser to rounding. Where it lies outside `bounds` (every point classified correctly drives
-    T to 0, labels worse than chance to infinity) the nearer bound is returned.
+    The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once, and bisection on log T in
+    float64 finds the minimiser to rounding. If it lies outside `bounds` (every point classified correctly drives T to
+    0, labels worse than chance to infinity), the nearer bound is returned.
     """
     _check_shapes(logits, labels)
     if not torch.isfinite(logits).all():
@@ -178,7 +181,7 @@ def temperature(
     low, high = f.new_tensor(bounds).log()
     for _ in range(60):
         middle = (low + high) / 2
-        # d NLL / d(1/T): positive means that the logits are already too sharp, so T must grow
+        # d NLL / d(1/T): positive means that the logits are too sharp, so T must grow
         slope = (torch.softmax(f / middle.exp(), -1) * f).sum()
         low, high = torch.where(slope > 0, middle, low), torch.where(slope > 0, high, middle)
     optimum: Tensor = (low + high) / 2

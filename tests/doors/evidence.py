@@ -94,7 +94,7 @@ DOORS = [
             "no curvature": (
                 lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), check_mode=False), None),
                 ValueError,
-                "likelihood that the curvature is of",
+                "likelihood of the curvature",
             ),
         },
     ),
@@ -139,7 +139,7 @@ DOORS = [
                     co.laplace(network().lin, co.low_rank(network().curvature), check_mode=False), "noise"
                 ),
                 ValueError,
-                "how it was made",
+                "how it was built",
             ),
             "noise that is zero": (lambda: network().with_noise(0.0), ValueError, "noise"),
             "noise that is a word": (lambda: network().with_noise("1"), TypeError, "noise"),

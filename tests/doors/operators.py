@@ -206,7 +206,7 @@ DOORS = [
                 f"{given} for a flag": (
                     lambda given=given: lin().gradients(given),
                     TypeError,
-                    r"per_token must be True or False.*linearise there",
+                    r"per_token must be True or False.*linearise with those",
                 )
                 for given in (torch.ones(2, 3), 1, "token", None)
             },

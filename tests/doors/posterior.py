@@ -94,7 +94,7 @@ DOORS = [
             "the prior second": (lambda: co.laplace(small(), 1.0), TypeError, "curvature.*1.0"),
             "a tensor": (lambda: co.laplace(small(), torch.eye(26, dtype=DOUBLE)), TypeError, "co.linalg.Dense"),
             "a function": (lambda: co.laplace(small(), lambda lin: co.GGN(lin)), TypeError, "call it"),
-            "another class": (lambda: co.laplace(small(), nn.Linear), TypeError, "no operator class"),
+            "another class": (lambda: co.laplace(small(), nn.Linear), TypeError, "not an operator class"),
             "a kernel": (lambda: co.laplace(small(), co.TangentKernel), ValueError, "shape"),
             "a part": (lambda: co.laplace(small(), co.GGN(small())[:3, :3]), ValueError, "shape"),
             "another dtype": (
@@ -418,12 +418,12 @@ DOORS = [
             "noise of other data": (
                 lambda: post().deviations(2, small_post().deviations(2).noise),
                 ValueError,
-                "the noise is of 12 points",
+                "the noise belongs to 12 points",
             ),
             "noise of fewer draws": (
                 lambda: post().deviations(3, post().deviations(2).noise),
                 ValueError,
-                "the noise is of 2 draws",
+                "the noise is for 2 draws",
             ),
             "a word for noise": (lambda: post().deviations(2, "cg"), TypeError, "noise must be"),
             "a method": (lambda: post().deviations(2, None, "CG"), ValueError, "method must be one of .*'CG'"),
@@ -438,7 +438,7 @@ DOORS = [
             "starts in float32": (
                 lambda: post().deviations(2, None, "cg", torch.zeros(2, 51)),
                 ValueError,
-                "x0: torch.float32",
+                "x0 is torch.float32",
             ),
             "rtol": (lambda: post().deviations(2, None, "cg", None, -1.0), ValueError, "rtol"),
             "dual of KFAC": (lambda: post(co.KFAC).deviations(2, method="dual"), ValueError, "KFAC has not"),

@@ -147,7 +147,7 @@ def test_what_is_learned_is_followed_or_refused_by_name(curvature, what):
                 torch.testing.assert_close(said(post)[parts], anew[parts], rtol=1e-8, atol=1e-8)
             else:
                 for answer in (post.log_evidence, partial(post.predict, X), partial(post.sample, 1)):
-                    with pytest.raises(ValueError, match="has changed since .* was made"):
+                    with pytest.raises(ValueError, match="has changed since .* was built"):
                         answer()
 
 

@@ -237,7 +237,7 @@ def holds_other_data(curvature, prior):
 def refusal(curvature, prior):
     """Why there is no such posterior, in words of its error; None where there is one."""
     if prior == "Kronecker updates" and "KFAC" not in (curvature, curvature.split(",")[0]):
-        return "form='kronecker' keeps KFACs"
+        return "form='kronecker' needs a KFAC"
     if curvature == "Hessian" and "low-rank" in prior:
         return "not positive semidefinite"
     return None

@@ -152,7 +152,7 @@ def test_the_tempered_evidence_of_a_linear_gaussian_model_is_the_integral():
     other = co.evidence.mackay(post, None, 300, xtol=1e-8)
     assert float(other.prior_precision) == pytest.approx(a, rel=1e-3)
     for tune in (lambda: co.evidence.maximize(post, "noise"), lambda: co.evidence.mackay(post, tune_noise=True)):
-        with pytest.raises(ValueError, match="tempered|how it was made"):
+        with pytest.raises(ValueError, match="tempered|how it was built"):
             tune()
 
 

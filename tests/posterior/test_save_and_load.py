@@ -606,12 +606,12 @@ def test_an_operator_of_something_else_is_refused_by_name(tmp_path, annotations_
         "a posterior": (
             lambda: co.save(laplace(lin), folder, lin),
             TypeError,
-            r"of a posterior write post.save\(path\)",
+            r"to save a posterior, use post.save\(path\)",
         ),
         "no linearisation": (
             lambda: co.save(kfac, folder, model),
             TypeError,
-            "the linearisation that the operator is of",
+            "the linearisation of the operator",
         ),
         "another size": (lambda: co.save(lin.jacobian(), folder, lin), ValueError, "shape"),
         "other weights": (

@@ -1,1 +1,1 @@
-"""Arguments, priors and the cache of a posterior: all that its answers start from."""
+"""Arguments, priors and the cache of a posterior, from which all its results start."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of posteriors: each error names the argument."""
+"""Checks of the arguments of posteriors; each error names the argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from curvops.operators import Linearization
 
 
 def checked_count(k: Any) -> int:
-    """Return a number of draws as an int; TypeError unless it is whole, ValueError below 1."""
+    """Return a number of draws as an int; raise TypeError unless it is whole, ValueError below 1."""
     return checked_whole("k", k, kind="a whole number of draws")
 
 
@@ -33,25 +33,25 @@ def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int 
     size = f"({'k' if count is None else count}, {len(mean)})"
     if not isinstance(samples, Tensor):
         raise TypeError(
-            f"{name} must be draws of the weights {size}, as post.sample(k) gives, not {samples!r}."
+            f"{name} must be draws of the weights {size}, as from post.sample(k), not {samples!r}."
             if isinstance(samples, numbers.Real)
-            else f"{name} must be a tensor of draws {size}, as post.sample(k) gives, not {type(samples).__name__}."
+            else f"{name} must be a tensor of draws {size}, as from post.sample(k), not {type(samples).__name__}."
         )
     if samples.ndim != 2 or samples.shape[1] != len(mean) or len(samples) != (count or max(len(samples), 1)):
-        raise ValueError(f"{name} must be {size}, as post.sample(k) gives, not {tuple(samples.shape)}.")
+        raise ValueError(f"{name} must be {size}, as from post.sample(k), not {tuple(samples.shape)}.")
     if samples.dtype != mean.dtype or samples.device != mean.device:
         raise ValueError(
-            f"{name}: {samples.dtype} on {samples.device}, where the weights are {mean.dtype} on {mean.device}; "
+            f"{name} is {samples.dtype} on {samples.device}, but the weights are {mean.dtype} on {mean.device}; "
             f"convert with {name}.to(post.mean)."
         )
     return samples
 
 
 def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
-    """Return the operator (D, D) that `curvature` is or makes of `lin`; raise TypeError or ValueError for others."""
+    """Return the operator (D, D) that `curvature` is or builds from `lin`; raise TypeError or ValueError for others."""
     if isinstance(curvature, type):
         if not issubclass(curvature, LinearOperator):
-            raise TypeError(f"curvature={curvature.__name__} is no operator class; expected co.GGN, co.KFAC, …")
+            raise TypeError(f"curvature={curvature.__name__} is not an operator class; expected co.GGN, co.KFAC, …")
         operator: Any = curvature(lin)
     else:
         operator = curvature
@@ -61,7 +61,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             "or co.linalg.Diagonal(vector)."
         )
     if not isinstance(operator, LinearOperator):
-        hint = ", which makes one: call it, curvature=f(lin)" if inspect.isroutine(operator) else ""
+        hint = ", a function: call it, curvature=f(lin)" if inspect.isroutine(operator) else ""
         raise TypeError(
             f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
             f"{lin.num_parameters}), got {operator!r}{hint}."
@@ -69,14 +69,14 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(
-            f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
+            f"curvature {type(operator).__name__} is not known to be symmetric; pass an operator of curvops, "
             "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
         )
     return operator
 
 
 def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
-    """Raise ValueError unless it is an operator (D, D) on these parameters, at their values or at none, like θ."""
+    """Raise ValueError unless it is an operator (D, D) on these parameters, made at their present values or at none."""
     common(network.tangent_space, *spaces_of(operator))
     if tuple(operator.shape) != (network.num_parameters,) * 2:
         raise ValueError(
@@ -85,13 +85,13 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
         )
     if operator.dtype != network.theta.dtype or operator.device != network.theta.device:
         raise ValueError(
-            f"{name} is {operator.dtype} on {operator.device}, the parameters are {network.theta.dtype} on "
+            f"{name} is {operator.dtype} on {operator.device}, but the parameters are {network.theta.dtype} on "
             f"{network.theta.device}; convert it with {name}.to(...)."
         )
 
 
 def check_linearization(lin: Any) -> None:
-    """Raise TypeError unless it is a linearised network in a dtype that a posterior can have."""
+    """Raise TypeError unless it is a linearised network in a dtype that a posterior supports."""
     if not isinstance(lin, Linearization):
         raise TypeError(
             "laplace takes a linearised network, co.linearize(model, data, likelihood), as its first argument, got "
@@ -100,7 +100,7 @@ def check_linearization(lin: Any) -> None:
     dtype = lin.theta.dtype
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
-            f"the selected parameters are in {dtype}, too coarse for a posterior (its rounding is "
-            f"{torch.finfo(dtype).eps:.1g}); pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
-            "may stay in half precision where the selected parameters (adapters) are float32."
+            f"the selected parameters are in {dtype}, which is too coarse for a posterior (its rounding is "
+            f"{torch.finfo(dtype).eps:.1g}): pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
+            "may stay in half precision if the selected parameters (adapters) are float32."
         )

@@ -1,4 +1,4 @@
-"""The cache of a posterior's likelihood and curvature: one place, with one rule of validity.
+"""The cache of a posterior's likelihood and curvature: one store with one rule of validity.
 
 | name                    | what it is                                                       | depends on              |
 |-------------------------|------------------------------------------------------------------|-------------------------|
@@ -9,14 +9,15 @@
 | quadrature              | smallest prior precision, tolerance and the quadrature for them  | likelihood              |
 | formed                  | G, or its undamped part, as a matrix                             | likelihood              |
 | precision               | P, and P with its operand formed                                 | likelihood, prior       |
-| columns                 | right-hand sides that covariances were asked for                 | likelihood              |
+| columns                 | number of right-hand sides that covariances have needed so far  | likelihood              |
 | weights, functions      | a prior's diagonal, columns and the sketch for them, in one of   | likelihood; it serves   |
 |                         | the two spaces                                                   | neighbouring priors     |
-| kernel                  | what follows from J Jᵀ under the likelihood                      | likelihood              |
+| kernel                  | spectrum, solves and mode from J Jᵀ under the likelihood         | likelihood              |
 | J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
 
-What depends on the likelihood is forgotten where a hyperparameter has another value than when it was computed: by
-value, since version counters miss fused optimisers and `.data`. J Jᵀ is forgotten with the last posterior that has it.
+Values that depend on the likelihood are dropped where a hyperparameter has changed since they were computed; values are
+compared, since version counters miss fused optimisers and `.data`. J Jᵀ is dropped with the last posterior that uses
+it.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class OfData(dict[str, Any]):
 
 
 _of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
-"""The values of each walk over data that a cache now holds."""
+"""The values of each walk over data that a cache holds at present."""
 
 
 class CurvatureCache:
-    """The values of the table above for one linearisation and curvature, shared by posteriors of different priors.
+    """The values of the table above for one linearisation and curvature, shared by posteriors under different priors.
 
-    `data` are the linearisations that the curvature is of, or a sentence on why they are not known, and `power` is how
-    often it counts them: 1/T where their likelihood is tempered. `generator` is the source of sketches that are asked
-    for without one. Pickling and copying keep the values, and drop the lock and the generator.
+    `data` are the linearisations that the curvature belongs to, or a sentence that says why they are unknown. `power`
+    is how often the curvature counts them: 1/T where their likelihood is tempered. `generator` is the default source
+    of sketches. Pickling and copying keep the values, and drop the lock and the generator.
     """
 
     def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
@@ -83,9 +84,9 @@ class CurvatureCache:
     def get(
         self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
     ) -> Known:
-        """Return the value of this name, computed where it is not known, or does not fit; None is not kept.
+        """Return the value of this name, computed where it is missing or outdated; None is not kept.
 
-        So many bytes of the memory budget are in use for as long as it exists.
+        While the value exists, so many bytes of the memory budget count as used.
         """
         with self.lock:
             known: Any = self.known(name)
@@ -97,7 +98,7 @@ class CurvatureCache:
             return found
 
     def known(self, name: str) -> Any:
-        """Return the value of this name, None where it is not known."""
+        """Return the value of this name, or None where there is none."""
         with self.lock:
             now = self._present()
             if not all(map(torch.equal, now, self._hyperparameters)):
@@ -107,7 +108,7 @@ class CurvatureCache:
             return self._values.get(name)
 
     def put(self, name: str, value: object, nbytes: int = 0) -> None:
-        """Keep this value, at the present hyperparameters."""
+        """Store this value with the present hyperparameters."""
         with self.lock:
             self.known(name)
             self._values[name] = value
@@ -116,25 +117,25 @@ class CurvatureCache:
 
     @cached_property
     def gram_cost(self) -> float:
-        """Gradients that J Jᵀ takes; ∞ where the curvature is not the exact GGN of these data alone."""
+        """Return the gradients that J Jᵀ takes, ∞ where the curvature is not the exact GGN of these data alone."""
         curvature = self.curvature
         exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is self.lin
         return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
-        """Return the linearisations that the curvature is of; raise ValueError on why `what` is not known without."""
+        """Return the linearisations of the curvature; raise ValueError where `what` needs unknown ones."""
         if isinstance(self.data, str):
             raise ValueError(
-                f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
+                f"{what} needs the likelihood of the curvature: {self.data} Pass a curvature that counts the "
                 "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of that, which "
                 "tempers the likelihood."
             )
         return self.data
 
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """Return Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
+        """Return Σ_n log p(y_n | x_n, θ*) in nats over the curvature's data, with its gradient in hyperparameters.
 
-        Of a tempered likelihood it is times 1/T. Raises ValueError where the data are not known, or counted unevenly.
+        A tempered likelihood is multiplied by 1/T. Raises ValueError where the data are unknown, or counted unevenly.
         """
         data = self.known_data("the log evidence")
 
@@ -147,14 +148,14 @@ class CurvatureCache:
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"] | None:
-        """Return the negative log-likelihood's gradient over all data of the curvature; None where they are unknown."""
+        """Return the gradient of the negative log-likelihood over the curvature's data, or None."""
         data = self.data
         if isinstance(data, str):
             return None
         return self.get("gradient", lambda: self.power * torch.stack([lin.gradient() for lin in data]).sum(0))
 
     def require_gradients(self) -> None:
-        """Raise ValueError where a hyperparameter asks for a gradient that the curvature has not, or has changed."""
+        """Raise ValueError where a hyperparameter has changed, or needs a gradient that the curvature lacks."""
         self.known("")
         for likelihood, tensor in self._learned():
             if carries_graph((tensor,)) and not self._is_held(tensor):
@@ -176,7 +177,7 @@ class CurvatureCache:
         }
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Take what was drawn for the same curvature."""
+        """Restore the values that were drawn for the same curvature."""
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
         for space, each in state["sketches"].items():
@@ -190,89 +191,89 @@ class CurvatureCache:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is part of the state of the run in force, which made it."""
+        """Return whether a value belongs to the state of the current run, which made it."""
         return current().whole.held.get("cache") is self
 
     def keep_in(self, kept: Checkpoint) -> None:
-        """Save it beside this step of the run that it is part of; where the step has ended, recall what it left."""
+        """Save a value with this step of its run; where the step has ended, restore the value that it left."""
         if self.is_kept:
             known = kept.attach("known", self.state)
             if kept.done:
                 self.recall(known)
 
     def _present(self) -> list[Tensor]:
-        """Return the present values of all that a learned likelihood may change under a posterior that is kept."""
+        """Return the present values of the hyperparameters that may change while a posterior is in use."""
         return [tensor.detach() for _, tensor in self._learned()]
 
     def _require_followed(self) -> None:
-        """Raise ValueError unless the curvature holds the hyperparameters, which have changed."""
+        """Raise ValueError where hyperparameters have changed that the curvature does not follow."""
         for likelihood, tensor in self._learned():
             if not self._is_held(tensor):
                 raise ValueError(
-                    f"{likelihood!r} has changed since {type(self.curvature).__name__} was made, which does not follow "
-                    "it: make the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
-                    "co.EmpiricalFisher follow; so does, of the one noise of a Gaussian likelihood that requires a "
-                    "gradient, every curvature of a linearisation made while gradients are on."
+                    f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
+                    "follow it: build the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
+                    "co.EmpiricalFisher follow; so does every curvature built while gradients are on, for the "
+                    "single noise of a Gaussian likelihood that requires a gradient."
                 )
 
     def _learned(self) -> Iterator[tuple[Likelihood, Tensor]]:
-        """Yield each hyperparameter of the linearisations, with the likelihood that it is of."""
+        """Yield each hyperparameter of the linearisations, with its likelihood."""
         for lin in (self.lin,) if isinstance(self.data, str) else self.data:
             yield from ((lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters)
 
     def _is_held(self, tensor: Tensor) -> bool:
-        """Return whether the curvature follows a tensor, and has gradients for it."""
+        """Return whether the curvature follows a tensor and has gradients in it."""
         return any(tensor is other for other in self.curvature.representation())
 
 
 def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Linearization, ...] | str:
-    """Return the linearisations whose log-likelihoods add up to that of the curvature; else why it is not known.
+    """Return the linearisations whose log-likelihoods add up to the curvature's, or a sentence on why they are unknown.
 
-    A curvature times a number, (1 / T) * co.GGN(lin), is of the likelihood to this power (`power_of`). Every operator
-    made of a linearisation, or of such an operator, says which data it is of and how often it counts
-    them. A matrix of the user's own does not: alone it is taken for that of `lin`.
+    A curvature times a number, (1 / T) * co.GGN(lin), belongs to the likelihood to this power (`power_of`). Operators
+    made from a linearisation, or from such operators, record their data and how often they count them. A matrix of the
+    user's own does not; if it stands alone, it is taken for a curvature of `lin`.
     """
     found = sources_of(curvature)
     if found is None:
         return (lin,)
     if found.detached:
-        return "a part of the curvature was detached from its weights, so that it is of no likelihood at these."
+        return "a part of the curvature was detached from its weights, so it belongs to no likelihood at these weights."
     counts, own = found.counts, lin.source
     if not counts.get(own):
         return (
-            "the curvature is of other data, or of another likelihood, than the linearisation given to co.laplace; "
-            "linearise once over all data, or add up the curvatures of both."
+            "the curvature belongs to other data, or another likelihood, than the linearisation given to co.laplace; "
+            "linearise once with all data, or add up the curvatures of both."
         )
     if found.partial:
         return (
-            "the curvature holds, beside what is known to be of these data, an operator that does not say which data "
-            "it is of (a matrix, say)."
+            "beside the part that is known to belong to these data, the curvature holds an operator (a matrix, say) "
+            "that does not say to which data it belongs."
         )
     uneven = [count for count in counts.values() if abs(count - counts[own]) > 1e-12]
     if (found.repeated or uneven or counts[own] < 0) and (
         not_once := [c for c in counts.values() if abs(c - 1) > 1e-12]
     ):
-        return f"the curvature counts data {not_once[0]:.4g} times, their likelihood counts once."
+        return f"the curvature counts data {not_once[0]:.4g} times, but their likelihood counts them once."
     known: dict[Hashable, Linearization] = {each.source: each for each in _linearizations(curvature)}
     known[own] = lin
     if not counts.keys() <= known.keys():
         return (
-            "a part of it is of other data than the linearisation given to co.laplace, and (as KFAC, diagonals, "
-            "blocks and low rank) does not keep them; linearise once over all data, or take a GGN, Fisher or Hessian "
-            "of those."
+            "a part of it belongs to other data than the linearisation given to co.laplace, and does not keep them "
+            "(as KFAC, diagonals, blocks and low rank); linearise once with all data, or use a GGN, Fisher or "
+            "Hessian of those."
         )
     return tuple(known[source] for source in counts)
 
 
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
-    """Return the power of a curvature's likelihood: 1/T where it is tempered, else 1."""
+    """Return the power of a curvature's likelihood: 1/T where it is tempered, otherwise 1."""
     found = sources_of(curvature)
     count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
     return 1.0 if abs(count - 1) <= 1e-12 else count
 
 
 def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:
-    """Yield the linearisations that an operator and its parts hold."""
+    """Yield the linearisations that an operator and its parts contain."""
     lin = getattr(operator, "lin", None)
     if isinstance(lin, Linearization):
         yield lin

@@ -34,14 +34,14 @@ class WithCurvature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """N(m, A⁻¹). `precision` A is a tensor (0-d or (D,), a diagonal) or an operator (D, D); `mean` is 0-d or (D,)."""
+    """A Gaussian prior N(m, A⁻¹): `precision` A, 0-d, a diagonal (D,) or an operator; `mean`, 0-d or (D,)."""
 
     precision: Tensor | LinearOperator
     mean: Float[Tensor, ""] | Float[Tensor, " D"]
 
     @property
     def diagonal(self) -> Tensor | None:
-        """A as 0-d tensor or its diagonal (D,); None for an operator."""
+        """A as a 0-d tensor or its diagonal (D,); None for an operator."""
         return self.precision if isinstance(self.precision, Tensor) else None
 
     def plus(self, curvature: LinearOperator) -> WithCurvature:
@@ -58,8 +58,8 @@ class Prior:
         return product
 
     def quadratic(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density less its constant."""
-        gap = theta.double() - self.mean.double()  # may be 1e6 nats
+        """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density without its constant."""
+        gap = theta.double() - self.mean.double()  # it may be as large as 1e6 nats
         if self.diagonal is not None:
             return (self.diagonal.double() * gap.square()).sum()
         return gap @ self.product(gap.to(theta.dtype)).double()
@@ -72,10 +72,10 @@ class Prior:
 
 @dataclass(frozen=True, eq=False)
 class KroneckerPrior(Prior):
-    """Kronecker blocks plus a diagonal: with a KFAC's added it stays such, by the products nearest to their sums."""
+    """A prior of Kronecker blocks plus a diagonal; its sum with a KFAC has the same form."""
 
     def plus(self, curvature: LinearOperator) -> WithCurvature:
-        """Return G + A with its curvature as blocks of one Kronecker product, for others than KFACs as it is."""
+        """Return G + A, for a KFAC as blocks of one Kronecker product each (the nearest to their sum)."""
         if not has_kronecker_blocks(curvature):
             return super().plus(curvature)
         assert isinstance(self.precision, Damped)
@@ -123,11 +123,11 @@ class PrecisionTerms:
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:
-    """Return the prior that a user's arguments mean; `posterior` says that the precision is an earlier posterior's.
+    """Return the prior that a user's arguments mean; `posterior` says that an earlier one gave the precision.
 
-    Raises TypeError for another kind of argument, ValueError for a wrong size, a precision that is not positive and
-    finite, a mapping that does not name each parameter once, or an operator that is not known to be positive
-    semidefinite, is of other parameters or was made at other weights.
+    Raises TypeError for an argument of another kind. Raises ValueError for a wrong size, a precision that is not
+    positive and finite, a mapping that does not name each parameter once, or an operator that is not known to be
+    positive semidefinite or that belongs to other parameters or other weights.
     """
     if isinstance(prior_precision, LinearOperator):
         return Prior(_checked_operator(prior_precision, network, posterior), _read_mean(prior_mean, network))
@@ -144,19 +144,19 @@ def _read_mean(given: Any, network: Model) -> Tensor:
 
 
 def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> LinearOperator:
-    """Return a precision operator (D, D) at these weights, or at none."""
+    """Return a precision operator (D, D), after checking that it belongs to these weights or to none."""
     kind = type(given).__name__
     if not isinstance(given, Operator):
-        raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")
+        raise TypeError(f"prior_precision is a {kind}; pass an operator of curvops, or co.linalg.Dense(matrix).")
     check_operator("prior_precision", given, network)
     if not (definite or is_psd(given)):
         raise ValueError(
-            f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "
+            f"prior_precision {kind} is not known to be positive semidefinite; pass co.linalg.Dense(matrix, psd=True), "
             "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."
         )
     if carries_graph(given.representation()):
         raise ValueError(
-            f"prior_precision {kind} holds tensors that require a gradient, which a prior operator does not carry: "
-            "detach them, or give a number or a vector."
+            f"prior_precision {kind} holds tensors that require a gradient, which an operator as a prior does not "
+            "carry: detach them, or pass a number or a vector."
         )
     return given

@@ -1,1 +1,1 @@
-"""Draws of a posterior by solving, and their noise."""
+"""Draws of a posterior by solving linear systems, and their noise."""

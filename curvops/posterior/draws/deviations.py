@@ -1,7 +1,7 @@
 """Draws of N(0, T P⁻¹) by perturbing and solving: P z = Aθ⁰ + Sε, in weight space or in function space.
 
-Papandreou & Yuille 2010; for linearised networks Antorán et al. 2023. G = S Sᵀ is the curvature with its square root by
-points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer, by whatever method it is found.
+Papandreou & Yuille 2010; for linearised networks Antorán et al. 2023. G = S Sᵀ is the curvature with its square root,
+a block of columns per point; ε is standard normal and θ⁰ ~ N(0, A⁻¹). One noise has one solution, whatever the method.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from curvops.posterior.solves.precision import for_columns, preconditioner, rout
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Deviations(Summarised, Reasoned):
-    """Draws of a posterior less its mean, and how they were found.
+    """Draws of a posterior minus its mean, with a report on how they were computed.
 
-    ``draws`` (k, D) are of N(0, T P⁻¹). ``relative_residuals`` are ‖b − P z‖/‖b‖ of each draw's own system,
-    recomputed by a product in weight space whatever the method. ``matvecs`` counts products with the curvature (in
-    function space, with its Gram matrix, which cost as much; of "sgd" a pass over the data is one), checks included;
-    ``history`` the relative residuals of the method's own recursion, a row per iteration ("sgd": per check).
-    ``noise`` gives the same draws again, or those of another prior precision.
+    ``draws`` (k, D) are distributed as N(0, T P⁻¹). ``relative_residuals`` are ‖b − P z‖/‖b‖ of each draw's own
+    system, recomputed by a product in weight space whatever the method. ``matvecs`` counts products with the curvature,
+    checks included (in function space, products with its Gram matrix, which cost as much; for "sgd", passes over the
+    data). ``history`` holds the relative residuals of the method's own recursion, a row per iteration ("sgd": per
+    check). ``noise`` gives the same draws again, or the corresponding ones under another prior precision.
     """
 
     draws: Float[Tensor, "k D"]
@@ -54,7 +54,7 @@ class Deviations(Summarised, Reasoned):
 
     @property
     def converged(self) -> bool:
-        """Whether every draw was solved for to the tolerance, or to what the dtype allows."""
+        """Whether every draw reached the tolerance, or the limit of the dtype."""
         return self.accepted
 
 
@@ -67,9 +67,10 @@ def draw_deviations(
     x0: Float[Tensor, "D k"] | None,
     rtol: float,
 ) -> Deviations:
-    """Draw from N(0, T P⁻¹); NotSolved where a draw failed. "cg" and closed forms have gradients in P.
+    """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises ValueError for a method that does not fit, TypeError for no method.
+    Raises NotSolved where a draw failed, ValueError for a method that does not fit, TypeError for one that does not
+    exist.
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
@@ -80,7 +81,7 @@ def draw_deviations(
     route, why_not = route_of(terms, k, asked)
     if route is None:
         kind = type(terms.curvature).__name__
-        raise ValueError(f"method={asked!r} with {kind} + prior: {why_not}; use method='cg'.")
+        raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = for_columns(terms, k) if route.name == "formed matrix" else terms.precision
     systems = Systems(terms, noise, range(k), route.name, P)
     named = asked or next(name for name, served in METHODS.items() if route.name in served)
@@ -94,12 +95,12 @@ def draw_deviations(
 
 
 def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
-    """Solve for draws at temperature 1, as many together as memory has room for; failures come back as reasons."""
+    """Solve for draws at temperature 1, as many at once as fit into memory; failures are returned as reasons."""
     carried = carries_graph(systems.precision.representation())
     if current() and carried:
         raise ValueError(
-            "a checkpoint keeps no gradient, and the prior precision or the noise requires one: detach it, or leave "
-            "checkpoint out."
+            "a checkpoint keeps no gradient, but the prior precision or the noise requires one: detach it, or leave "
+            "out checkpoint."
         )
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
@@ -112,7 +113,7 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
         with hold(systems.memories, beside):
             guess = None if x0 is None else x0[:, part]
             each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
-        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # its own are freed
+        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # the solution's own buffers are freed
     return join_solutions(found, draws.mT)
 
 
@@ -124,9 +125,9 @@ def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: floa
 
 
 def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
-    """Draw by the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
+    """Draw by the closed form's own root of P⁻¹, which loses fewer digits than a perturbation and a solve."""
     if x0 is not None:
-        raise ValueError("x0 is where an iteration starts; a closed form takes none.")
+        raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
     k, generator = systems.count, systems.noise.generator(systems.like.device)
     drawn = draw(systems.precision.inverse(rtol), k, generator, systems.memories)
     none = torch.zeros(k, dtype=torch.float64)
@@ -151,7 +152,8 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     """Solve for z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
 
-    The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
+    The residual of P z is S times that of the dual system, so the tolerance is tightened until the true residual is
+    met.
     """
     S, A = systems.root, systems.terms.A
     assert S is not None and A is not None
@@ -183,23 +185,23 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
 
 
 def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
-    """Return relative norms of columns, on the host."""
+    """Return relative norms of columns, on the CPU."""
     return (norm(residual) / norm(right)).double().cpu()
 
 
 def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
-    """Estimate tr(T P⁻¹ M) by the mean of zᵀM z over draws, with its standard error."""
+    """Estimate tr(T P⁻¹ M) as the mean of zᵀM z over draws, with its standard error."""
     vectors = draws.mT
     samples = inner(vectors, M._matmul(vectors))
     if len(samples) < 2:
-        raise ValueError("one draw gives no standard error; take two or more.")
+        raise ValueError("one draw gives no standard error: use two or more.")
     return sample_mean(samples, len(samples))
 
 
 class NotSolved(NotConverged):
-    """Some draws of a posterior were not solved for; ``deviations`` holds the draws as far as they came."""
+    """Raised when some draws were not solved to the tolerance; ``deviations`` holds them as far as they came."""
 
     def __init__(self, found: Deviations, rtol: float) -> None:
         self.deviations, self.rtol = found, rtol
-        measure = f"true relative residual {{}} after {found.matvecs} products, asked for {rtol:.2e}"
+        measure = f"true relative residual {{}} after {found.matvecs} products, where rtol={rtol:.2e}"
         RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals, REMEDIES))

@@ -1,4 +1,4 @@
-"""The noise of a posterior's draws, kept as a seed for every method and prior precision, and the systems it makes."""
+"""The noise of a posterior's draws, kept as a seed for every method and prior precision, and the systems it gives."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
 from curvops.posterior.core.priors import PrecisionTerms, Prior
 
 DRAWN_TOGETHER = 8
-"""Draws that are made together of a matrix that has no square root, whatever memory has room for."""
+"""How many draws are made at once of a matrix without a square root, whatever the memory."""
 STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
-"""The independent streams of each draw: what is added up in one draw takes its numbers from different ones."""
+"""The independent streams of each draw: the terms of one draw take their numbers from different streams."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard normal numbers for `count` draws of a posterior, kept as a seed and made anew where they are used.
+    """Standard normal numbers for `count` draws of a posterior, stored as a seed and generated where they are used.
 
-    Each draw has its own, so that the first draws of two noises with one seed are the same, and neither batches nor the
-    memory budget matter.
+    Each draw has its own numbers: the first draws of two noises with one seed are the same, whatever the batches and
+    the memory budget.
     """
 
     seed: int
@@ -46,27 +46,27 @@ class Noise:
         return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
 
     def require_of(self, lin: Linearization, k: int) -> None:
-        """Raise ValueError for noise of another problem, or of fewer draws."""
+        """Raise ValueError where the noise belongs to another problem, or to fewer draws."""
         own = (lin.num_parameters, lin.num_data, lin.data.fingerprint)
         if (self.num_parameters, self.num_data, self.data) != own:
             raise ValueError(
-                f"the noise is of {self.num_data} points and {self.num_parameters} weights, or of other data, than "
-                f"this posterior, which has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
+                f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "
+                f"this posterior has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
             )
         if k > self.count:
-            raise ValueError(f"k={k}, but the noise is of {self.count} draws; pass k={self.count} or fewer.")
+            raise ValueError(f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
 
     def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
-        """Return standard normal columns, for the square root of the curvature with so many columns a point."""
+        """Return standard normal columns for the square root of the curvature, so many columns per point."""
         numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
         return numbers.flatten(1).mT
 
     def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
-        """Draws of N(0, G) for a curvature that has no square root by points."""
+        """Draw from N(0, G) for a curvature without a square root by points."""
         return self._drawn(OF_CURVATURE, curvature, columns)
 
     def of_prior(self, prior: Prior, columns: range, like: Tensor) -> Float[Tensor, "D k"]:
-        """Draws ξ of N(0, A)."""
+        """Draw ξ from N(0, A)."""
         if prior.diagonal is None:
             assert isinstance(prior.precision, LinearOperator)
             return self._drawn(OF_PRIOR, prior.precision, columns)
@@ -81,7 +81,7 @@ class Noise:
         return self._generator(0, FURTHER, device)
 
     def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:
-        if not is_psd(operator):  # not by its parts, then, which have no root; a shift says that the whole is definite
+        if not is_psd(operator):  # not by its parts, which have no root; a shift makes the whole definite
             operator = operator.add_diagonal(0.0)
         blocks = []
         for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
@@ -106,27 +106,27 @@ class Systems:
 
     @property
     def count(self) -> int:
-        """k."""
+        """k, the number of draws."""
         return len(self.columns)
 
     @property
     def memories(self) -> Memories:
-        """The memory budgets that the draws are taken from; a structured P does not know them."""
+        """The memory budgets that the draws count against, which a structured P does not know."""
         return frozenset((self.terms.lin.memory,))
 
     @property
     def at_a_time(self) -> tuple[int, int]:
-        """The number of draws that memory has room for together, and the bytes to hold beside their solves."""
+        """Return how many draws fit into memory at once, and the bytes to hold beside their solves."""
         return solve_width(self.precision, self.count, self.memories)
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the weights' dtype and device."""
+        """A tensor with the weights' dtype and device."""
         return self.terms.curvature.representation()[0]
 
     @property
     def root(self) -> CurvatureRoot | None:
-        """S, where the curvature has one by points."""
+        """S, where the curvature has such a root by points."""
         return root_of(self.terms.curvature)
 
     def of_prior(self) -> Float[Tensor, "D k"]:
@@ -134,11 +134,14 @@ class Systems:
         return self.noise.of_prior(self.terms.prior, self.columns, self.like)
 
     def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
-        """Return ε."""
+        """Return the white noise ε."""
         return self.noise.of_data(root.columns_a_point, self.columns, self.like)
 
     def right_sides(self) -> Float[Tensor, "D k"]:
-        """Return Aθ⁰ + Sε ~ N(0, P); of an indefinite G, and where P is not G + A in full, draws of N(0, P) itself."""
+        """Return Aθ⁰ + Sε ~ N(0, P).
+
+        For an indefinite G, and where P is not G + A in full, these are draws of N(0, P) itself.
+        """
         curvature, root = self.terms.curvature, self.root
         if not is_psd(curvature) or self.terms.sum.error is not None:
             return self.noise.of_curvature(self.precision, self.columns)

@@ -1,9 +1,9 @@
-"""Draws of a posterior by minibatch gradient descent on one of two losses that they minimise.
+"""Draws of a posterior by minibatch gradient descent on one of two losses with the same minimiser.
 
-Antorán et al. 2023: L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A has the noise of the data in each minibatch, L′(z) = ½‖Sᵀz‖² +
-½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε has it summed once before. They have one minimiser; at it the gradient noise of L′ is
-below that of L where Σ tr(M_iΣM_i) < ½ Σ tr M_i, M_i the curvature of point i: with many weights to a point determined,
-near interpolation, L is better.
+Antorán et al. 2023. In L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A each minibatch contains the noise of its data; in
+L′(z) = ½‖Sᵀz‖² + ½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε it is summed once before. Both have one minimiser. There, the
+gradient noise of L′ is below that of L where Σ tr(M_iΣM_i) < ½ Σ tr M_i, M_i the curvature of point i; L is better
+where points determine many weights each, near interpolation.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from curvops.progress import as_step, at_work, remark
 LOSSES = ("low_variance", "standard")
 POWER_STEPS, POWER_BATCHES = 8, 3
 GROWN = 100.0
-"""Where the gradient exceeds the right-hand side by this factor, the descent has diverged."""
+"""The factor by which the gradient exceeds the right-hand side once a descent has diverged."""
 MOST_HALVINGS = 12
 RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 CHECK_EVERY = 5
-"""Epochs between two looks at the true residual, which costs as much as an epoch."""
+"""Epochs between two checks of the true residual, each of which costs as much as an epoch."""
 
 
 class Diverged(RuntimeError):
-    """A descent or a sampler diverges with the step size that was asked for; the message names one to try."""
+    """Raised when a descent or a sampler diverges with its step size; the message suggests another."""
 
 
 @dataclass(frozen=True)
 class StochasticDescent:
-    """Minibatch gradient descent with Nesterov's momentum, a step that decays linearly, clipping and averaging.
+    """Minibatch gradient descent with Nesterov momentum, a linearly decaying step, clipping and averaging.
 
     Args:
-        loss: "low_variance" is L′, "standard" L.
-        batch_size: points in a step; those of a step come from one batch of the data.
+        loss: "low_variance" for L′, "standard" for L.
+        batch_size: points per step; the points of a step come from one batch of the data.
         epochs: passes over the data.
-        step_size: of the first steps, relative to the prior's precision (steps are A⁻¹ times the gradient); None is
-            1/λ, λ the largest eigenvalue of A⁻¹P of a few minibatches by power iterations. A step of one's own that
-            diverges is an error; the default is halved.
-        momentum: in [0, 1).
-        final: the last step as a share of the first.
-        averaging: the weight of the newest iterate in the average that is the answer (Polyak & Juditsky 1992).
-        clip: longest gradient of a draw, in lengths of its right-hand side.
+        step_size: the first step, relative to the prior's precision (steps are A⁻¹ times the gradient). None is 1/λ,
+            with λ the largest eigenvalue of A⁻¹P of a few minibatches by power iterations. If a given step size
+            diverges, that is an error; the default one is halved instead.
+        momentum: the momentum, in [0, 1).
+        final: the last step as a fraction of the first.
+        averaging: the weight of the newest iterate in the average that is returned (Polyak & Juditsky 1992).
+        clip: the longest gradient of a draw, in lengths of its right-hand side.
     """
 
     loss: str = "low_variance"
@@ -74,7 +74,7 @@ class StochasticDescent:
                 checked_number(name, getattr(self, name), interval)
 
     def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
-        """Find the minimiser for each column. A checkpoint is written after epochs."""
+        """Find the minimiser for each column; a checkpoint is written after an epoch."""
         kept = named_part("descent", systems.like.device)
         if kept.done:
             return kept.result(Solution)
@@ -106,10 +106,10 @@ class StochasticDescent:
 
 @dataclass(eq=False)
 class _AfterEpoch:
-    """The state of a descent after an epoch, which the next one changes in place."""
+    """The state of a descent after an epoch, which the next epoch changes in place."""
 
     longest: float
-    """The first step size, before halvings."""
+    """The first step size, before any halving."""
     halvings: int
     z: Float[Tensor, "D k"]
     velocity: Float[Tensor, "D k"]
@@ -121,13 +121,13 @@ class _AfterEpoch:
 
     @classmethod
     def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _AfterEpoch:
-        """Return the first epoch."""
+        """Return the state before the first epoch."""
         z = torch.zeros_like(right) if x0 is None else x0.clone()
         return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
 
 
 class _Problem:
-    """The systems of one run, with the passes that it has taken."""
+    """The systems of one run, with a count of the passes over the data."""
 
     def __init__(self, options: StochasticDescent, systems: Systems, generator: torch.Generator) -> None:
         root, A = systems.root, systems.terms.A
@@ -177,7 +177,7 @@ class _Problem:
         return norm(self.right - self.precision._matmul(z)) / _nonzero(norm(self.right))
 
     def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
-        """Run the epochs that are left, or as many as reach rtol."""
+        """Run the remaining epochs, or as many as are needed to reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
         size = _nonzero(_length(self.right / self.scale))
         total = options.epochs * sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
@@ -223,10 +223,10 @@ class _Problem:
 
 
 def _nonzero(sizes: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
-    """Return the sizes to divide by: 1 for a right-hand side of zeros, whose solution is 0."""
+    """Return the norms to divide by: 1 for a right-hand side of zeros, whose solution is 0."""
     return sizes.where(sizes > 0, 1.0)
 
 
 def _length(V: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
-    """Return norms of columns, in their own dtype."""
+    """Return the norms of columns, in their own dtype."""
     return norm(V).to(V.dtype)

@@ -1,4 +1,4 @@
-"""Continual learning: yesterday's posterior as a penalty for today's training, and as today's prior."""
+"""Continual learning: yesterday's posterior as a penalty in today's training, and as today's prior."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
 from curvops.operators.linearized.user_operator import UserOperator
 
 FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
-"""The forms in which an earlier posterior may be kept."""
+"""The forms in which an earlier posterior can be kept."""
 
 
 def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Tensor, "*k"]:
-    """Return ½ gapᵀ P gap of each row with its gradient P gap, at one product with P, and that in P's tensors if asked.
+    """Return ½ gapᵀ P gap per row with its gradient P gap, by one product with P; if asked, also in P's tensors.
 
-    In float64: it may be 1e6 nats.
+    Computed in float64, since it may be as large as 1e6 nats.
     """
     rows = torch.atleast_2d(gap)
     if carries_graph(precision.representation()):
@@ -40,7 +40,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
 
 
 def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
-    """Return weights by name, a vector (D,) or, where allowed, rows of vectors as a tensor that keeps its graph."""
+    """Return named weights, a vector (D,) or, where allowed, rows of vectors as one tensor that keeps its graph."""
     if isinstance(params, Mapping):
         params = lin.flatten(params)
     if not isinstance(params, Tensor):
@@ -53,37 +53,38 @@ def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Floa
         raise ValueError(f"params must be a vector ({lin.num_parameters},){or_rows}, got shape {tuple(params.shape)}.")
     if params.dtype != lin.theta.dtype or params.device != lin.theta.device:
         raise ValueError(
-            f"params are {params.dtype} on {params.device}, the posterior {lin.theta.dtype} on {lin.theta.device}; "
+            f"params are {params.dtype} on {params.device}, the posterior is {lin.theta.dtype} on {lin.theta.device}; "
             "convert them with params.to(post.mean)."
         )
     return params
 
 
 def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
-    """Raise ValueError where an earlier posterior is of the same data, by its prior too: they would count twice."""
+    """Raise ValueError where an earlier posterior, or its prior, has the same data: they would count twice."""
     known = sources_of(precision)
     if known is not None and lin.source in known.counts:
         raise ValueError(
-            "the earlier posterior is of the data of this linearisation, which would count twice: linearise at the "
-            "new data alone, or take the earlier posterior's own prior, prior_precision=earlier.prior_precision."
+            "the earlier posterior already contains the data of this linearisation, which would count twice: "
+            "linearise with the new data alone, or use the earlier posterior's own prior, "
+            "prior_precision=earlier.prior_precision."
         )
 
 
 def remake_curvature(
     curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None
 ) -> LinearOperator:
-    """Make the curvature of `lin` by the class and options of an earlier one; ValueError where these are not known."""
+    """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError."""
     found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
     if found is None:
         raise ValueError(
-            f"curvature= is needed: that of the earlier posterior is a {type(curvature).__name__}, which does not say "
-            "how it was made of its linearisation; pass the new one, curvature=co.KFAC(lin, ...), say."
+            f"curvature= is needed: the earlier posterior's {type(curvature).__name__} does not record how it was "
+            "built from its linearisation; pass the new one, such as curvature=co.KFAC(lin, ...)."
         )
     return found
 
 
 def checked_form(form: Any, rank: Any) -> str | None:
-    """Return the form in which an earlier posterior is to be kept, "low_rank" where only a rank is given."""
+    """Return the form in which an earlier posterior is to be kept; a rank alone means "low_rank"."""
     if form is not None:
         check_choice("form", form, FORMS)
     if rank is not None:
@@ -96,20 +97,20 @@ def checked_form(form: Any, rank: Any) -> str | None:
 def compress_precision(
     form: str | None, precision: LinearOperator, rank: int | None, generator: torch.Generator | None
 ) -> tuple[LinearOperator, Estimate | None]:
-    """Return P in the form asked for (None: as it is), and the error ‖C − Ĉ‖_F / ‖C‖_F of its curvature."""
+    """Return P in the given form (None: unchanged), and the error ‖C − Ĉ‖_F / ‖C‖_F of its curvature."""
     if form is None:
         return precision, None
     if not isinstance(precision, Damped):
         raise ValueError(
-            f"form={form!r} is of a curvature plus a number or a vector; this precision is a "
-            f"{type(precision).__name__}: compress the prior operator with co.low_rank, or keep it as it is."
+            f"form={form!r} needs a curvature plus a number or a vector, but this precision is a "
+            f"{type(precision).__name__}: compress the prior operator with co.low_rank, or leave form out."
         )
     curvature = precision.base
     if form == "kronecker":
         if not has_kronecker_blocks(curvature):
             raise ValueError(
-                f"form='kronecker' keeps KFACs, alone or added up by this form; this curvature is a "
-                f"{type(curvature).__name__}: start with curvature=co.KFAC, or take form='low_rank'."
+                f"form='kronecker' needs a KFAC, or KFACs added up in this form, but this curvature is a "
+                f"{type(curvature).__name__}: start with curvature=co.KFAC, or use form='low_rank'."
             )
         return precision, None
     found = low_rank(curvature, rank, generator=generator)

@@ -1,4 +1,4 @@
-"""Gaussians over the weights: the base of all posteriors, and one that does not come from Laplace's approximation."""
+"""Gaussians over the weights: the base of all posteriors, and one without a Laplace approximation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from curvops.posterior.predictions.predictive import Predictive
 
 
 class GaussianWeights(Predictive):
-    """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation, the base of all posteriors."""
+    """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation; the base class of all posteriors."""
 
     temperature: float
     precision: Any
@@ -60,16 +60,16 @@ class GaussianWeights(Predictive):
         """Return the posterior as plain values and tensors, and the version of the schema."""
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """Draw k weight vectors from the posterior: the mean plus `deviations`.
+        """Draw k weight vectors from the posterior, as rows: the mean plus `deviations`.
 
         Args:
             k: the number of draws, at least 1.
             generator: source of the draws.
-            rtol: relative residual of each solve, far below the sampling error of k draws.
+            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
 
         Returns:
-            The draws as rows, mean included. `lin.unflatten_weights(draw)` gives the tensors of one by name; weights
-            outside a subnetwork keep their values.
+            The draws (k, D), with the mean added. `lin.unflatten_weights(draw)` gives the tensors of one draw by name;
+            weights outside a subnetwork keep their values.
 
         Raises:
             NotConverged: rtol was not reached.
@@ -84,17 +84,17 @@ class GaussianWeights(Predictive):
         samples: int | Float[Tensor, "k D"] | Deviations = 64,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """Estimate tr(T P⁻¹ M) for a symmetric operator M (D, D) as the mean of zᵀM z over draws of the posterior.
+        """Estimate tr(T P⁻¹ M) for a symmetric operator M (D, D) as the mean of zᵀM z over draws z of the posterior.
 
         Args:
-            M: the operator. tr(P⁻¹G) of a Laplace posterior's own curvature is `effective_parameters`.
-            samples: how many draws; or draws (k, D) as `sample` gives them, or `deviations`, to be used again.
+            M: the operator. For tr(P⁻¹G) with a Laplace posterior's own curvature G, see `effective_parameters`.
+            samples: the number of draws; or draws (k, D) of an earlier `sample` or `deviations`, to use them again.
             generator: source of new draws.
 
         Raises:
-            TypeError, ValueError: M is no operator (D, D) on these weights, or there are fewer than two draws.
+            TypeError, ValueError: M is not an operator (D, D) on these weights, or there are fewer than two draws.
 
-        Cost: a product with M a draw, and what new draws cost. Values are right to the draws' own tolerance.
+        Cost: a product with M per draw, and that of new draws. The values are as accurate as the draws' own tolerance.
         """
         if not isinstance(M, LinearOperator):
             raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
@@ -106,18 +106,18 @@ class GaussianWeights(Predictive):
         return trace(M, self._deviations(samples, generator, 1e-3))
 
     def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
+        """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights up to a constant, with its gradient.
 
-        Added to the summed loss of the next task, it keeps that task's training from forgetting this one.
+        Add it to the summed loss of the next task to keep that task's training from forgetting this one.
 
         Args:
-            params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
-                a vector (D,). Gradients flow into them.
+            params: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), or a
+                vector (D,). Gradients flow into them.
 
         Cost: a product with P, forward and backward together.
 
         Raises:
-            TypeError, ValueError: another kind of argument, a missing name or another shape.
+            TypeError, ValueError: an argument of another kind, a missing name, or a wrong shape.
         """
         gap = continual.flatten_weights(self.lin, params) - self.mean
         return continual.quadratic(self.precision, gap).to(gap.dtype) / self.temperature
@@ -130,24 +130,24 @@ class GaussianWeights(Predictive):
     ) -> Estimate:
         """Return log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
 
-        It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where `log_evidence` has it exactly
-        (closed forms, and up to 1,024 weights), with its rounding as the bias bound, and elsewhere estimated: it is one
-        number for all rows, so that differences between them are exact.
+        It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where that of `log_evidence` is
+        (closed forms, and up to 1,024 weights), with its rounding as bias bound; elsewhere it is estimated. All rows
+        share one log-determinant, so that differences between them are exact.
 
         Args:
-            weights: by name, `dict(model.named_parameters())` (names outside the selection are ignored), a vector (D,),
-                or rows (k, D) as `sample` gives them.
+            weights: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), a vector
+                (D,), or rows (k, D) such as those of `sample`.
             rtol: relative accuracy of an estimated log-determinant.
             generator: source of the probes.
 
         Returns:
-            An Estimate of shape () or (k,), in float64. Its value has the gradient −P(θ − θ*) / T in the weights, and
-            that in the prior precision and in hyperparameters as `log_evidence` has it.
+            An Estimate of shape () or (k,), in float64. Its gradient in the weights is −P(θ − θ*) / T; in the prior
+            precision and in hyperparameters it has the gradients that `log_evidence` has.
 
-        Cost: a product with P for each row, and the log-determinant, which is kept as that of `log_evidence` is.
+        Cost: a product with P for each row, and the log-determinant, which is stored as for `log_evidence`.
 
         Raises:
-            TypeError, ValueError: weights of another kind or shape, a missing name, or a gradient asked for that the
+            TypeError, ValueError: weights of another kind or shape, a missing name, or a gradient that the
                 log-determinant does not have.
         """
         check_accuracy(rtol, generator)
@@ -160,26 +160,27 @@ class GaussianWeights(Predictive):
     def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
         """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
 
-        Curvature, prior and covariance are kept by structure: Kronecker factors and their eigenbases, low rank,
-        diagonals, dense blocks, and sums of these. A GGN, a Fisher or a Hessian is kept by reference to its data, which
-        `co.load` then takes. The model itself is not saved, nor the data: of the model the selected weights, and
-        fingerprints of all; of the data a fingerprint and the inputs of two points, at which `co.load` compares the
-        model's outputs. An earlier posterior in the folder is replaced in one step: after a crash, or on a full disk,
-        it is as it was.
+        Curvature, prior and covariance are saved by structure: Kronecker factors with their eigenbases, low rank,
+        diagonals, dense blocks, and sums of these. A GGN, a Fisher or a Hessian is saved by reference to its data,
+        which `co.load` then needs. Neither the model nor the data are saved: of the model only the selected weights
+        and fingerprints of everything; of the data a fingerprint and the inputs of two points, at which `co.load`
+        compares the model's outputs. An earlier posterior in the folder is replaced in one step: after a crash, or on
+        a full disk, it is unchanged.
 
         Args:
-            path: the folder, made with those above it.
-            inputs: of one or two points, to be kept in place of the first two training inputs.
+            path: the folder; it is created with its parent folders.
+            inputs: inputs of one or two points, to save in place of the first two training inputs.
 
         Raises:
-            OSError: the folder could not be written (a full disk); nothing is lost.
-            FileExistsError: the path is a file, or holds something else than a posterior.
-            ValueError: an operator that cannot be saved: a class of one's own, or a GGN of other data (of an earlier
-                task: `post.update(lin_new, rank=...)` keeps it by structure).
-            TypeError: path is no path.
+            OSError: the folder could not be written (a full disk); an earlier posterior is unchanged.
+            FileExistsError: the path is a file, or contains something other than a posterior.
+            ValueError: an operator that cannot be saved: one of your own class, or a GGN of other data (those of an
+                earlier task: `post.update(lin_new, rank=...)` keeps it by structure).
+            TypeError: path is not a path.
 
-        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as
-        many numbers as the factors have; of Laplace a pass over the data where the log-likelihood was not known.
+        Gradients of the prior precision and of hyperparameters are not saved, nor is `tuning`. Cost: writing as many
+        numbers as the factors have, and for a Laplace posterior a pass over the data if the log-likelihood is not
+        known yet.
         """
         version, record = self._record(inputs)
         storage.save(path, KIND, version, record)
@@ -191,7 +192,7 @@ class GaussianWeights(Predictive):
         rank: int | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[LinearOperator, Estimate | None]:
-        """Return P / T as the precision of a prior for other data, where these are known, and the error of its form."""
+        """Return P / T as the precision of a prior for other data, and the error of its form."""
         if lin is not None:
             continual.require_new_data(lin, self.precision)
         kept, error = continual.compress_precision(form, self.precision.detached_from_weights(), rank, generator)
@@ -200,10 +201,10 @@ class GaussianWeights(Predictive):
 
 @dataclass(frozen=True, eq=False)
 class GaussianPosterior(GaussianWeights):
-    """A Gaussian N(θ*, Σ) at the weights of a linearisation, as variational inference and Kalman filters give it.
+    """A Gaussian N(θ*, Σ) at the weights of a linearisation, the result of variational inference and Kalman filters.
 
-    It predicts, is saved and serves as the prior of the next data as a `Laplace` does, and has no evidence: nothing
-    says which prior and which likelihood it came from. Predictions are those of the linearised network.
+    It predicts, is saved and serves as a prior as a `Laplace` posterior does. It has no evidence, since it does not
+    record its prior and its likelihood. Predictions are those of the linearised network.
     """
 
     lin: Linearization
@@ -217,9 +218,9 @@ class GaussianPosterior(GaussianWeights):
     def of(
         cls, lin: Linearization, covariance: LinearOperator | None = None, precision: LinearOperator | None = None
     ) -> GaussianPosterior:
-        """Make the posterior of a covariance, a precision, or both where each has a form of its own.
+        """Make the posterior from its covariance, its precision, or both if each has a form of its own.
 
-        Raises TypeError or ValueError for operators of another size, dtype or other parameters, or none.
+        Raises TypeError or ValueError for operators of another size, dtype or parameters, or if both are missing.
         """
         check_linearization(lin)
         for name, operator in (("covariance", covariance), ("precision", precision)):
@@ -228,13 +229,13 @@ class GaussianPosterior(GaussianWeights):
         if covariance is not None:
             return cls(lin, covariance, covariance.inverse() if precision is None else precision)
         if precision is None:
-            raise ValueError("a Gaussian needs its covariance or its precision.")
+            raise ValueError("a Gaussian needs its covariance or its precision: pass one of them.")
         return cls(lin, precision.inverse(), precision)
 
     def deviations(self, k: int, generator: torch.Generator | None = None) -> Float[Tensor, "k D"]:
-        """Draw from N(0, Σ), the posterior less its mean; draws are rows.
+        """Draw k deviations from N(0, Σ), the posterior minus its mean, as rows.
 
-        Raises TypeError or ValueError for a k that is no whole number of draws, or a generator that is none.
+        Raises TypeError or ValueError unless k is a whole number of draws and generator a torch.Generator or None.
         """
         return self._deviations(k, generator, 1e-3)
 
@@ -249,7 +250,7 @@ class GaussianPosterior(GaussianWeights):
         return DrawnOutputs(self.lin, weights)
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
-        """Return log det P, from the operator that is not the lazy inverse of the other."""
+        """Return log det P, from whichever operator is not the lazy inverse of the other."""
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
         estimate = known._logdet_estimate if isinstance(known, Operator) else partial(logdet, known)
@@ -264,8 +265,8 @@ class GaussianPosterior(GaussianWeights):
     ) -> tuple[LinearOperator, Estimate | None]:
         if lin is not None and lin.source == self.lin.source:
             raise ValueError(
-                "the earlier posterior is of the data of this linearisation, which would count twice: linearise at the "
-                "new data alone."
+                "the earlier posterior already contains the data of this linearisation, which would count twice: "
+                "linearise with the new data alone."
             )
         return super().prior_for(lin, form, rank, generator)
 

@@ -53,7 +53,7 @@ from curvops.records import from_record
 
 @dataclass(frozen=True, eq=False)
 class Laplace(GaussianWeights):
-    """The Laplace posterior N(θ*, T P⁻¹), P = G + A, made by `co.laplace`. Immutable: tuning returns a new one."""
+    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one."""
 
     lin: Linearization
     curvature: LinearOperator
@@ -62,26 +62,26 @@ class Laplace(GaussianWeights):
     temperature: float = 1.0
     prior_error: Estimate | None = field(default=None, repr=False)
     tuning: Tuning | Validation | None = field(default=None, repr=False)
-    """The steps by which `co.evidence` found the hyperparameters; None where they were given."""
+    """The steps by which `co.evidence` tuned the hyperparameters; None where they were given."""
 
     @property
     def compression(self) -> Estimate | None:
-        """The error ‖C − Ĉ‖_F / ‖C‖_F of the form Ĉ that `update` kept; None where everything was kept as it is.
+        """The error ‖C − Ĉ‖_F / ‖C‖_F of the form Ĉ that `update` kept; None where it kept everything unchanged.
 
-        C is the earlier posterior's curvature, for form="kronecker" the sum of that with the new one (exact, to the
-        square root of rounding). Errors of earlier updates are not in it.
+        C is the earlier posterior's curvature, and for form="kronecker" its sum with the new one (computed exactly,
+        to the square root of rounding). Errors of earlier updates are not included.
         """
         of_sum = self.terms.sum.error
         return self.prior_error if of_sum is None else of_sum
 
     @property
     def prior_precision(self) -> Tensor | LinearOperator:
-        """A: a tensor, 0-d or a diagonal (D,), or an operator (D, D)."""
+        """The prior precision A: a tensor, 0-d or a diagonal (D,), or an operator (D, D)."""
         return self.prior.precision
 
     @property
     def prior_mean(self) -> Tensor:
-        """m, 0-d or (D,)."""
+        """The prior mean m, 0-d or (D,)."""
         return self.prior.mean
 
     @cached_property
@@ -91,14 +91,14 @@ class Laplace(GaussianWeights):
 
     @property
     def precision(self) -> Any:
-        """P = G + A, (D, D), whatever the temperature."""
+        """The precision P = G + A, (D, D), whatever the temperature."""
         return self.terms.precision
 
     @property
     def mode_gap(self) -> float:
-        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient.
+        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, 0 at a mode; it costs one gradient.
 
-        NaN where it is not known which data the curvature is of (see `log_evidence`).
+        NaN where the data of the curvature are unknown (see `log_evidence`).
         """
         return mode_gap(self.terms)
 
@@ -106,33 +106,34 @@ class Laplace(GaussianWeights):
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
 
         Args:
-            prior_precision: as `co.laplace` takes it.
+            prior_precision: as in `co.laplace`.
             prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
         """
         return replace_prior(self, prior_precision, prior_mean)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
-        """Return the posterior under another observation noise (variance of a Gaussian likelihood); the prior stays.
+        """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:
             noise: a positive number.
-            generator: source of what the curvature draws.
+            generator: source of the draws that the curvature makes, if any.
 
         Raises:
             TypeError, ValueError: another likelihood, a noise that is not a positive number, or a curvature that does
-                not say how it was made of its linearisation.
+                not record how it was built from its linearisation.
         """
         _ = self.observation_noise
         return replace_noise(self, noise, generator)
 
     @property
     def observation_noise(self) -> float:
-        """The observation noise, the variance of a Gaussian likelihood; ValueError where there is not one number."""
+        """The observation noise, the variance of a Gaussian likelihood; ValueError unless it is a single number."""
         noise = self.lin.likelihood.single_noise
         if noise is None:
             raise ValueError(
-                f"{self.lin.likelihood!r} has no noise that is one number; co.likelihoods.Gaussian(noise=variance) "
-                "has. Several variances are learned by the gradient of log_evidence in a tensor that requires one."
+                f"{self.lin.likelihood!r} has no noise that is a single number; "
+                "co.likelihoods.Gaussian(noise=variance) has. To learn several variances, use the gradient of "
+                "log_evidence in a tensor that requires one."
             )
         return float(noise.detach())
 
@@ -148,41 +149,42 @@ class Laplace(GaussianWeights):
         *,
         checkpoint: Place | None = None,
     ) -> Deviations:
-        """Draw from N(0, T P⁻¹), the posterior less its mean; the noise of the draws is returned with them.
+        """Draw k deviations from N(0, T P⁻¹), the posterior minus its mean, and return them with their noise.
 
         Each draw z solves P z = Aθ⁰ + Sε for θ⁰ ~ N(0, A⁻¹), white noise ε and the square root S of the curvature
-        (Papandreou & Yuille 2010; Antorán et al. 2023). For one noise the methods give one answer, to their tolerance.
+        (Papandreou & Yuille 2010; Antorán et al. 2023). All methods give the same draws for the same noise, to their
+        tolerance.
 
         Args:
             k: the number of draws, at least 1.
             noise: the `noise` of earlier deviations, for the same draws under another prior precision, observation
-                noise, method or tolerance; of more draws the first k are taken. None draws new noise.
-            method: "cg" solves for all draws in one block, preconditioned where that pays; "dual" in function space,
-                whose vectors are shorter where there are fewer outputs in all than weights, for more products (GGN
-                and Fishers, a prior that is a number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with
-                options, to few digits; "closed form", for structured curvatures, has draws of its own, which the others
-                do not find for the same noise. None takes the closed form where there is one, else "cg", or "dual"
-                where outputs are so few that J Jᵀ is formed for less than k solves, or where it has far shorter
-                vectors and memory has no room for those of "cg".
-            x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
-            rtol: relative residual of each solve, far below the sampling error of k draws.
+                noise, method or tolerance; its first k draws are used. None draws new noise.
+            method: "cg" solves for all draws in one block, preconditioned where that pays off. "dual" solves in
+                function space, where vectors are shorter if there are fewer outputs in all than weights, with more
+                products (GGN and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and
+                reaches few digits; `co.StochasticDescent()` has its options. "closed form", for structured
+                curvatures, gives draws that the other methods do not reproduce from the same noise. None takes the
+                closed form if there is one, otherwise "cg", or "dual" if outputs are so few that J Jᵀ costs less than
+                k solves, or if memory has room for its far shorter vectors only.
+            x0: initial guess (k, D), such as the draws under a neighbouring prior precision.
+            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
             generator: source of the noise.
-            checkpoint: a folder for what is reached, every half minute at most. After a crash the same call goes on
-                from there, the noise included, and ends with the same bits; the folder keeps the result, which a later
-                call returns at once.
+            checkpoint: a folder for intermediate results, written at most every half minute. After a crash the same
+                call resumes from there, with the same noise, and gives bitwise the same draws. The folder keeps the
+                result, and a later call returns it at once.
 
         Returns:
-            A `Deviations`: the draws as rows, true residuals, products, history.
+            A `Deviations`: the draws as rows, true residuals, products and history.
 
         Raises:
             NotConverged: rtol was not reached; the error carries the `deviations`.
-            Diverged: stochastic descent with a step size of one's own diverges.
-            TypeError, ValueError: k, rtol or x0 of another kind, size or sign, noise of another problem, or a method
-                that does not exist or does not fit the curvature; a checkpoint of another problem.
+            Diverged: stochastic descent diverges with the given step size.
+            TypeError, ValueError: k, rtol or x0 of another kind, size or sign, noise of another problem, a method that
+                does not exist or does not fit the curvature, or a checkpoint of another problem.
             OSError: the checkpoint cannot be written.
 
-        Cost: a pull of J and the products that are reported. Memory: the draws, the right-hand sides, and what the
-        method's working vectors have of `lin.memory_budget`.
+        Cost: a pull of J and the products that the result reports. Memory: the draws, the right-hand sides, and the
+        method's working vectors within `lin.memory_budget`.
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
@@ -217,26 +219,27 @@ class Laplace(GaussianWeights):
     ) -> LinearMode:
         """Find θ̄, the mode of the linear model f(x, θ*) + J(x)(θ − θ*) under the likelihood and the prior.
 
-        The network's own weights are one where training reached a mode and nothing normalises activations; elsewhere
-        the evidence of the linear model belongs to θ̄ (Antorán et al. 2022). It is found by Newton–CG with the exact
-        GGN at the linear model's outputs, whatever the posterior's curvature; for a Gaussian likelihood one solve.
+        It equals the network's own weights if training reached a mode and nothing normalises activations. Otherwise the
+        evidence of the linear model belongs to θ̄ (Antorán et al. 2022). Newton–CG finds it with the exact GGN at the
+        linear model's outputs, whatever the posterior's curvature; a Gaussian likelihood needs a single solve.
 
         Args:
-            x0: the weights (D,) to start from, such as the mode under a neighbouring prior; None is θ*.
-            rtol: the gradient's norm relative to those of the likelihood and the prior together.
-            maxiter: most Newton steps.
-            checkpoint: a folder for what is reached, as in `deviations`: Newton steps, and the solve inside one.
+            x0: the weights (D,) to start from, such as the mode under a neighbouring prior; None starts at θ*.
+            rtol: the gradient's norm, relative to the norms of the likelihood's and the prior's gradients together.
+            maxiter: the maximum number of Newton steps.
+            checkpoint: a folder for intermediate results, as in `deviations`: Newton steps, and the solve within a
+                step.
 
         Returns:
             A `LinearMode`; its `reason` says whether rtol was reached.
 
         Raises:
-            ValueError: the data of the curvature are not known or not counted once (see `log_evidence`), or the
-                checkpoint is of another problem.
+            ValueError: the data of the curvature are unknown or not counted once (see `log_evidence`), or the
+                checkpoint belongs to another problem.
             OSError: the checkpoint cannot be written.
-            NotConverged: a Newton step was not solved for.
+            NotConverged: the solve of a Newton step failed.
 
-        Cost: the products that are reported, and a pass over the data for each Newton step.
+        Cost: the products that the result reports, and a pass over the data for each Newton step.
         """
         check_accuracy(rtol)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
@@ -250,11 +253,11 @@ class Laplace(GaussianWeights):
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
 
-        `print(post.plan(8))` shows a table for each, for 8 draws or rows: the routes with the products that they take
-        at least (for a formed kernel J Jᵀ, gradients), their bytes, and which one is taken, which others are possible
-        and why the rest are not. `deviations(method=...)` takes another route. Structured curvatures need no solve:
+        `print(post.plan(8))` shows a table for each, for 8 draws or rows: the possible routes with the products that
+        they take at least (for a formed kernel J Jᵀ, gradients) and their bytes, the route that is taken, and why the
+        rest are not possible. `deviations(method=...)` takes another route. Structured curvatures need no solve:
         their predictions come from the layers. Raises TypeError or ValueError unless columns is a whole number, at
-        least 1. Nothing is solved; whether a prior precision lies within the rounding of J Jᵀ is known once that is
+        least 1. Nothing is solved; whether a prior precision is below the rounding of J Jᵀ is known only once that is
         formed.
         """
         return plan(self.terms, checked_whole("columns", columns, 1))
@@ -282,43 +285,48 @@ class Laplace(GaussianWeights):
     ) -> Evidence:
         """Compute log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
 
-        It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A], whatever `temperature`, which widens the
-        approximation N(θ*, T P⁻¹) and is not of the model. A tempered *likelihood* is: of a curvature times 1/T, as
-        (1 / T) * co.GGN(lin), it is log ∫ p(y|θ)^(1/T) p(θ) dθ, the normaliser of the power posterior (Friel & Pettitt
-        2008), with the log-likelihood times 1/T. Likelihood and scatter are taken at θ*, or at the linear model's own
-        mode θ̄ (`linear_mode`), with P at θ* in both cases: at θ̄ it is the exact evidence of the linear model of a
-        Gaussian likelihood. Where layers normalise activations or weights, the scale of θ* is arbitrary, and θ̄ alone
-        gives an evidence of the prior (Antorán et al. 2022). The log-determinants are exact where P has a closed form,
-        and up to 1,024 weights, where they cost D products, once for all diagonal priors. Otherwise they are estimated
-        for this prior by `co.linalg.logdet` (`co.evidence.grid` and `maximize` serve many priors at once).
-        Under a prior operator that is neither a closed form nor a curvature plus a number, its smallest eigenvalue is
-        estimated too, and the reason is UNVERIFIED.
+        It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A]. `temperature` does not enter: it widens the
+        approximation N(θ*, T P⁻¹) and is not part of the model. A tempered *likelihood* is part of it: for a curvature
+        times 1/T, such as (1 / T) * co.GGN(lin), the result is log ∫ p(y|θ)^(1/T) p(θ) dθ, the normaliser of the power
+        posterior (Friel & Pettitt 2008), with the log-likelihood times 1/T.
 
-        Under a loss of one's own (`co.likelihoods.FromLoss`) the likelihood is exp(−loss), without its normalising
-        constant: such evidences compare priors, and networks under one loss, but neither losses nor their options.
-        The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
-        the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
-        of `lin`. The value carries gradients for the prior precision, and for the likelihood's hyperparameters where
-        the curvature does (GGN, EmpiricalFisher; for the one noise of a Gaussian likelihood also KFAC, EKFAC,
-        diagonals, blocks and the Hessian, made while gradients are on), with θ* held fixed. (θ̄ moves with them, which
-        to first order changes nothing: it maximises likelihood and prior.)
+        Likelihood and scatter are evaluated at θ*, or at the linear model's own mode θ̄ (`linear_mode`), with P at θ*
+        in both cases; at θ̄ the result is the exact evidence of the linear model if the likelihood is Gaussian. Where
+        layers normalise activations or weights, the scale of θ* is arbitrary, and only θ̄ gives an evidence for the
+        prior (Antorán et al. 2022).
+
+        The log-determinants are exact where P has a closed form, and up to 1,024 weights, where they cost D products,
+        once for all diagonal priors. Otherwise `co.linalg.logdet` estimates them for this prior (`co.evidence.grid`
+        and `maximize` serve many priors at once). Under a prior operator that is neither a closed form nor a
+        curvature plus a number, its smallest eigenvalue is estimated too, and the reason is UNVERIFIED.
+
+        Under your own loss (`co.likelihoods.FromLoss`) the likelihood is exp(−loss) without its normalising constant:
+        such evidences compare priors, and networks under one loss, but neither losses nor their options. The
+        likelihood is that of the curvature's data: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of your own
+        (co.linalg.Dense, a product of operators) does not record its data, which are assumed to be those of `lin`.
+
+        The value carries gradients in the prior precision, and in the likelihood's hyperparameters if the curvature
+        does (GGN, EmpiricalFisher; for the single noise of a Gaussian likelihood also KFAC, EKFAC, diagonals, blocks
+        and the Hessian, built while gradients are on), with θ* held fixed. (θ̄ moves with them, which to first order
+        changes nothing: it maximises likelihood and prior.)
 
         Args:
-            rtol: relative accuracy of an estimated log-determinant, which at most 4,000 products are spent on; the
+            rtol: relative accuracy of an estimated log-determinant, on which at most 4,000 products are spent; the
                 estimate's `reason` says whether it was reached.
             generator: source of the probes.
-            mode: "map" at θ*, "linear" at θ̄, for the products of `linear_mode`; "auto" is "linear" for a module with
-                normalisation layers (a module whose class is called …Norm), else "map".
+            mode: "map" for θ*, "linear" for θ̄, at the products of `linear_mode`; "auto" is "linear" for a module with
+                normalisation layers (a module whose class is called …Norm), otherwise "map".
 
         Returns:
             An `Evidence`: an `Estimate` with `log_likelihood`, `scatter` ((θ − m)ᵀA(θ − m)), `log_determinant_ratio`
-            (an Estimate), `effective_parameters` (an Estimate, counted when it is first asked for) and `mode`, where
-            they were taken. Its `reason` is that of the mode where this was not found.
+            (an Estimate), `effective_parameters` (an Estimate, computed on first access) and `mode`, where they were
+            evaluated. If the mode was not found, its `reason` is the mode's.
 
         Raises:
-            ValueError: a gradient for anything else is asked for; the curvature is of other data or another likelihood,
-                or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted evenly
-                (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or one operator in a sum does not record its data.
+            ValueError: a gradient in anything else is required; the curvature belongs to other data, to another
+                likelihood, or to further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted
+                evenly (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or an operator in a sum does not record
+                its data.
         """
         check_accuracy(rtol, generator)
         return find_evidence(self.terms, None, rtol, generator, checked_mode(mode, self.lin))
@@ -326,16 +334,16 @@ class Laplace(GaussianWeights):
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
 
-        Exact or estimated as `log_evidence` is, with as many products; under a prior operator and beyond 1,024 weights
-        by a solve for each of at most 200 probes. The value carries gradients where P has a closed form and the prior
-        is a number or a vector.
+        It is exact or estimated as `log_evidence` is, with as many products; under a prior operator and beyond 1,024
+        weights it takes a solve for each of at most 200 probes. The value carries gradients where P has a closed form
+        and the prior is a number or a vector.
 
         Args:
             rtol: as in `log_evidence`.
             generator: source of the probes.
 
         Raises:
-            ValueError: a gradient is asked for where P has no closed form.
+            ValueError: a gradient is required, and P has no closed form.
         """
         check_accuracy(rtol, generator)
         return count_parameters(self.terms, rtol, generator)
@@ -352,28 +360,29 @@ class Laplace(GaussianWeights):
     ) -> Laplace:
         """Return the posterior after further data, with this one as its prior: online Laplace (Ritter et al. 2018).
 
-        Each curvature stays where it was linearised: this precision is the prior's, and this mean its mean. For a
-        model that is linear in its weights it is the posterior of all data at once.
+        Each curvature stays where it was linearised: the new prior has the precision and the mean of this posterior.
+        For a model that is linear in its weights the result is the posterior of all data at once.
 
         Args:
-            lin: the network linearised at its new weights on the new data, the same parameters selected.
-            curvature: an operator class or operator, as `co.laplace` takes it; None makes it as this one was, with the
-                same options.
-            rank: of a low-rank form; None lets it grow to an error of 1 %. A rank alone means form="low_rank".
-            generator: source of the sketch, and of what a curvature made as this one was draws.
+            lin: the network, linearised at its new weights on the new data, with the same parameters selected.
+            curvature: an operator class or operator, as in `co.laplace`; None builds it as this posterior's was
+                built, with the same options.
+            rank: the rank of a low-rank form; None lets it grow to an error of 1 %. A rank alone implies
+                form="low_rank".
+            generator: source of the sketch, and of the draws of a curvature that is built as this one was.
             check_mode: as in `co.laplace`.
-            form: in which this posterior is kept. None keeps it as it is: a GGN then keeps its data, too, and each
-                product walks over the data of all tasks. "low_rank" keeps its curvature as U diag(s) Uᵀ, plus the
-                prior's diagonal; "low_rank_diagonal" adds the exact diagonal of what that leaves out. "kronecker", of
-                KFACs, keeps their *sum* in each layer as the Kronecker product nearest to it (Van Loan & Pitsianis
-                1993), plus the prior's diagonal: the new posterior then has a closed form, as KFAC under a number has.
+            form: the form in which this posterior is kept. None keeps it unchanged; a GGN then keeps its data, too, and
+                each product walks over the data of all tasks. "low_rank" keeps its curvature as U diag(s) Uᵀ, plus the
+                prior's diagonal; "low_rank_diagonal" adds the exact diagonal of the remainder. "kronecker", for KFACs,
+                keeps their *sum* in each layer as the nearest Kronecker product (Van Loan & Pitsianis 1993), plus the
+                prior's diagonal: the new posterior then has a closed form, as KFAC under a number has.
 
         Returns:
             The new posterior, of temperature 1; its `compression` is the error of the form.
 
         Raises:
-            ValueError: data that this posterior has seen, other parameters selected, a curvature that does not say how
-                it was made and none given, another form, or one that this posterior does not have.
+            ValueError: data that this posterior already contains, other selected parameters, a curvature that does not
+                record how it was built while none is given, or a form that does not exist or does not fit.
         """
         return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
 
@@ -390,33 +399,33 @@ def laplace(
 
     Args:
         lin: the linearisation, by `co.linearize`.
-        curvature: G, an operator class that is built from `lin`, or an operator (D, D).
-        prior_precision: A. A positive number: weight decay × N where training minimised a *mean* loss
-            + ½ · weight decay · ‖θ − m‖². A vector (D,) of them, or a mapping {glob over parameter names: number} that
-            matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive semidefinite operator
-            (D, D), one made of a linearisation at other weights by `op.detached_from_weights()`. Or an earlier
-            posterior: yesterday's posterior is today's prior, with its mean and its temperature.
+        curvature: G, an operator class to be built from `lin`, or an operator (D, D).
+        prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
+            + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
+            number} that matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive
+            semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
+            Or an earlier posterior: yesterday's posterior is today's prior, with its mean and its temperature.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
-            of the prior are copied, so that a later change in place changes nothing, unless they require a gradient:
-            then the posterior is always that of their present values (an operator is held, too: leave it as it is).
-        temperature: T, of the posterior to the power 1/T: its covariance is T·P⁻¹. A tempered *likelihood* is the
-            curvature `(1 / T) * co.GGN(lin)` instead.
+            of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
+            the posterior always uses their present values. (An operator is not copied: do not change it.)
+        temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
+            tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `NotAMode` where it is not small.
+            warn with `NotAMode` if it is not small.
 
     Returns:
-        A `Laplace`. Nothing is formed.
+        A `Laplace`. No matrix is formed.
 
     Raises:
-        ValueError: a prior precision that is not positive and finite, that does not name each parameter once, that is
-            or that is an operator not known to be positive semidefinite; a temperature that is not positive; a
-            curvature of another size, at other weights or not known to be symmetric; G + A found to be indefinite; or
-            (with check_mode) a gradient that is not finite.
+        ValueError: a prior precision that is not positive and finite, that does not name each parameter once, or that
+            is an operator not known to be positive semidefinite; a temperature that is not positive; a curvature of
+            another size, at other weights or not known to be symmetric; G + A found to be indefinite; or (with
+            check_mode) a gradient that is not finite.
         TypeError: an argument of another kind, or parameters in half precision.
 
     A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
-    Hessian; where they show that G + A is indefinite, the error names the prior precision that is needed. Other
-    curvatures cost nothing here.
+    Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
+    cost nothing here.
     """
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
@@ -426,7 +435,7 @@ def laplace(
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:
-    """Return "map" or "linear", as asked for or as the network's layers ask for; raise ValueError for anything else."""
+    """Return "map" or "linear", as given or, for "auto", as the network's layers require."""
     check_choice("mode", mode, ("auto", "map", "linear"))
     if mode == "auto":
         return "linear" if lin.model.normalises else "map"
@@ -434,7 +443,7 @@ def checked_mode(mode: Any, lin: Linearization) -> str:
 
 
 def check_posterior(post: Any, function: str) -> None:
-    """Raise TypeError unless it is a posterior of `laplace`."""
+    """Raise TypeError unless it is a posterior of `co.laplace`."""
     if not isinstance(post, Laplace):
         raise TypeError(
             f"{function} takes a posterior, co.laplace(lin), as its first argument, got {type(post).__name__}."

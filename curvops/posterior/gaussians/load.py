@@ -23,28 +23,28 @@ OPERATOR, OF_OPERATORS = "operator", 1
 
 
 def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
-    """Write an operator into a folder, from which `co.load(path, model)` reads it again: as `post.save` does.
+    """Write an operator into a folder, from which `co.load(path, model)` reads it again, as `post.save` does.
 
     Args:
         operator: a curvature (D, D), its sum with a prior or its inverse: co.KFAC(lin), co.low_rank(op), …. A GGN, a
-            Fisher or a Hessian is kept by reference to its data, which `co.load` then takes.
-        path: the folder, made with those above it; an operator in it is replaced in one step.
-        lin: the linearisation that it is of, whose weights and fingerprints are kept.
-        inputs: of one or two points, to be kept in place of the first two training inputs.
+            Fisher or a Hessian is saved by reference to its data, which `co.load` then needs.
+        path: the folder; it is created with its parent folders. An operator in it is replaced in one step.
+        lin: the linearisation that the operator belongs to; its weights and fingerprints are saved.
+        inputs: inputs of one or two points, to save in place of the first two training inputs.
 
     Raises:
-        OSError: the folder could not be written (a full disk); nothing is lost.
-        FileExistsError: the path is a file, or holds something else than an operator.
+        OSError: the folder could not be written (a full disk); an earlier operator is unchanged.
+        FileExistsError: the path is a file, or contains something other than an operator.
         ValueError: an operator of another size, of other weights, or of a class that cannot be saved.
-        TypeError: an argument of another kind; of a posterior write post.save(path).
+        TypeError: an argument of another kind; to save a posterior, use post.save(path).
 
-    Gradients are not kept. Cost: the files, of as many numbers as the operator has.
+    Gradients are not saved. Cost: writing as many numbers as the operator has.
     """
     if not isinstance(operator, LinearOperator):
-        hint = "; of a posterior write post.save(path)" if hasattr(operator, "save") else ""
+        hint = "; to save a posterior, use post.save(path)" if hasattr(operator, "save") else ""
         raise TypeError(f"save takes an operator, such as co.KFAC(lin), got {type(operator).__name__}{hint}.")
     if not isinstance(lin, Linearization):
-        raise TypeError(f"save takes the linearisation that the operator is of, co.linearize(...), got {lin!r}.")
+        raise TypeError(f"save takes the linearisation of the operator, co.linearize(...), got {lin!r}.")
     check_operator("operator", operator, lin.model)
     with torch.no_grad():
         record = {
@@ -67,30 +67,30 @@ def load(
 
     Args:
         path: the folder.
-        model: the network as it was linearised, an `nn.Module` or a pair (function, parameters), with the weights, the
-            buffers and the dtype that it had then; the posterior is made on its device.
-        data: the training data as `co.linearize` takes them, in the same batches (tensors and Datasets are divided as
-            they were). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank,
-            dense, blocks, subnetwork) predicts, samples and has its evidence (at mode="map"); what walks over the data
-            says that they are missing. Needed where the curvature is a GGN, a Fisher or a Hessian itself.
-        likelihood: the function or class of one's own, where the posterior has such a likelihood; those of
-            `co.likelihoods` are saved.
+        model: the network as it was linearised, an `nn.Module` or a pair (function, parameters), with the same weights,
+            buffers and dtype; the posterior is made on its device.
+        data: the training data as in `co.linearize`, in the same batches (tensors and Datasets are divided as they
+            were). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank, dense,
+            blocks, subnetwork) predicts, samples and has its evidence (at mode="map"), and whatever walks over the data
+            raises an error. They are needed where the curvature itself is a GGN, a Fisher or a Hessian.
+        likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
+            saved.
         memory_budget: as in `co.linearize`.
         progress: likewise.
 
     Returns:
-        What was saved, a `Laplace`, a `GaussianPosterior` or an operator. Where the curvature has a structure its
-        predictions, and the products of an operator, have the bits that they had, on a machine and with a torch of the
-        same kind, and with as large a memory budget.
+        The saved object: a `Laplace`, a `GaussianPosterior` or an operator. If the curvature has a structure, its
+        predictions and the products of an operator are bitwise the same as before, on the same kind of machine with the
+        same torch, and with as large a memory budget.
 
     Raises:
         FileNotFoundError: nothing was saved there.
-        ValueError: another model, other data or another likelihood than saved, with what differs by name; files that
+        ValueError: another model, other data or another likelihood than saved, with the difference named; files that
             are truncated, changed, or of a newer version; a curvature that needs the data, and no data.
         TypeError: an argument of another kind.
 
-    Nothing of the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
-    passes of the model over two points; with data, one over these.
+    Nothing in the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
+    passes of the model over two points; with data, one pass over these.
     """
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)

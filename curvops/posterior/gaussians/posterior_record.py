@@ -21,18 +21,18 @@ from curvops.posterior.core.priors import KroneckerPrior, Prior
 KIND = "posterior"
 """The kind of a posterior's folder."""
 OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
-"""Versions of the schema: one is raised when an older program would misread it."""
+"""Versions of the schema; a version is raised when an older program would misread it."""
 
 PRIORS = {kind.__name__: kind for kind in (KroneckerPrior, Prior)}
 
 
 @torch.no_grad()
 def record_of_posterior(post: Any, inputs: Any = None) -> dict[str, Any]:
-    """Return the record of a Laplace posterior; ValueError for an operator that cannot be saved."""
+    """Return the record of a Laplace posterior; raise ValueError for an operator that cannot be saved."""
     lin, prior, cache = post.lin, post.prior, post.cache
     likelihood = cache.known("log likelihood")
     if likelihood is None and not isinstance(cache.data, str):
-        # A file without it is better than none, where the data cannot be read any more.
+        # A file without it is better than none where the data can no longer be read.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             likelihood = cache.log_likelihood().detach()
     return {
@@ -53,9 +53,9 @@ def record_of_posterior(post: Any, inputs: Any = None) -> dict[str, Any]:
 def record_of_gaussian(
     lin: Linearization, covariance: LinearOperator, precision: LinearOperator, inputs: Any = None
 ) -> dict[str, Any]:
-    """Return the record of a posterior that is not Laplace's; ValueError for an operator that cannot be saved.
+    """Return the record of a Gaussian that is not Laplace's; raise ValueError for an operator that cannot be saved.
 
-    Of an operator and its lazy inverse, only the operator is kept.
+    Of an operator and its lazy inverse, only the operator is recorded.
     """
     kept: dict[str, Any] = {"covariance": None, "precision": None}
     for name, operator, other in (("covariance", covariance, precision), ("precision", precision, covariance)):
@@ -65,7 +65,7 @@ def record_of_gaussian(
 
 
 def read_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
-    """Return the operators that the record of a posterior that is not Laplace's holds."""
+    """Return the operators in the record of a Gaussian that is not Laplace's."""
     kept = {name: record[name] for name in ("covariance", "precision")}
     return {name: None if part is None else operator_of_record(part, lin) for name, part in kept.items()}
 

@@ -1,8 +1,9 @@
-"""Selecting weights to infer: scores that rank them, and how far a subnetwork's posterior is from the whole one.
+"""Selecting the weights to infer: scores that rank them, and the distance of a subnetwork's posterior to the full.
 
-Daxberger et al. 2021: a Gaussian over S weights and a point mass over the others is nearest to the full posterior, in
-Wasserstein distance and for a diagonal precision, where the S largest marginal variances are kept. Weights that nothing
-depends on have the largest of all: such a selection predicts without any uncertainty, which `InertWeights` warns of.
+Daxberger et al. 2021: among Gaussians over S weights with a point mass on the others, the one over the S largest
+marginal variances is nearest to the full posterior in Wasserstein distance, for a diagonal precision. Weights that no
+output depends on have the largest variance of all; a selection of them predicts without any uncertainty, of which
+`InertWeights` warns.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from curvops.posterior.solves.precision import for_columns
 
 
 class InertWeights(UserWarning):
-    """Some selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
+    """A warning that selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ingredients:
-    """The quantities behind the scores, each computed when a score first asks for it."""
+    """The quantities behind the scores, each computed on first access."""
 
     lin: Linearization
     prior: Tensor
@@ -65,7 +66,7 @@ def _marginal(given: Ingredients) -> Tensor:
 def _swag(given: Ingredients) -> Tensor:
     if given.snapshots is None:
         raise ValueError(
-            "score='swag' needs snapshots=, the weights after each epoch of SGD: vectors (D,) or mappings."
+            "score='swag' needs snapshots=, the weights after each epoch of SGD, as vectors (D,) or mappings."
         )
     count, mean, squares = 0, torch.zeros_like(given.lin.theta), torch.zeros_like(given.lin.theta)
     for snapshot in given.snapshots:
@@ -77,7 +78,7 @@ def _swag(given: Ingredients) -> Tensor:
         squares = squares + gap * (weights.detach() - mean)
     if count < 2:
         raise ValueError(
-            f"snapshots= gave {count}; a variance needs two, better 30. A generator can be read once only."
+            f"snapshots= gave {count}; a variance needs two, better 30. A generator can be read only once."
         )
     return squares / (count - 1)
 
@@ -89,9 +90,9 @@ def _random(given: Ingredients) -> Tensor:
 
 
 COLUMNS = 512
-"""Right-hand sides of one triangular solve."""
+"""Right-hand sides per triangular solve."""
 MARGINAL_SOLVES = 400
-"""Solves that the marginal variances take, unless there are no more weights: a relative error of some 5 %."""
+"""Solves for the marginal variances, unless there are fewer weights: a relative error of some 5 %."""
 SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "variance": lambda given: given.variance,
     "swag": _swag,
@@ -101,9 +102,9 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
     "random": _random,
 }
-"""The scores by name; the weights of largest score are taken."""
+"""The scores by name; the weights with the largest scores are selected."""
 WITHOUT_CURVATURE = ("swag", "magnitude", "random")
-"""Scores that need no curvature, which at millions of weights would take minutes for the sake of a warning."""
+"""Scores that do not need a curvature; computing it for the warning alone could take minutes."""
 
 
 def select(
@@ -117,33 +118,34 @@ def select(
     snapshots: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " k"]:
-    """Select k weights to infer by a score; return their positions in ascending order.
+    """Select k weights to infer by a score, and return their positions in ascending order.
 
     Args:
         lin: the linearisation of all weights to choose from.
-        k: how many weights.
-        score: "variance", 1/(G_dd + λ), of the diagonal posterior; "swag", the variance of SGD's `snapshots`;
+        k: the number of weights.
+        score: "variance", 1/(G_dd + λ) of the diagonal posterior; "swag", the variance of the `snapshots` of SGD;
             "marginal", diag((G + A)⁻¹) of the full posterior, by 400 solves to some 5 % (exact up to as many weights);
-            "predictive", Σ_n ‖J_n e_d‖² / (G_dd + λ) at the inputs `x`, what each weight adds to the variance there;
-            "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "random".
-        prior_precision: λ, as `co.laplace` takes it (no operator).
-        modules: a glob or globs over parameter names: choose within these alone.
-        x: reference inputs of "predictive"; by default the training inputs.
-        snapshots: of "swag", weights as vectors (D,) or mappings by name, at least two.
+            "predictive", Σ_n ‖J_n e_d‖² / (G_dd + λ) at the inputs `x`, the contribution of each weight to the variance
+            there; "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "random".
+        prior_precision: λ, as in `co.laplace` (but not an operator).
+        modules: a glob or globs over parameter names; only their weights can be selected.
+        x: the inputs of "predictive"; by default the training inputs.
+        snapshots: the weights for "swag", as vectors (D,) or mappings by name, at least two.
         generator: source of "random" and of the probes of "marginal".
 
     Returns:
-        Indices for `co.linearize(…, parameters=indices)` where `lin` selects all trainable parameters, for
+        Indices for `co.linearize(…, parameters=indices)` if `lin` selects all trainable parameters, for
         `co.Subnetwork(op, indices)` and for `co.wasserstein(post, indices)`.
 
-    Cost: that of `co.DiagonalGGN(lin)`, but for "swag", "magnitude" and "random", which take a pass over the weights;
-    "predictive" as much again at x, "marginal" its solves.
+    Cost: that of `co.DiagonalGGN(lin)`, except for "swag", "magnitude" and "random", which take a pass over the
+    weights. "predictive" costs as much again at x; "marginal" adds its solves.
 
     Raises:
-        TypeError, ValueError: k is no whole number between 1 and the weights to choose from, an unknown score, a glob
-            that matches nothing, snapshots that are missing, fewer than two or of another size, a prior operator.
+        TypeError, ValueError: k is not a whole number between 1 and the number of weights to choose from, an unknown
+            score, a glob that matches nothing, snapshots that are missing, fewer than two or of another size, or a
+            prior operator.
 
-    Warns with `InertWeights` where weights without curvature are selected, and with which share; not under "swag",
+    Warns with `InertWeights`, naming their share, where weights without curvature are selected; not under "swag",
     "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
@@ -153,9 +155,9 @@ def select(
     check_choice("score", score, SCORES)
     prior = read_prior(prior_precision, 0.0, lin.model).diagonal
     if prior is None:
-        raise ValueError("prior_precision is an operator; scores take a number, a vector or a mapping.")
+        raise ValueError("prior_precision is an operator; scores need a number, a vector or a mapping.")
     allowed = _within(lin, modules)
-    k = checked_whole("k", k, 1, len(allowed), "a whole number of weights (of a share take int(share * D))")
+    k = checked_whole("k", k, 1, len(allowed), "a whole number of weights (for a share, int(share * D))")
     given = Ingredients(lin, prior.detach(), x, snapshots, generator)
     with torch.no_grad():
         values = SCORES[score](given)[allowed]
@@ -199,24 +201,25 @@ def wasserstein(
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Return W₂² between the posterior N(θ*, T P⁻¹) and a subnetwork's: N over `indices`, a point mass elsewhere.
+    """Return W₂² between the posterior N(θ*, T P⁻¹) and a subnetwork's, which is a point mass outside `indices`.
 
-    The subnetwork's precision is the conditional one, P_SS. Exactly it is tr P⁻¹ + tr P_SS⁻¹ − 2 tr (P_SS^-½ [P⁻¹]_SS
-    P_SS^-½)^½, summed as two parts that are not negative: the variances left out, and the distance within S. Up to
-    1,024 weights P is formed and inverted; beyond, it takes S products, S solves with P and the trace of the rest of
-    P⁻¹. "diagonal" takes P to be its diagonal, where it is the sum of the variances left out.
+    The subnetwork's precision is the conditional one, P_SS. The exact distance is tr P⁻¹ + tr P_SS⁻¹
+    − 2 tr (P_SS^-½ [P⁻¹]_SS P_SS^-½)^½, computed as a sum of two non-negative parts: the variances left out, and the
+    distance within S. Up to 1,024 weights P is formed and inverted; beyond, it takes S products, S solves with P and
+    the trace of the rest of P⁻¹. "diagonal" replaces P by its diagonal, for which it is the sum of the variances left
+    out.
 
     Args:
         post: a posterior over all weights, by `co.laplace`.
-        indices: the subnetwork's positions, as `co.select` gives them.
+        indices: the subnetwork's positions, such as those of `co.select`.
         method: "exact" or "diagonal".
-        rtol: relative accuracy: of the variances left out where they have to be estimated (large P without a closed
-            form), and what rounding may come to.
+        rtol: relative accuracy of the variances left out where they have to be estimated (a large P without a closed
+            form), and the largest share that rounding may have.
         generator: source of the probes.
 
     Returns:
-        The squared distance in the units of the weights squared, never negative. PRECISION_LIMIT where the two
-        Gaussians are so close within S that rounding decides; the bias bound says by how much.
+        The squared distance in squared units of the weights, never negative. The reason is PRECISION_LIMIT where the
+        two Gaussians are so close within S that rounding decides; the bias bound says by how much.
 
     Memory: four matrices of S² numbers in float64, 3.2 GB at S = 10,000, and 64 vectors at a time.
 

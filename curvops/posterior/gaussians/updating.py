@@ -1,4 +1,4 @@
-"""A Laplace posterior under another prior, another noise, or after further data, and what is checked of a new one."""
+"""A Laplace posterior under another prior, under another noise, or after further data, and the checks of a new one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
 
 MODE_TOLERANCE = 0.1
-"""A gradient of the log posterior above this share of the prior's own is not a mode's."""
+"""A gradient of the log posterior above this share of the prior's own does not belong to a mode."""
 
 
 class NotAMode(UserWarning):
-    """The weights are not a mode of the posterior."""
+    """A warning that the weights are not a mode of the posterior."""
 
 
 Updated = TypeVar("Updated", bound=Any)
@@ -32,9 +32,9 @@ Updated = TypeVar("Updated", bound=Any)
 
 
 def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Linearization | None = None) -> Prior:
-    """Return the prior that a user's arguments mean, as `read_prior` does, or that an earlier posterior stands for.
+    """Return the prior that a user's arguments mean, as `read_prior` does; it may be an earlier posterior.
 
-    The data of the posterior must not be those of the linearisation.
+    The data of that posterior must not be those of the linearisation.
     """
     if not isinstance(prior_precision, GaussianWeights):
         return read_prior(prior_precision, prior_mean, network)
@@ -57,7 +57,7 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
 
 
 def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
-    """Return the posterior under another observation noise, its curvature made again."""
+    """Return the posterior under another observation noise, with its curvature built again."""
     check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
     (tensor,) = likelihood.hyperparameters
@@ -74,7 +74,7 @@ def add_data(
     generator: torch.Generator | None,
     form: str | None,
 ) -> Updated:
-    """Return the posterior after further data with this one as its prior, kept in this form."""
+    """Return the posterior after further data, with this one in the given form as its prior."""
     check_linearization(lin)
     form = continual.checked_form(form, rank)
     chosen = continual.remake_curvature(post.curvature, lin, generator) if curvature is None else curvature
@@ -88,7 +88,7 @@ def add_data(
 
 
 def mode_gap(terms: PrecisionTerms) -> float:
-    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
+    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are unknown."""
     of_prior, of_data = terms.prior.gradient(terms.lin.theta), terms.cache.gradient()
     if of_data is None:
         return math.nan
@@ -97,7 +97,7 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` where weights are not a mode."""
+    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` where the weights are not a mode."""
     check_flag("check_mode", check_mode)
     require_usable(post.terms)
     gradient = post.cache.gradient() if check_mode else None

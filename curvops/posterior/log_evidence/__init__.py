@@ -1,1 +1,1 @@
-"""Log evidence of a posterior: determinants, its parts, and records of tuning by it."""
+"""The log evidence of a posterior: determinants, parts, and records of tuning."""

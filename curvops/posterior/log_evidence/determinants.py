@@ -1,9 +1,9 @@
-"""Log-determinants of a posterior's precision and the weights that its data determine, for every prior precision.
+"""Log-determinants of a posterior's precision and its effective number of parameters, for every prior precision.
 
-log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come by one of the routes of `solve_routes.determinants`: the closed form of
-G + A (as `(G + A).logdet()` has it), all eigenvalues of G, those of function space, a quadrature that was prepared for
-a range of priors, or probes at this A alone. Under an operator A the determinants of G + A and of A are found one by
-one: by their closed forms, exactly where G may be decomposed, else by probes.
+log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ are computed by one of the routes of `solve_routes.determinants`: the closed
+form of G + A (that of `(G + A).logdet()`), all eigenvalues of G, those of function space, a quadrature prepared for a
+range of priors, or probes at this A alone. Under an operator A, the determinants of G + A and of A are computed one by
+one: by their closed forms, exactly where G may be decomposed, otherwise by probes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of
 
 SHARE_ROUNDINGS = 4
-"""Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
+"""Units of rounding, relative to itself, in an entry of A P⁻¹ by a closed form."""
 
 
 def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -70,9 +70,9 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 
 
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
-    """Return the facts under a prior that is a number or a vector, and the route that follows.
+    """Return the facts under a prior that is a number or a vector, and the route that follows from them.
 
-    Where there is a closed form the others are not found: it comes first.
+    Where there is a closed form the other facts are skipped: it comes first.
     """
     if terms.closed_form is not None:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
@@ -81,12 +81,12 @@ def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
     first = routes.chosen(routes.determinants(system))
-    assert first is not None  # probes serve every matrix
+    assert first is not None  # probes work for every matrix
     return system, first.name
 
 
 def _failed(found: Estimate) -> bool:
-    """Return whether probes ended before the tolerance, where as many products as rows give the exact value."""
+    """Return whether probes ended before the tolerance although as many products as rows give the exact value."""
     return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
 
 
@@ -95,7 +95,7 @@ def _log_diagonal(terms: PrecisionTerms, A: Tensor) -> Tensor:
 
 
 def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: float) -> Estimate:
-    """Compute log det(G + A) − log det A with its gradient; P's own shift is more than A where G is damped itself."""
+    """Compute log det(G + A) − log det A with its gradient; P's own shift exceeds A where G itself is damped."""
     unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
@@ -108,13 +108,13 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
 
 
 def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Compute log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
+    """Compute log det(G + A) − log det A under an operator A, where rtol applies to each determinant."""
     try:
         reference = _logdet_of(terms.prior.precision, rtol, generator)
     except NotPositiveSemidefinite as error:
         raise ValueError(
-            "the prior operator is singular, so that the prior is improper and there is no evidence: add a number "
-            "to its diagonal, prior.add_diagonal(1e-3)."
+            "the prior operator is singular, so the prior is improper and there is no evidence: add a number to its "
+            "diagonal, prior.add_diagonal(1e-3)."
         ) from error
     return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
@@ -130,7 +130,7 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
 
 
 def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-    """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
+    """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd, with gradients where G + A has a closed form."""
     terms.cache.require_gradients()
     form, A = terms.closed_form, terms.A
     if form is not None and A is not None:
@@ -153,7 +153,7 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     if taken == "spectrum" and A.ndim:
         found, inverse = decompose(cache).plus_diagonal(A.detach(), rtol)
         shares = 1 - A.detach().double() * inverse.diagonal()
-        # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
+        # δ tr P⁻¹ also bounds the change of γ, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
         return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
     if taken == "spectrum":
         return decompose(cache).effective_dimension(float(A.detach()), rtol)
@@ -169,15 +169,15 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Compute tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
+    """Compute tr(G (G + A)⁻¹) under an operator A: densely where G may be decomposed, else by probes."""
     if len(terms.lin.theta) <= routes.WHOLE:
         known = decompose(terms.cache)
         G = known.semidefinite_part()
         if terms.sum.error is None:
             P = G + terms.prior.precision.to_dense().double()
-        else:  # the sum kept is another
+        else:  # the stored sum is a different one
             P = terms.precision.to_dense().double()
-        definite_logdet(P)  # refuses an indefinite one by name
+        definite_logdet(P)  # an indefinite one is refused by name
         factor = torch.linalg.cholesky(P)
         error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
         return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
@@ -186,9 +186,9 @@ def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
 
 
 def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate | None:
-    """Compute 1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
+    """Compute 1 − A_dd (P⁻¹)_dd of each weight (D,), or their sum under a scalar A; together they are tr(P⁻¹G).
 
-    None where probes would be needed for this A alone, or A is an operator.
+    Returns None where probes would be needed for this A alone, or A is an operator.
     """
     cache, A = terms.cache, terms.A
     if A is None:
@@ -209,7 +209,7 @@ def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Gener
 
 
 def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
-    """Find the linear model's mode by the normal equations; None unless the curvature is known whole and is its own.
+    """Find the linear model's mode by the normal equations; return None unless the curvature is its whole Hessian.
 
     That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
     """
@@ -230,7 +230,7 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
 
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
-    """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
+    """Spend the products that serve every scalar prior precision from `smallest` upwards; none for a closed form."""
     theta = cache.lin.theta
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):
@@ -248,7 +248,7 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
 
 @torch.no_grad()
 def decompose(cache: CurvatureCache) -> DenseSpectrum:
-    """Find all eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
+    """Compute all eigenvalues and eigenvectors of G, from the matrix that was formed for solves if there is one."""
     A, formed = cache.curvature, cache.known("formed")
 
     def compute() -> DenseSpectrum:
@@ -262,7 +262,7 @@ def decompose(cache: CurvatureCache) -> DenseSpectrum:
 
 
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
-    """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound of the effect of rounding."""
+    """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound on the effect of rounding."""
     left = (prior * form.inverse_diagonal()).double()
     own = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
     return 1 - left, (prior.detach() * form.inverse_diagonal_error() + own).clamp_max(1)

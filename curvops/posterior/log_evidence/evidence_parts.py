@@ -1,4 +1,4 @@
-"""The log evidence and the parts that add up to it."""
+"""The log evidence with the parts that add up to it."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihoo
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evidence(Estimate):
-    """log p(data) = log_likelihood − ½ (scatter + log_determinant_ratio), in nats, by `post.log_evidence()`.
+    """The log evidence log p(data) = log_likelihood − ½ (scatter + log_determinant_ratio) in nats, with its parts.
 
-    Of a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
+    Returned by `post.log_evidence()`. Under a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
 
-    An `Estimate`: its error bar is that of the log-determinants, the other parts are exact. A sum with a constant or a
-    multiple has no such parts, and is a plain Estimate.
+    It is an `Estimate` with the error bar of the log-determinants; the other parts are exact. Its sum with a constant
+    and its multiples have no such parts, and are plain Estimates.
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)
-    """Σ_n log p(y_n | x_n, θ) in nats, at θ, times `power`."""
+    """Σ_n log p(y_n | x_n, θ) in nats at the weights θ, times `power`."""
     scatter: Float[Tensor, ""] = field(kw_only=True)
-    """(θ − m)ᵀA(θ − m) around the prior's mean m: twice what the prior costs θ, in nats."""
+    """(θ − m)ᵀA(θ − m) around the prior's mean m: twice the cost of θ under the prior, in nats."""
     log_determinant_ratio: Estimate = field(kw_only=True)
-    """log det P − log det A: twice the nats that the data gain on the weights."""
+    """log det P − log det A: twice the information about the weights in the data, in nats."""
     count: Callable[[], Estimate] = field(kw_only=True)
     theta: Float[Tensor, " D"] = field(kw_only=True)
-    """The weights θ at which likelihood and scatter are taken."""
+    """The weights θ at which likelihood and scatter are evaluated."""
     mode: str = field(kw_only=True)
-    """Which these are: "map", the network's own θ*, or "linear", the mode of its linear model."""
+    """Which weights these are: "map" for the network's own θ*, "linear" for the mode of its linear model."""
     power: float = field(kw_only=True)
-    """1/T of a tempered likelihood, by which `log_likelihood` is multiplied."""
+    """1/T of a tempered likelihood, the factor in `log_likelihood`."""
 
     @cached_property
     def effective_parameters(self) -> Estimate:
-        """γ = tr(P⁻¹G), computed when first asked for: `post.effective_parameters` with the same tolerance."""
+        """γ = tr(P⁻¹G), computed on first access: `post.effective_parameters` with the same tolerance."""
         return self.count()
 
     @property
     def estimate(self) -> Estimate:
-        """The number with its error bar alone."""
+        """The number with its error bar, without the parts."""
         return Estimate(**_numbers(self))
 
     def __add__(self, constant: float | Tensor) -> Estimate:
@@ -80,10 +80,10 @@ def find_evidence(
     generator: torch.Generator | None,
     mode: str,
 ) -> Evidence:
-    """Compute the log evidence with its parts; the search for the linear model's mode begins at `start`."""
+    """Compute the log evidence with its parts; the search for the linear model's mode starts at `start`."""
     cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
-    if mode == "map":  # refuses data that are not known, before products are spent
+    if mode == "map":  # unknown data are refused before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
         found = find_mode(terms, start)

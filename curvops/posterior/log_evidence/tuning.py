@@ -1,4 +1,4 @@
-"""Records of tuning: the steps, why it ended, and how well the data determine the hyperparameters."""
+"""Records of tuning: its steps, the reason why it ended, and how well the data determine the hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from curvops.linalg.core.summary import Summarised
 
 
 class StepsSpent(UserWarning):
-    """Tuning ended before the hyperparameters stopped changing: they are not those of largest evidence."""
+    """A warning that tuning ended before the hyperparameters stopped changing: the evidence is not at its maximum."""
 
 
 class Ending(Enum):
-    """Why a tuning stopped. The value is the remedy, in plain sentences."""
+    """The reason why a tuning stopped; the value is the remedy, in plain sentences."""
 
     CONVERGED = "Converged: a further step would change less than the tolerance. Nothing needs to be done."
     WITHIN_ERROR = (
-        "Converged: what further steps would change is less than the error bar of these samples. For a smaller error "
-        "bar take more samples."
+        "Converged: further steps would change less than the error bar of these samples. For a smaller error bar use "
+        "more samples."
     )
     STEPS_SPENT = (
-        "The steps were spent before the hyperparameters stopped changing. Go on from the posterior returned, or raise "
-        "steps."
+        "The steps were spent before the hyperparameters stopped changing. Continue from the posterior returned, or "
+        "raise steps."
     )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TuningStep(Summarised):
-    """The hyperparameters before a step, what was counted at them, and what that cost.
+    """One step of a tuning: the hyperparameters before it, the effective parameters at them, and its cost.
 
-    Tensors have an entry for each group of weights with a precision of its own; where that is each weight, one entry:
-    the geometric mean of the precisions and the sum of the counts.
+    Tensors have an entry for each group of weights with a precision of its own. If that is each single weight, they
+    have one entry: the geometric mean of the precisions and the sum of the counts.
     """
 
     prior_precision: Float[Tensor, " G"]
@@ -45,11 +45,11 @@ class TuningStep(Summarised):
     stderr: Float[Tensor, " G"]
     """Standard errors of the effective parameters, from the samples or probes; 0 where these are exact."""
     noise: float | None
-    """The variance of a Gaussian likelihood, where it is tuned."""
+    """The variance of a Gaussian likelihood, if it is tuned."""
     matvecs: int
     """Products with P that the step took."""
     saved: float = 0.0
-    """Products that draws started at zero would have taken in addition, by the rate at which their residuals fell."""
+    """Products that draws started from zero would have taken in addition, estimated by the rate of convergence."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,15 +58,15 @@ class Tuning(Summarised):
 
     method: str
     groups: tuple[str, ...]
-    """The groups of weights with a precision of their own: layers, or "all"; "weights" where each has its own."""
+    """The groups of weights with a precision of their own: layers, or "all"; "weights" if each has its own."""
     mode: str
-    """Whether the weights were held ("map") or moved to the linear model's mode with each step ("linear")."""
+    """Whether the weights stayed ("map") or moved to the linear model's mode with each step ("linear")."""
     steps: tuple[TuningStep, ...]
     ending: Ending
     oscillated: bool = False
-    """Whether MacKay's update jumped to and fro, so that its steps were halved."""
+    """Whether MacKay's update oscillated, so that its steps were halved."""
     targets: float | None = None
-    """How many numbers the noise was counted from (of weighted points the sum of weights), where it was tuned."""
+    """How many numbers the noise was estimated from (for weighted points the sum of weights), if it was tuned."""
 
     @property
     def converged(self) -> bool:
@@ -75,19 +75,19 @@ class Tuning(Summarised):
 
     @property
     def matvecs(self) -> int:
-        """Products with P in all."""
+        """Products with P in total."""
         return sum(step.matvecs for step in self.steps)
 
     @property
     def matvecs_saved(self) -> float:
-        """Products that starting draws at those of earlier steps saved, as estimated for each step."""
+        """Products saved by starting draws from those of earlier steps, as estimated for each step."""
         return sum(step.saved for step in self.steps)
 
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
-        """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).
+        """Return the interval of each precision, which γ directions determine as γ draws determine a variance (χ²).
 
-        Of the last step; the sampling error of γ is not in it. ValueError for a level outside (0, 1). Warns with
-        `StepsSpent` where the tuning has not converged: the interval is then not around its end.
+        It belongs to the last step and does not include the sampling error of γ. Raises ValueError for a level outside
+        (0, 1). Warns with `StepsSpent` if the tuning has not converged: the interval is then not around the optimum.
         """
         self._warn_of_intervals()
         last = self.steps[-1]
@@ -97,22 +97,22 @@ class Tuning(Summarised):
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Return the interval of the noise, from the M − γ targets that the weights do not use up.
 
-        Raises ValueError for a level outside (0, 1), and where the noise was not tuned. Warns as `prior_interval`.
+        Raises ValueError for a level outside (0, 1), and if the noise was not tuned. Warns as `prior_interval` does.
         """
         self._warn_of_intervals()
         last = self.steps[-1]
         if last.noise is None or self.targets is None:
             raise ValueError(
-                "the noise was held; mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."
+                "the noise was not tuned: mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."
             )
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
     def warn_of_ending(self, what: str, stacklevel: int) -> None:
-        """Warn with `StepsSpent` unless the tuning converged; `what` names it in the message."""
+        """Warn with `StepsSpent` unless the tuning converged; `what` begins the message."""
         if self.converged:
             return
-        faster = " update='mackay' takes fewer than update='em'." if self.method == "em" else ""
+        faster = " update='mackay' needs fewer than update='em'." if self.method == "em" else ""
         warnings.warn(f"{what}{self.ending.value}{faster}", StepsSpent, stacklevel=stacklevel + 1)
 
     def _warn_of_intervals(self) -> None:
@@ -124,17 +124,17 @@ class Validation(Summarised):
     """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
 
     prior_precisions: tuple[float, ...]
-    """The prior precisions: of a vector the geometric mean of its entries, of an operator NaN."""
+    """The prior precisions: the geometric mean of a vector's entries, NaN for an operator."""
     noises: tuple[float, ...] | None
-    """Variances of a Gaussian likelihood; None for others."""
+    """The variances of a Gaussian likelihood; None for other likelihoods."""
     scores: tuple[float, ...]
-    """Mean held-out log-likelihood of a point (or pair) in nats."""
+    """Mean held-out log-likelihood per point (or pair), in nats."""
     stderrs: tuple[float, ...]
-    """Standard errors of the scores from the posterior's draws alone; those of the held-out sample are larger."""
+    """Standard errors of the scores from the posterior's draws alone; those from the held-out sample are larger."""
 
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the quantiles of χ² over its degrees of freedom that enclose the level."""
+    """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
     checked_number("level", level, "(0, 1)")
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))

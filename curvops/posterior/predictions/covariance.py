@@ -1,4 +1,4 @@
-"""Covariances of the outputs at each point, computed when an entry is first asked for."""
+"""Covariances of the outputs at each point, computed on first use."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK = 128
-"""Rows of J solved for at a time, where memory has room for them."""
+"""Rows of J that are solved for at a time, if memory has room for them."""
 FEW = 64
-"""Up to this many outputs a point, variances are read off the blocks, which cost little more."""
+"""Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
 
 class PointBlocks(Operator):
-    """A C × C covariance for each of N points, (N, C, C), and nothing between points.
+    """A C × C covariance for each of N points, (N, C, C), without covariances between points.
 
-    Variances are known without the blocks, which are formed where entries off the diagonal are asked for.
+    Variances do not need the blocks, which are formed when entries off the diagonal are used.
     """
 
     def blocks(self) -> Float[Tensor, "N C C"]:
@@ -43,10 +43,10 @@ class PointBlocks(Operator):
         if needed > max(memory_budget, LEAST_ROOM):
             n, c = self.shape[:2]
             raise ValueError(
-                f"the {c:,} × {c:,} covariances of {n:,} points take {needed:,} bytes, the memory budget is "
+                f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
                 f"{memory_budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
-                "uncertainty and log_likelihood take draws of the weights instead, samples=post.sample(k). Or take "
-                "fewer points at a time, or a larger memory_budget of co.linearize."
+                "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
+                "fewer points at a time, or a larger memory_budget to co.linearize."
             )
 
     @property
@@ -90,7 +90,7 @@ class SampledCovariance(PointBlocks):
 
     @property
     def pushed(self) -> Tensor:
-        """J z_k, (N, C, k)."""
+        """The pushed deviations J z_k, (N, C, k)."""
         return self._args[0]
 
     def _size(self) -> torch.Size:
@@ -110,7 +110,7 @@ class SampledCovariance(PointBlocks):
 
 @dataclass(eq=False)
 class Kept:
-    """The computed blocks and variances of a `PointCovariance`, dropped by pickling and copying."""
+    """The computed blocks and variances of a `PointCovariance`; pickling and copying drop them."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
@@ -124,7 +124,7 @@ def with_graph(
     by_structure: Callable[[JacobianRows], Tensor | None],
     by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
 ) -> Tensor:
-    """Compute a covariance with its gradient in the inputs: by the structure of P, else by solves for J's rows."""
+    """Compute a covariance with its gradient in the inputs, by the structure of P or by solves for the rows of J."""
 
     def compute(rows: JacobianRows) -> Tensor:
         found = by_structure(rows)
@@ -136,7 +136,7 @@ def with_graph(
 
 @torch.no_grad()
 def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
-    """Solve with P for the rows, which are taken as constants."""
+    """Solve with P for the rows, which are treated as constants."""
     width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
     with holding(jacobian, beside):
         return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
@@ -149,13 +149,12 @@ def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"],
 
 
 class PointCovariance(PointBlocks):
-    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
+    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C); points are treated as independent.
 
-    With more rows a block (`outputs`) the blocks are those of several points together.
-
-    The first use solves N·C systems with P, in blocks (for structured P none, see `operators.point_covariance`); the
-    result takes N·C² numbers, the variances alone N·C, and is kept, unless a gradient for the prior precision or the
-    likelihood's hyperparameters is asked for.
+    With more rows per block (`outputs`), a block is the joint covariance of several points.
+    The first use solves N·C systems with P, in blocks (none for a structured P, see `operators.point_covariance`). The
+    result takes N·C² numbers, variances alone N·C, and is kept unless a gradient in the prior precision or the
+    likelihood's hyperparameters is required.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class PointCovariance(PointBlocks):
         return torch.Size((self._args[0].shape[-2] // c, c, c))
 
     def blocks(self) -> Float[Tensor, "N C C"]:
-        """Return all blocks, solved for on the first call."""
+        """Return all blocks, which the first call computes."""
         self._require_room(self._args[0].passes.memory_budget)
         return self._get_or_compute("blocks")
 
@@ -216,10 +215,10 @@ class PointCovariance(PointBlocks):
         return max(1, points // together) * together
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
-        """Compute the blocks of some points: their rows of J are solved for and multiplied with each other.
+        """Compute the blocks of some points: solve for their rows of J and multiply the results with them.
 
-        Where the rows of one point are more than memory has room for, or a gradient is recorded, they are made by
-        products with unit vectors, and what was solved for is pushed through J again.
+        If the rows of one point do not fit into memory, or a gradient is recorded, the rows come from products with
+        unit vectors, and the solutions are pushed through J again.
         """
         inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
         if (formed := _from_rows(jacobian, inverse)) is not None:
@@ -237,7 +236,7 @@ class PointCovariance(PointBlocks):
 
 
 def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
-    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None where `_beside_rows` is."""
+    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None if `_beside_rows` is None."""
     if (beside := _beside_rows(jacobian, inverse)) is None:
         return None
     with holding(jacobian, beside), torch.no_grad():
@@ -248,7 +247,7 @@ def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tenso
 def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
     """Return the bytes to hold beside all rows of J.
 
-    None where memory has no room for these, a parameter has no layer rule, or a gradient is recorded.
+    Returns None if memory has no room for the rows, a parameter has no layer rule, or a gradient is recorded.
     """
     rows = jacobian.shape[-2]
     width, beside = solve_width(jacobian, rows)
@@ -257,17 +256,17 @@ def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
 
 
 class JointCovariance(Product):
-    """J W Jᵀ over all outputs of all points together, lazily: (N·C, N·C)."""
+    """The covariance J W Jᵀ over all outputs of all points together, (N·C, N·C), formed on demand."""
 
     def to_dense(self) -> Tensor:
-        """Form the matrix; raise ValueError where it takes more than the memory budget."""
+        """Form the matrix; raise ValueError where it exceeds the memory budget."""
         jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
         if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
             raise ValueError(
-                f"the joint covariance of {self.shape[-1]:,} outputs takes {needed:,} bytes, the memory budget is "
-                f"{jacobian.passes.memory_budget:,}. Take joint draws, post.functions(x, k), the lazy low rank of "
-                "samples=post.sample(k), points as independent ones (joint=False), fewer points, or a larger "
-                "memory_budget of co.linearize."
+                f"the joint covariance of {self.shape[-1]:,} outputs needs {needed:,} bytes, and the memory budget is "
+                f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), the lazy low rank of "
+                "samples=post.sample(k), independent points (joint=False), fewer points, or a larger memory_budget of "
+                "co.linearize."
             )
         weighted = self.factors[1]
         if jacobian.is_recorded:

@@ -1,4 +1,4 @@
-"""The log-likelihood of test data under a predictive, per point and for pairs of points."""
+"""The log-likelihood of test data under a predictive distribution, per point and for pairs of points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvops.network.likelihoods import Likelihood, Sequences
 from curvops.operators import Linearization
 
 COPIES = 10
-"""Copies of its two points in each pair of the dyadic score."""
+"""The number of copies of its two points in each pair of the dyadic score."""
 
 
 ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
@@ -30,14 +30,14 @@ def error_of_mean(series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
 
 
 def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean) -> Estimate:
-    """Return log mean_k exp(log_p), one number a point, with its standard error by the delta method."""
+    """Return log mean_k exp(log_p) per point, with its standard error by the delta method."""
     k = len(log_p)
     value = log_p.logsumexp(0) - math.log(k)
     return Estimate(value, error((log_p - value).exp()), k, 0)
 
 
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
-    """Return the targets of test data by position; raise TypeError or ValueError where the likelihood has no such."""
+    """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
     y = tensor_of(y)
     if not isinstance(y, Tensor):
         raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
@@ -45,7 +45,7 @@ def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
     points = num_points(as_inputs(x, device, dtype))
     if len(y) != points:
-        raise ValueError(f"there are {points} inputs, but {len(y)} targets.")
+        raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
     layout = lin.model.layout
     y = y if layout is None else layout.targets(y)
     lin.likelihood.check_targets(y, lin.num_outputs)
@@ -55,7 +55,7 @@ def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
 def log_likelihoods(
     likelihood: Likelihood, drawn: Iterable[Float[Tensor, "k n C"]], targets: Tensor
 ) -> Float[Tensor, "k N"]:
-    """Return log p(y | f_k) of each target under draws of the outputs, some points at a time."""
+    """Yield log p(y | f_k) of each target under draws of the outputs, some points at a time."""
     start, parts = 0, []
     for draws in drawn:
         some = targets[start : start + draws.shape[1]]
@@ -78,7 +78,7 @@ def dyadic_score(
 ) -> Estimate:
     """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
-    It sees how predictions vary together, which a mean over points does not.
+    It measures how predictions vary together, which a mean over points does not.
     """
     order, copies = (index.to(log_p.device) for index in draw_pairs(log_p.shape[1], generator))
     return log_mean_exp((log_p[:, order] * copies).sum(1), error)

@@ -1,4 +1,4 @@
-"""Probabilities from Gaussian logits: E[softmax(f)] and E[σ(f)] under f ~ N(mean, covariance)."""
+"""Class probabilities from Gaussian logits: E[softmax(f)] and E[σ(f)] under f ~ N(mean, covariance)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_link(link: str, likelihood: Likelihood) -> None:
             f"{likelihood!r} has no class probabilities; use predict, or uncertainty(x).mean for the targets' mean."
         )
     if link.startswith("bridge") and not isinstance(likelihood, Categorical):
-        raise ValueError(f"link={link!r} is for classes; {likelihood!r} takes 'probit', 'mc' or 'network'.")
+        raise ValueError(f"link={link!r} needs classes; for {likelihood!r} use 'probit', 'mc' or 'network'.")
 
 
 def normal_probabilities(
@@ -41,24 +41,24 @@ def normal_probabilities(
 
 
 def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
+    """Return the logits times κ = (1 + π v / 8)^-½ each: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
     return mean * (1 + math.pi / 8 * variance).rsqrt()
 
 
 def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """Return softmax(κ f), `scale_logits` per class (Gibbs 1997)."""
+    """Return softmax(κ f) with the factors κ of `scale_logits`, one per class (Gibbs 1997)."""
     return scale_logits(mean, variance).softmax(-1)
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
-    """Return the probabilities that the first, and the second, of two rewards is the larger, by their difference."""
+    """Return the probabilities that each of two rewards is the larger, by their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
     first = scale_logits(mean[:, 0] - mean[:, 1], apart)
     return torch.stack([first, -first], -1).sigmoid()
 
 
 def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
-    """Average `mean_of` over draws of the outputs; for probabilities the standard error is ≤ ½ / √k."""
+    """Average `mean_of` over draws of the outputs; the standard error of probabilities is at most ½ / √k."""
     return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
 
 
@@ -67,8 +67,8 @@ def bridge(
 ) -> Float[Tensor, "N C"]:
     """Return the mean of the Laplace bridge's Dirichlet (Hobbhahn et al. 2022), for logits that sum to zero.
 
-    The approximation fails for large variances. `normalised` scales logits and variances, as its authors advise, to a
-    mean variance of √(C/2) where it is above that.
+    The approximation fails for large variances. `normalised` scales logits and variances to a mean variance of √(C/2)
+    if it is above that, as the authors advise.
     """
     c, eps, least = mean.shape[-1], torch.finfo(mean.dtype).eps, torch.finfo(mean.dtype).tiny
     rows = covariance.sum(-1)
@@ -77,7 +77,7 @@ def bridge(
     known = total > c * eps * variance.sum(-1, keepdim=True)
     share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
     f = mean - share * mean.sum(-1, keepdim=True)
-    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # what rounding leaves of a difference
+    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # the rounding error of a difference
     if normalised:
         scale = (v.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
         f, v = f / scale.sqrt(), v / scale

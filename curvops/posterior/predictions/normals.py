@@ -1,8 +1,8 @@
-"""Normal distributions of the outputs: gpytorch's, without its floor under variances.
+"""Normal distributions of the outputs: those of gpytorch, without its floor under variances.
 
-gpytorch raises each variance to `settings.min_variance` at least (1e-6 in float32, 1e-10 in float64), warns that it was
-negative and cuts its gradient: of targets of order 1e-3 that is most of them. Whatever is computed from a distribution
-of these classes, slices, sums and a gpytorch likelihood's marginal, is of these classes too.
+gpytorch raises each variance to at least `settings.min_variance` (1e-6 in float32, 1e-10 in float64), warns that it was
+negative and cuts its gradient; for targets of order 1e-3 that affects most variances. Results computed from a
+distribution of these classes (slices, sums, the marginal of a gpytorch likelihood) belong to these classes, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from curvops.linalg import Dense
 
 
 class Normal(MultivariateNormal):
-    """gpytorch's `MultivariateNormal` with variances as they are, at any scale."""
+    """gpytorch's `MultivariateNormal` with unmodified variances, at any scale."""
 
     @property
     def variance(self) -> Tensor:
-        """The diagonal of the covariance."""
+        """The variances, the diagonal of the covariance."""
         entries = self.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
         return entries.expand(self._batch_shape + self._event_shape)
 
@@ -34,12 +34,12 @@ class Normal(MultivariateNormal):
         spread = 2 * self.stddev
         return self.mean - spread, self.mean + spread
 
-    def __radd__(self, other: Any) -> MultivariateNormal:  # ours to the right of gpytorch's own, too
+    def __radd__(self, other: Any) -> MultivariateNormal:  # also where ours stands to the right of gpytorch's own
         return self if isinstance(other, int | float) and other == 0 else self + other
 
 
 class MultitaskNormal(MultitaskMultivariateNormal, Normal):
-    """gpytorch's `MultitaskMultivariateNormal` with variances as they are, at any scale."""
+    """gpytorch's `MultitaskMultivariateNormal` with unmodified variances, at any scale."""
 
     def __getitem__(self, index: Any) -> MultivariateNormal:
         found = super().__getitem__(index)
@@ -49,15 +49,15 @@ class MultitaskNormal(MultitaskMultivariateNormal, Normal):
         return Normal(mean, covariance)
 
     def to_data_independent_dist(self, jitter_val: float = 0.0) -> MultivariateNormal:
-        """Return each point's own distribution over its outputs; gpytorch adds 1e-4 to its variances."""
+        """Return each point's own distribution over its outputs, without the 1e-4 that gpytorch adds to variances."""
         found = super().to_data_independent_dist(jitter_val)
         return Normal(found.mean, Dense(found.covariance_matrix, psd=True))
 
 
 class SampledNormal(Normal):
-    """A predictive whose covariances are means over k draws of the weights, so that each variance has an error.
+    """A predictive distribution whose covariances are means over k draws of the weights, with errors of the variances.
 
-    Slices, expansions, multiples and shifts keep `draws`; in whatever else gpytorch makes of it, `draws` is None.
+    Slices, expansions, multiples and shifts keep `draws`; in other results of gpytorch `draws` is None.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class SampledNormal(Normal):
         if self.draws is None:
             raise ValueError(
                 "this distribution was computed from one that came from draws, and its variances have other errors: "
-                "ask for those of what predict(x, samples=...) returned."
+                "use those of the result of predict(x, samples=...)."
             )
         return self.draws
 
     @property
     def variance_stderr(self) -> Float[Tensor, "*N C"]:
-        """Standard error of each variance, √(2/k) of it: k σ̂²/σ² is χ² with k degrees of freedom."""
+        """The standard error of each variance, √(2/k) times it: k σ̂²/σ² is χ² with k degrees of freedom."""
         return self.variance * (2 / self._known_draws()) ** 0.5
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
-        """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
+        """Return the exact interval of each variance from quantiles of χ²; `level` is in (0, 1)."""
         checked_number("level", level, "(0, 1)")
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))

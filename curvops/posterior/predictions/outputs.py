@@ -5,7 +5,7 @@
 | N(θ*, T P⁻¹)                 | normal, with the covariance T J P⁻¹ Jᵀ                          | `NormalOutputs`  |
 | draws θ_k of it              | normal, with the mean of J z_k (J z_k)ᵀ over z_k = θ_k − θ*      | `DrawnOutputs`   |
 
-`network_outputs` are those of the network itself: many draws in one pass where `vmap` allows it.
+`network_outputs` computes those of the network itself: many draws in one pass where `vmap` allows it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
 from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_numbers
 
 OUTPUT_DRAWS = 1000
-"""Draws of the outputs of each point, where averages over them are asked for and no samples are given."""
+"""Draws of the outputs at each point for averages over them, if no samples are given."""
 DRAWN_NUMBERS = 2**23
-"""Numbers that these take at a time."""
+"""How many numbers these draws take at a time."""
 SHARE = 4
-"""The activations of one pass take at most one part in this many of the memory that is left."""
+"""The activations of one pass take at most this fraction (one part in so many) of the memory that is left."""
 LARGE = 2**18
-"""Bytes of activations a draw from which on a processor's passes gain nothing by being made together (convolutions
-with weights of their own for each draw take 2.5 times as long)."""
+"""Bytes of activations per draw from which passes of several draws at once gain nothing on a CPU (convolutions with
+weights of their own for each draw take 2.5 times as long)."""
 
 
 OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
-"""The mean of the outputs and their covariance, (N·C, N·C) where joint, else (N, C, C)."""
+"""The mean of the outputs and their covariance, (N·C, N·C) if joint, otherwise (N, C, C)."""
 
 
 class OutputDistribution(ABC):
@@ -56,24 +56,24 @@ class OutputDistribution(ABC):
 
     @abstractmethod
     def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        """Return the mean and the covariance of the outputs at x, of so many points `together`: None are all."""
+        """Return the mean and the covariance of the outputs at x, joint within `together` points (None: all)."""
 
     @abstractmethod
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws of the outputs, some points at a time."""
 
     def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
-        """Return the uncertainty of numbers whose outputs are normal, in closed form."""
+        """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
         mean, covariance = self.moments(x)
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
     def require_whole_groups(self, points: int, together: int | None) -> None:
-        """Raise ValueError where points cannot be taken so many together, or these would cut sequences."""
+        """Raise ValueError if groups of so many points do not divide the points, or would cut sequences."""
         if together is None or together == 1:
             return
         positions = self.lin.num_outputs // self.lin.output_shape[-1]
         if points % together or (together % positions and positions % together):
-            whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as so many points)"
+            whole = "" if positions == 1 else f" (sequences of {positions} positions, which count as that many points)"
             raise ValueError(
                 f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
             )
@@ -94,7 +94,7 @@ class NormalOutputs(OutputDistribution):
     error: ErrorOfMean = error_of_mean
 
     def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        """Return f* and T J P⁻¹ Jᵀ, which is solved for when it is first used."""
+        """Return f* and T J P⁻¹ Jᵀ, which is computed on first use."""
         jacobian = self.lin.jacobian(x, differentiable=True)
         return self.by_position(jacobian.outputs()), self._covariance(jacobian, together, rtol)
 
@@ -107,8 +107,8 @@ class NormalOutputs(OutputDistribution):
         inverse = self.inverse_for(rows, rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
-                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
-                "one in either, not in both. Detach one of them."
+                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have a "
+                "gradient in one of them, not in both. Detach one."
             )
         if together is None:
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
@@ -143,7 +143,7 @@ class DrawnOutputs(OutputDistribution):
         return self.by_position(jacobian.outputs()) + self._push(jacobian)
 
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
-        """Yield the functions at all points."""
+        """Yield the functions at all points together."""
         yield self.functions(x)
 
     def covariance_of(self, deviations: Float[Tensor, "k N C"], together: int | None) -> LinearOperator:
@@ -156,7 +156,7 @@ class DrawnOutputs(OutputDistribution):
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
     def _push(self, jacobian: Jacobian) -> Float[Tensor, "k N C"]:
-        """Return J(θ_k − θ*)."""
+        """Return the pushed deviations J(θ_k − θ*)."""
         C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
         return jacobian._matmul((self.weights - self.lin.theta).mT).mT.unflatten(1, (rows // C, C))
 
@@ -172,7 +172,7 @@ def gaussian_draws(
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-    """Return f(x, θ_k), sequences position by position; inputs may require a gradient, at a pass for each draw."""
+    """Return f(x, θ_k), sequences position by position; if inputs require a gradient, by a pass for each draw."""
     inputs = lin.admit(x, differentiable=True)
     found = None
     if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
@@ -184,7 +184,7 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
 
 @torch.no_grad()
 def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | None:
-    """Return the outputs by `vmap`, some draws and points at a time; None where that fails or is slower.
+    """Return the outputs by `vmap`, some draws and points at a time; None where it fails or is slower.
 
     The outputs of the first draw at the first points are compared with the model's own.
     """
@@ -197,7 +197,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of operations that vmap runs one by one
+            warnings.simplefilter("error")  # for operations that vmap runs one by one
             mapped = run(_named(lin, samples[:1]), first)[0]
             alone = lin.model(lin.unflatten_weights(samples[0]), first)
             slack = lin.model.eps**0.5 * alone.abs().max()

@@ -1,6 +1,6 @@
-"""Predictions of any posterior over the weights: outputs, probabilities, uncertainty, scores of test data.
+"""Predictions of any posterior over the weights: outputs, probabilities, uncertainty, and scores of test data.
 
-A posterior gives its outputs (`outputs.py`), from which each method goes forward to the file that answers it.
+A posterior supplies its outputs (`outputs.py`); each method passes them on to the file that computes its answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from curvops.posterior.predictions.uncertainty import (
 )
 
 WEIGHT_DRAWS = 100
-"""Draws of the weights where averages over them are asked for and none are given: each costs a solve, or a pass."""
+"""Draws of the weights for averages over them, if none are given: each costs a solve, or a pass."""
 
 
 class Predictive(ABC):
@@ -68,31 +68,30 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
-                True a `MultitaskMultivariateNormal` over (N, C). They are subclasses of gpytorch's, without its floor
-                under small variances.
-            samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
-                products with J. Of independent points the result has the `variance_stderr` and the
-                `variance_interval(level)` of each variance.
-            rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
-            noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
-            groups: q, points that follow one another and are joint, while groups are independent: a
-                `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of
-                a covariance between groups is formed.
+            joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), with independent
+                points; True a `MultitaskMultivariateNormal` over (N, C). They are subclasses of gpytorch's, without
+                its floor under small variances.
+            samples: draws (k, D) from `sample`. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k products with J.
+                For independent points the result has the `variance_stderr` and the `variance_interval(level)` of each
+                variance.
+            rtol: relative residual of the exact solves; None is 1e-6, and 1.5e-8 in float64.
+            noise: add the observation noise of a Gaussian likelihood, for the distribution of targets.
+            groups: q, for groups of q consecutive points that are joint within and independent between groups: a
+                `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of a
+                covariance between groups is formed.
 
-        Covariances are lazy: exact ones solve for N·C rows of J when they are first used; of up to 2,048 weights, the
-        matrix is formed and factorised instead once D / 8 rows have been asked for. Those under a structured curvature
-        (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected weights) come from each layer's
-        inputs and sensitivities instead, at C backward passes and a few matrix products (joint ones where memory has
-        room for all rows); of a last layer from its inputs, without a further pass. Variances need no C × C block.
-
-        Where x requires a gradient, the mean and the covariance have it (first derivatives, never in θ), for 2 to 3
-        times the cost of the covariance; exact solves are not repeated for it.
+        Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 2,048 weights, the matrix is
+        formed and factorised instead once D / 8 rows have been needed. Under a structured curvature (KFAC, EKFAC,
+        diagonal, low rank, dense blocks of layers or of all selected weights) they come from each layer's inputs and
+        sensitivities, at C backward passes and a few matrix products (joint ones if memory has room for all rows);
+        for a last layer they come from its inputs, without a further pass. Variances need no C × C block. If x
+        requires a gradient, the mean and the covariance have it (first derivatives, never in θ), for 2 to 3 times the
+        cost of the covariance; exact solves are not repeated for it.
 
         Raises:
-            ValueError: noise=True with another likelihood, groups that do not divide N, draws of another size, unfit
-                inputs (see `jacobian`), x and the prior precision or the noise with a gradient at once; and, when they
-                are used, covariances that exceed the memory budget.
+            ValueError: noise=True with another likelihood, groups that do not divide N, draws of another size,
+                unsuitable inputs (see `jacobian`), or gradients required both in x and in the prior precision or the
+                noise. On first use: covariances that exceed the memory budget.
         """
         check_flag("joint", joint)
         check_flag("noise", noise)
@@ -101,8 +100,8 @@ class Predictive(ABC):
         likelihood = self._target()
         if noise and not isinstance(likelihood, Gaussian):
             raise ValueError(
-                f"noise=True adds the observation noise of a Gaussian likelihood; this is {likelihood!r}. "
-                "uncertainty(x) has the variance, or the entropy, of its targets."
+                f"noise=True adds the observation noise of a Gaussian likelihood, but this is {likelihood!r}. Use "
+                "uncertainty(x) for the variance, or the entropy, of its targets."
             )
         if groups is not None and joint:
             raise ValueError("joint=True makes one group of all points; pass groups or joint=True, not both.")
@@ -112,7 +111,7 @@ class Predictive(ABC):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
         if groups is not None and not len(mean):
-            raise ValueError("x has no points: groups need some; leave groups out where there may be none.")
+            raise ValueError("x has no points, and groups need some: leave groups out where x may be empty.")
         if joint or groups is not None:
             return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
         if samples is None or noise:
@@ -131,9 +130,9 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            k: the number of draws; that of `samples` where these are given.
+            k: the number of draws; if `samples` are given, their number.
             generator: source of the draws.
-            samples: draws (k, D) of the weights, as `sample` returns them: the same functions at other inputs.
+            samples: draws (k, D) of the weights from `sample`, for the same functions at other inputs.
             rtol: as in `sample`.
 
         Cost: that of `sample(k)`, and k products with J(x).
@@ -151,23 +150,23 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "N C"]:
-        """Return class probabilities E[softmax(f)] at x, or those of each label of a Bernoulli likelihood, E[σ(f)].
+        """Return class probabilities E[softmax(f)] at x, or E[σ(f)] for each label of a Bernoulli likelihood.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            link: "probit" scales the logits by their variances (of the two rewards of `BradleyTerry` the difference by
-                its own); "mc" averages over draws of the logits (from `samples` of the weights, else 1000 from each
-                point's covariance); "bridge" is the Laplace bridge, "bridge_norm" the same with variances normalised,
-                better where they are large (classes only); "network" averages the network itself over the samples (100
-                where none are given), for comparison: the posterior is that of the linearised network, and the network
-                at its draws predicts worse.
-            samples: draws (k, D) of the weights, as `sample` returns them.
+            link: "probit" scales the logits by their variances (under `BradleyTerry`, the difference of the two
+                rewards by its own variance); "mc" averages over draws of the logits (from `samples` of the weights,
+                otherwise 1000 from each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the
+                same with normalised variances, which is better if they are large (classes only); "network" averages
+                the network itself over the samples (100 if none are given), for comparison: the posterior belongs to
+                the linearised network, and the network at its draws predicts worse.
+            samples: draws (k, D) of the weights, from `sample`.
             generator: source of the draws.
 
         Cost: that of `predict`; "network" takes a forward pass for each sample.
 
         Raises:
-            ValueError: another link, one that does not fit the likelihood, or a likelihood without probabilities.
+            ValueError: an unknown link, one that does not fit the likelihood, or a likelihood without probabilities.
         """
         likelihood = self._target()
         links.check_link(link, likelihood)
@@ -187,22 +186,22 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            samples: draws (k, D) of the weights, as `sample` returns them; by default each point's own covariance is
-                used, and for entropies 1000 draws from it.
+            samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
+                1000 draws from it for entropies.
             generator: source of these draws.
 
         Returns:
-            For classes entropies in nats (N,): of the mean prediction, the mean entropy, and the mutual information
-            between target and weights; for the labels of a Bernoulli likelihood the same of each (N, C). For Gaussian,
-            heteroscedastic and Poisson targets variances (N, C). `mean` is the target's: probabilities, or (Poisson)
-            rates.
+            For classes, entropies in nats (N,): that of the mean prediction, the mean entropy, and the mutual
+            information between target and weights; for the labels of a Bernoulli likelihood the same for each label
+            (N, C). For Gaussian, heteroscedastic and Poisson targets, variances (N, C). `mean` is the mean of the
+            target: probabilities, or (Poisson) rates.
 
         Raises:
             ValueError: another likelihood.
         """
         likelihood = self._target()
         if not isinstance(likelihood, LABELS + NUMBERS):
-            raise ValueError(f"{likelihood!r} has no decomposition here; use predict, or functions(x, k) and your own.")
+            raise ValueError(f"{likelihood!r} has no decomposition here; use predict or functions(x, k).")
         check_generator(generator)
         outputs = self._outputs_of(samples)
         if not isinstance(likelihood, LABELS):
@@ -222,16 +221,16 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them.
-            y: targets as the likelihood takes them. A sequence counts as T points.
-            joint: False scores each point, (N,); True random pairs of points together (⌊N/2⌋,), ten copies of the two
-                in all (the dyadic score of Osband et al. 2022), which sees whether predictions vary together as they
-                should.
-            samples: draws (k, D) of the weights; by default each point's own covariance is used (exactly for a Gaussian
-                likelihood, else by 1000 draws), and 100 draws of the weights where joint.
+            y: targets in the likelihood's form. A sequence counts as T points.
+            joint: False scores each point, (N,); True scores random pairs of points, (⌊N/2⌋,), with ten copies of the
+                two in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary together
+                as they should.
+            samples: draws (k, D) of the weights. By default each point's own covariance is used (exactly for a Gaussian
+                likelihood, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
             generator: source of the draws, and of the pairs.
 
         Raises:
-            TypeError, ValueError: targets that the likelihood cannot score, or not one for each point.
+            TypeError, ValueError: targets that the likelihood cannot score, or not exactly one for each point.
         """
         check_flag("joint", joint)
         check_generator(generator)
@@ -254,5 +253,5 @@ class Predictive(ABC):
         return self.lin.likelihood.of_position
 
     def _outputs_of(self, samples: Any) -> OutputDistribution:
-        """Return the outputs at draws that a user gives, or under this distribution where there are none."""
+        """Return the outputs at a user's draws, or under this distribution if there are none."""
         return self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))

@@ -1,8 +1,9 @@
-"""Decomposition of a prediction's uncertainty into noise (aleatoric) and uncertainty about the weights (epistemic).
+"""The decomposition of predictive uncertainty into noise (aleatoric) and uncertainty about the weights (epistemic).
 
-Of draws f_k of the outputs, for labels: the entropy of the mean is the total, the mean of the entropies is what would
-stay if the weights were known (aleatoric), and their difference, the mutual information of target and weights, is the
-rest (epistemic; Depeweg et al. 2018). For numbers the same with variances, by the law of total variance in closed form.
+For labels, with draws f_k of the outputs: the entropy of the mean is the total, and the mean of the entropies is the
+part that would remain if the weights were known (aleatoric). Their difference, the mutual information of target and
+weights, is the rest (epistemic; Depeweg et al. 2018). For numbers the same holds with variances, by the law of total
+variance, in closed form.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
 
 @dataclass(frozen=True, eq=False)
 class Uncertainty:
-    """total = aleatoric + epistemic of the target at each point, and the target's mean.
+    """The uncertainty of the target at each point, total = aleatoric + epistemic, and the target's mean.
 
-    In nats (entropies, `unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli one, (N, C); as
-    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part, which
-    comes from draws (always for nats); None where it is in closed form.
+    Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli one, (N, C);
+    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part if that
+    comes from draws (always for nats), and None if it has a closed form.
     """
 
     mean: Float[Tensor, "N C"]
@@ -57,7 +58,7 @@ def decompose_labels(
 
 
 def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its error."""
+    """Return mean probabilities, and total, aleatoric and epistemic entropies, the last with its error."""
     p = log_p.exp()
     mean, aleatoric = p.mean(0), -(p * log_p).sum(-1).mean(0)
     of_each = divergences(log_p, mean)
@@ -66,7 +67,7 @@ def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tens
 
 
 def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
-    """Join the entropies of groups of points, one after the other."""
+    """Concatenate the entropies of groups of points."""
     names = ("mean", "total", "aleatoric", "epistemic", "stderr")
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Uncertainty(unit=parts[0].unit, **tensors)
@@ -82,7 +83,7 @@ def decompose_numbers(
     if isinstance(likelihood, HeteroscedasticGaussian):
         (m, s), (v, v_s) = mean.chunk(2, -1), variance.chunk(2, -1)
         return _of_variances(m, (s + v_s / 2).exp(), v)
-    rate = (mean + variance / 2).exp()  # of a Poisson target: the mean of a log-normal rate
+    rate = (mean + variance / 2).exp()  # for a Poisson target, the mean of a log-normal rate
     return _of_variances(rate, rate, rate.square() * variance.expm1())
 
 

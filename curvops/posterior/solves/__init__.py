@@ -1,1 +1,1 @@
-"""Systems with a posterior's precision, and the modes found by them."""
+"""Linear systems with a posterior's precision, and modes computed by solving them."""

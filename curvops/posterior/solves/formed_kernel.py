@@ -1,8 +1,8 @@
-"""J Jᵀ of the training points, formed once where outputs are few beside weights, for every prior precision α.
+"""J Jᵀ of the training points, formed once if outputs are few beside weights, for every prior precision α.
 
-With K = J Jᵀ and G = S Sᵀ, S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the eigenvalues of G that are not zero; (I + SᵀS/α)⁻¹
-solves in function space; and the linear model's mode is m + Jᵀu/α, u of as many numbers as there are outputs
-(Rasmussen & Williams 2006, section 3.4). All that is of the size of the weights are the vectors Jᵀu.
+With K = J Jᵀ and G = S Sᵀ, S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the non-zero eigenvalues of G; (I + SᵀS/α)⁻¹ solves in
+function space; and the linear model's mode is m + Jᵀu/α, with as many numbers in u as there are outputs (Rasmussen &
+Williams 2006, section 3.4). Only the vectors Jᵀu have the size of the weights.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from curvops.posterior.solves.newton import Point, minimise
 
 NAME = "J Jᵀ"
 BESIDE = PRODUCT_VECTORS + 2
-"""Vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
+"""Vectors of the size of the weights that the search for a mode needs: a product's, θ and θ − θ*."""
 MOST_STEPS = 50
 
 
 @dataclass(eq=False)
 class FormedKernel:
-    """K = J Jᵀ of one linearisation, in float64, with the spectrum, solves and mode that follow from it."""
+    """K = J Jᵀ of one linearisation, in float64, with its spectrum, solves and mode."""
 
     lin: Linearization
 
@@ -47,12 +47,12 @@ class FormedKernel:
 
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
-        """K = J Jᵀ, formed once."""
+        """K = J Jᵀ, formed on first access."""
         known = self.of_data.get(NAME)
         return self._formed(NOTHING) if known is None else known
 
     def keep(self) -> None:
-        """Take K from the checkpoint in force, or form it and keep it there as it grows."""
+        """Read K from the checkpoint in force, or form it and save it there as it grows."""
         run = current().whole
         if not run or run.held.get("kernel") is self:
             return
@@ -61,7 +61,7 @@ class FormedKernel:
         if not kept.done:
             kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
         elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
-            # The bits that the run began with, whatever was formed in another one.
+            # The bits with which the run began, whatever another run has formed.
             self._take(kept.outcome)
             self.__dict__.pop("spectrum", None)
 
@@ -70,7 +70,7 @@ class FormedKernel:
         return self._take(gram_matrix(J, J, J.theta.new_ones(()), kept))
 
     def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
-        """Store K in float64, counted by the budget, where other posteriors find it."""
+        """Store K in float64, counted against the budget, where other posteriors find it."""
         K = found.double()
         if not bool(K.isfinite().all()):
             raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
@@ -80,12 +80,12 @@ class FormedKernel:
 
     @cached_property
     def _batches(self) -> list[tuple[Batch, Tensor]]:
-        """The labels and the outputs f* of each batch, float64. One pass over the data."""
+        """The labels and the outputs f* of each batch, in float64; one pass over the data."""
         return [(batch, J.outputs.detach().double()) for batch, J in self.lin.passes.each(0)]
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """f* of all points."""
+        """The outputs f* of all points."""
         return torch.cat([own for _, own in self._batches])
 
     def _by_batch(self, f: Float[Tensor, "N C"], function: Callable[[Tensor, Batch], Tensor]) -> list[Tensor]:
@@ -102,7 +102,7 @@ class FormedKernel:
         return torch.cat(parts, 1).permute(1, 2, 0)
 
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
-        """Return Lᵀ K L. Memory: itself and Lᵀ K."""
+        """Return Lᵀ K L. Memory: that matrix and Lᵀ K."""
         n, c, r = L.shape
         half = torch.bmm(L.mT, self.kernel.view(n, c, -1)).view(n * r, n, c)
         dual = L.new_empty(n * r, n, r)
@@ -141,7 +141,7 @@ class FormedKernel:
         return apply
 
     def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), to K's rounding, at one product."""
+        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), at one product with P."""
         root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
         def apply(block: Tensor) -> Tensor:
@@ -151,10 +151,11 @@ class FormedKernel:
 
     @torch.no_grad()
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
-        """Approximate the linear model's mode m + Jᵀu/α by Newton's method for u; return it with the products taken.
+        """Approximate the linear model's mode m + Jᵀu/α by Newton's method for u; return it and the products it took.
 
-        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs are those of K first, and
-        then J's own, so that K's rounding is not the mode's. Cost: a factorisation a step, in the end a product.
+        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs first come from K and
+        then from J itself, so that the mode is free of K's rounding. Cost: a factorisation per step, and at the end a
+        product.
         """
         mean, J = mean.expand_as(self.lin.theta), self.lin.jacobian()
         products = 1
@@ -183,7 +184,7 @@ class FormedKernel:
         return self.outputs + self.lin.push(theta - self.lin.theta).double()
 
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
-        """Return −log p(y | f) and its gradient, float64."""
+        """Return −log p(y | f) and its gradient, in float64."""
         likelihood = self.lin.likelihood
         logs = self._by_batch(f, lambda at, b: likelihood.log_prob(at, b.targets, b.weights).sum())
         gradients = self._by_batch(f, lambda at, b: likelihood.residual(at, b.targets, b.weights))
@@ -201,7 +202,7 @@ class FormedKernel:
 
 
 class _DualPoint(Point):
-    """−log p(y | f(u)) + ½uᵀ(f(u) − f(0)) at one u, with its gradient in the metric of K/α."""
+    """The dual objective −log p(y | f(u)) + ½uᵀ(f(u) − f(0)) at one u, with its gradient in the metric of K/α."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The mode of the linear model f* + J(θ − θ*) under the likelihood and the prior, by Newton–CG.
 
-Antorán et al. 2022: weights of a network are seldom a mode of its linear model (early stopping, normalisation layers),
-and the evidence of that model belongs to its own mode.
+Antorán et al. 2022: the weights of a network are seldom a mode of its linear model (early stopping, normalisation
+layers), and the evidence of that model belongs to its own mode.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from curvops.posterior.solves.precision import preconditioner, solving_kernel
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (
-        "The iterations of a solve inside were spent before its tolerance. A larger prior precision, weights nearer to "
-        "a mode, or float64 make it shorter."
+        "The iterations of an inner solve were spent before its tolerance was reached. A larger prior precision, "
+        "weights nearer to a mode, or float64 make it shorter."
     ),
     Reason.STAGNATION: (
-        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, makes it "
-        "better conditioned; a curvature of random draws must give one product each time."
+        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, "
+        "improves the conditioning; a curvature made from random draws must give the same product each time."
     ),
     Reason.NOT_POSITIVE_DEFINITE: (
-        "Curvature plus prior is not positive definite. Take a larger prior precision, or co.GGN as curvature."
+        "Curvature plus prior is not positive definite. Use a larger prior precision, or co.GGN as curvature."
     ),
-    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Take a larger prior precision, or float64.",
+    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
 }
-"""The remedies of solves inside posteriors and their tuning, where callers have no options of the solvers."""
+"""The remedies for solves inside posteriors and their tuning, where callers cannot pass options to the solvers."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearMode(Summarised):
-    """θ̄, the weights that maximise the linear model's posterior density.
+    """The mode θ̄ of the linear model: the weights that maximise its posterior density.
 
-    ``log_likelihood`` is the linear model's at θ̄, in nats, ``gradient`` the norm of the gradient there relative to
-    those of likelihood and prior together, ``steps`` the Newton steps, ``matvecs`` the products with a curvature.
+    ``log_likelihood`` is that of the linear model at θ̄, in nats; ``gradient`` the norm of the gradient there,
+    relative to the norms of the likelihood's and the prior's gradients together; ``steps`` the number of Newton
+    steps; ``matvecs`` the number of products with a curvature.
     """
 
     theta: Float[Tensor, " D"]
@@ -65,12 +66,12 @@ class LinearMode(Summarised):
 
     @property
     def converged(self) -> bool:
-        """Whether the gradient reached the tolerance, or what the dtype allows."""
+        """Whether the gradient reached the tolerance, or the limit of the dtype."""
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
 
 
 class _LinearModel(Point):
-    """−power · log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
+    """The objective −power · log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
 
     def __init__(self, lins: Sequence[Linearization], prior: Prior, power: float, delta: Tensor) -> None:
         self.lins, self.power = lins, power
@@ -84,7 +85,7 @@ class _LinearModel(Point):
         self.relative = float(self.gradient.double().norm()) / scale if scale else 0.0
 
     def precision(self) -> Any:
-        """Return the loss's Hessian, or the GGN plus the prior where the likelihood's Fisher is not its Hessian."""
+        """Return the loss's Hessian, or the GGN plus the prior if the likelihood's Fisher is not its Hessian."""
         total: LinearOperator = reduce(add, self.parts)
         return self.prior.plus(total if self.power == 1 else self.power * total).precision
 
@@ -114,7 +115,7 @@ class _LinearModel(Point):
         return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
 
     def _loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
-        """Return the loss after a step, with J times it already known."""
+        """Return the loss after a step whose product with J is already known."""
         theta = self.theta if direction is None else self.theta + direction
         return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
 
@@ -123,14 +124,14 @@ class _LinearModel(Point):
 def find_mode(
     terms: PrecisionTerms, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
 ) -> LinearMode:
-    """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision where that is known.
+    """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision if that is known.
 
-    Where J Jᵀ is formed, Newton's method begins at the mode of function space. The run in force keeps the steps.
+    If J Jᵀ is formed, Newton's method starts at the mode in function space. The current run saves the steps.
     """
     kept, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
     for lin in lins if kept else ():
-        lin.memory.expect_many()  # the engine that serves the run from its first product to its last
+        lin.memory.expect_many()  # one engine serves the run from its first product to its last
     at = partial(_LinearModel, lins, prior, cache.power)
     model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps = 2, 0
@@ -148,13 +149,13 @@ def find_mode(
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, sketch
         precision = model.precision()
-        # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
+        # The first step for a Gaussian is its last, and is solved to the end; any other as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
         if not ours:
             M, spent = precision.preconditioner(1), 0
         else:
-            if sketch is None or not kept:  # one for all steps of a run that is kept
+            if sketch is None or not kept:  # one for all steps of a run with a checkpoint
                 with kept.name_part("preconditioner"):
                     sketch = _preconditioner(terms)
             M, spent = sketch
@@ -173,14 +174,14 @@ def find_mode(
 
 
 def _preconditioner(terms: PrecisionTerms) -> tuple[Any, int]:
-    """Return M ≈ P⁻¹ at θ*, and the products that it took."""
+    """Return M ≈ P⁻¹ at θ*, and the number of products it took."""
     if (kernel := solving_kernel(terms)) is not None:
         return kernel.inverse_of_weights(float(terms.prior.precision)), 0
     return preconditioner(terms, 1)
 
 
 def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
-    """Return what distinguishes the problem from others in a checkpoint, by name."""
+    """Return what distinguishes this problem from others in a checkpoint, by name."""
     total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
     P, prior = terms.prior.plus(total).precision, terms.prior
     return problem_of(P) | {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}

@@ -1,4 +1,4 @@
-"""Newton's method with a line search, for losses that are known to rounding."""
+"""Newton's method with a line search, for losses that are known only up to rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_HALVINGS = 30
 ROUNDINGS = 10
 """Units of rounding by which a loss may be wrong."""
 SUFFICIENT = 1e-4
-"""Share of the decrease that a Newton step promises which a step must give (Armijo)."""
+"""The share of the decrease predicted by a Newton step that a step must achieve (Armijo)."""
 
 
 class Point(ABC):
@@ -24,12 +24,12 @@ class Point(ABC):
     relative: float
     """The gradient's norm, relative to the norms of its summands."""
     eps: float
-    """The rounding of the dtype that the loss is computed in."""
+    """The rounding of the dtype in which the loss is computed."""
 
     @property
     @abstractmethod
     def loss(self) -> float:
-        """The loss."""
+        """The loss at this point."""
 
     @property
     def rounding(self) -> float:
@@ -42,11 +42,11 @@ class Point(ABC):
 
     @abstractmethod
     def losses(self, step: Tensor) -> Callable[[float], float]:
-        """Return the loss after a share of the step."""
+        """Return the loss after a fraction of the step."""
 
     @abstractmethod
     def move(self, step: Tensor, share: float) -> Point:
-        """Return the point after a share of the step whose loss was computed before."""
+        """Return the point after a fraction of the step whose loss was computed before."""
 
 
 At = TypeVar("At", bound=Point)
@@ -60,15 +60,15 @@ def minimise(
     steps: int = 0,
     reached: Callable[[At, int], None] = lambda point, steps: None,
 ) -> tuple[At, Reason, int]:
-    """Search for the point where the gradient is at most rtol; return it, why the search ended, and the steps in all.
+    """Search for a point with a gradient of at most rtol; return it, the reason why the search ended, and all steps.
 
     Args:
-        point: the start.
+        point: the starting point.
         step_at: a function of a point and the number of steps so far that returns Newton's step.
         rtol: tolerance of the gradient.
-        most_steps: the most steps.
-        steps: the number of steps that led to the start.
-        reached: called with each point but the last.
+        most_steps: the maximum number of steps.
+        steps: the number of steps that led to the starting point.
+        reached: called with each point except the last.
     """
     while point.relative > rtol:
         if steps == most_steps:
@@ -76,7 +76,7 @@ def minimise(
         step = step_at(point, steps)
         steps += 1
         slope, share = point.slope(step), 1.0
-        # What a Newton step promises is what the loss has left; less than its rounding cannot be had.
+        # The decrease that a Newton step predicts is what can still be gained; less than its rounding cannot be.
         promised, losses = -0.5 * slope, point.losses(step)
         for _ in range(MOST_HALVINGS):
             if losses(share) <= point.loss + SUFFICIENT * share * slope + point.rounding:

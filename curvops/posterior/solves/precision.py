@@ -1,4 +1,4 @@
-"""Which matrix a posterior's systems are solved with, and which preconditioner: P = G + A in its cheapest form."""
+"""The matrix and the preconditioner for a posterior's systems: P = G + A in its cheapest form."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.solves.formed_kernel import FormedKernel
 
 LOOKED_AT = 20
-"""Products spent on looking for a negative eigenvalue of a curvature that is not known to have none."""
+"""Products spent on the search for a negative eigenvalue of a curvature that may have one."""
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
 def system_of(terms: PrecisionTerms, columns: int = 1, asked: str | None = None) -> System:
-    """Return the facts about P X = B from which its routes follow, but for those that cost something."""
+    """Return the facts about P X = B from which its routes follow, except those that cost something."""
     lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
     scalar = A is not None and A.ndim == 0
     base, formed = P.base if isinstance(P, Damped) else P, cache.known("formed")
@@ -67,7 +67,7 @@ def system_of(terms: PrecisionTerms, columns: int = 1, asked: str | None = None)
 
 
 def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None) -> System:
-    """Return all facts about P X = B; passes over a few points find the room in memory, unless no route asks for it."""
+    """Return all facts about P X = B; room in memory is measured by passes over a few points, if a route needs it."""
     root, known = root_of(terms.curvature), system_of(terms, columns, asked)
     system = replace(known, closed_form=terms.closed_form is not None, longest=longest(terms.precision))
     assert system.posterior is not None
@@ -77,9 +77,9 @@ def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None)
 
 
 def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
-    """Return the route of a system; None with the reason where the method asked for is not open.
+    """Return the route of a system, or None and the reason where the requested method is not possible.
 
-    J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
+    J Jᵀ is formed here if it may serve: only its eigenvalues tell whether it does.
     """
     system = _to_be_solved(terms, columns, asked)
     found = routes(system)
@@ -96,7 +96,7 @@ def _unresolved(system: System) -> System:
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
-    """Return the routes of so many draws, of so many rows of J, and of determinants; nothing is solved for this."""
+    """Return the routes for so many draws, for so many rows of J, and for determinants, without solving anything."""
     cache, A = terms.cache, terms.A
     system = replace(_to_be_solved(terms, columns), sketch=terms.precision._takes_sketch)
     kernel = cache.known("kernel")
@@ -108,10 +108,10 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
 
 
 def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
-    """Return P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
+    """Return P for solves with so many right-hand sides, with its operand `Formed` where that is cheaper.
 
-    What is formed serves all priors that are numbers or vectors. With `further` the columns are more of those that were
-    asked for before: draws, which equal seeds make equal, count alone.
+    A formed operand serves all priors that are numbers or vectors. With `further`, these columns add to those of
+    earlier calls; draws, which must be the same for the same seed, are counted by themselves.
     """
     cache, P = terms.cache, terms.precision
     if not System(rows=len(terms.lin.theta)).may_be_formed:  # the other facts are not free
@@ -140,10 +140,10 @@ def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> Li
 
 
 def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
-    """Return J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
+    """Return J Jᵀ of the training points where the routes for determinants, or for this system, include it.
 
-    It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a checkpoint
-    keeps J Jᵀ.
+    This does not depend on earlier calls, so that equal seeds continue to give equal draws. A run with a checkpoint
+    saves J Jᵀ.
     """
     cache, A = terms.cache, terms.A
     if A is None or A.ndim:
@@ -158,7 +158,7 @@ def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> Formed
 
 
 def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
-    """Return `formed_kernel` where its rounding leaves it fit to solve under this prior."""
+    """Return `formed_kernel` if its rounding is small enough to solve under this prior."""
     found = formed_kernel(terms, system)
     return found if found is not None and found.resolves(float(terms.prior.precision.detach())) else None
 
@@ -166,9 +166,9 @@ def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> Forme
 def preconditioner(
     terms: PrecisionTerms, columns: int, dual: Any = None, generator: torch.Generator | None = None
 ) -> tuple[Any, int]:
-    """Return M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
+    """Return M ≈ P⁻¹ for so many right-hand sides (None where none pays off), and the number of products it took.
 
-    A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to a
+    A sketch of A^-½GA^-½ made for one prior also serves its multiples c·A (all larger ones, and smaller ones down to a
     third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. M is of `dual` where it is
     given, I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a
     run with a checkpoint it is the one of that, whatever was sketched before it. A new one is drawn from `generator`.
@@ -194,10 +194,10 @@ def preconditioner(
             factors = diagonal.detach() / of
             low, high = float(factors.min()), float(factors.max())
             if served * SKETCH_SERVES >= columns and low >= 1 / 3 and high <= UNEVEN * low:
-                scalar = of.ndim == 0 and dual is None  # else the matrix that was sketched is whitened
+                scalar = of.ndim == 0 and dual is None  # otherwise the sketched matrix is whitened
                 return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
         made = precision.preconditioner(columns, generator)
-        if made is not None and not isinstance(made, ClosedFormPreconditioner):  # no products for another prior
+        if made is not None and not isinstance(made, ClosedFormPreconditioner):  # another prior needs no products
             cache.put(space, (diagonal.detach().clone(), columns, made))
         return _with_products(made)
 
@@ -207,11 +207,11 @@ def _with_products(made: Any) -> tuple[Any, int]:
 
 
 def require_usable(terms: PrecisionTerms) -> None:
-    """Raise ValueError where G and A do not add up, NotPositiveSemidefinite where G + A is seen to be indefinite.
+    """Raise ValueError where G and A do not fit together, NotPositiveSemidefinite where G + A is seen to be indefinite.
 
-    A G known to be psd costs nothing.
-    Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
-    indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
+    A G known to be psd costs nothing. Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G
+    with its vector v proves that G + A is indefinite if θ + vᵀAv ≤ 0. The absence of such a value proves nothing;
+    solving with an indefinite G + A raises an error later.
     """
     curvature, A = terms.curvature, terms.A
     _ = terms.precision
@@ -224,15 +224,15 @@ def require_usable(terms: PrecisionTerms) -> None:
     size = "" if A is None else f", the prior precision is {float(A.detach().min()):.3g}"
     raise NotPositiveSemidefinite(
         f"{type(curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
-        f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Give a prior_precision of "
+        f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Pass a prior_precision of "
         f"{-1.01 * lowest:.3g} or more, or {USE_THE_GGN}"
     )
 
 
 @torch.no_grad()
 def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
-    """Return the least Ritz value of G from a short Lanczos run, and its vector."""
-    generator = torch.Generator(device=curvature.device).manual_seed(0)  # the user's stays as it is
+    """Return the smallest Ritz value of G from a short Lanczos run, and its vector."""
+    generator = torch.Generator(device=curvature.device).manual_seed(0)  # the user's operator is unchanged
     found = lanczos(curvature, LOOKED_AT, generator=generator)
     if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
         raise ValueError(f"{type(curvature).__name__}: {found.reason.value}")
@@ -242,7 +242,7 @@ def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
 
 @contextmanager
 def naming_the_ggn(curvature: LinearOperator) -> Iterator[None]:
-    """Add to an error of linalg, which knows no networks, the curvature that is not indefinite."""
+    """Name a curvature that is not indefinite in an error of linalg, which does not know networks."""
     try:
         yield
     except NotPositiveSemidefinite as error:
