@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.mean import LinearizedMean
 
-__all__ = ["LaplaceModel", "LinearizedKernel", "LinearizedMean"]
+__all__ = ["InfiniteWidthKernel", "LaplaceModel", "LinearizedKernel", "LinearizedMean"]
 
 
 def __getattr__(name: str) -> Any:

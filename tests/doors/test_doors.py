@@ -11,6 +11,7 @@ from tests.doors import (
     data,
     evidence,
     figures,
+    infinite_width,
     likelihoods,
     linalg,
     models,
@@ -21,7 +22,19 @@ from tests.doors import (
 )
 from tests.doors.door import Row
 
-SHELVES = (linalg, data, models, likelihoods, operators, posterior, evidence, sampling, repriorisation, figures)
+SHELVES = (
+    linalg,
+    data,
+    models,
+    likelihoods,
+    operators,
+    posterior,
+    evidence,
+    sampling,
+    repriorisation,
+    infinite_width,
+    figures,
+)
 TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOORS for wrong, row in door.rows.items()}
 
 

@@ -1,0 +1,197 @@
+"""Fully connected networks of infinite width as gpytorch kernels: the NNGP and the tangent kernel in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from gpytorch.constraints import Interval
+from gpytorch.priors import Prior
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.gp.gaussian_expectations import ACTIVATIONS, Covariance, root
+from curvops.gp.operator_kernel import OperatorKernel, refuse_single_dimensions
+from curvops.linalg import Dense
+
+KINDS = ("nngp", "ntk")
+
+
+class InfiniteWidthKernel(OperatorKernel):
+    """The kernel of a fully connected network whose hidden layers are infinitely wide: its NNGP or its tangent kernel.
+
+    The network is z¹ = σ_w W¹x/√d + σ_b b¹, zˡ⁺¹ = σ_w Wˡ⁺¹φ(zˡ)/√n + σ_b bˡ⁺¹ with all W and b ~ N(0, 1), in the
+    limit n → ∞; its outputs are independent, each with this kernel. With u, v ~ N(0, Kˡ(x, x')),
+
+        K¹ = σ_w² x·x'/d + σ_b²,    Kˡ⁺¹ = σ_w² E[φ(u) φ(v)] + σ_b²    ("nngp": the covariance of outputs)
+        Θ¹ = K¹,                    Θˡ⁺¹ = Kˡ⁺¹ + σ_w² E[φ'(u) φ'(v)] Θˡ    ("ntk": all layers and biases trained)
+
+    Under `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)` the kernel J A⁻¹Jᵀ of a network of finite width,
+    `co.TangentKernel` or `LinearizedKernel`, is the empirical one that converges to Θ, and its prior the one whose
+    outputs have the covariance K. In neural_tangents it is `stax.serial` of `Dense(n, W_std=σ_w, b_std=σ_b)`.
+
+    The variances σ_w² and σ_b² are gpytorch parameters, which train by marginal likelihood. Gradients in the inputs are
+    right at coincident points too; of a rectifier's tangent kernel, which has a kink there, the mean of both sides.
+    Matrices are curvops operators, as those of `LinearizedKernel`: solves and determinants are ours.
+
+    Args:
+        depth: the number of hidden layers, at least 0.
+        activation: φ: "relu", "erf", "gelu" (the exact one, x Φ(x)) or "identity".
+        kind: "nngp" or "ntk".
+        weight_variance: the start of σ_w², a positive number, or depth + 1 of them, one a layer from the inputs on. A
+            tensor gives the parameter its dtype; of numbers it has torch's default, whose rounding `.double()` keeps.
+        bias_variance: the start of σ_b², likewise; 0 is a network without biases.
+        weight_variance_prior: a gpytorch prior of σ_w².
+        weight_variance_constraint: a gpytorch constraint of σ_w²; None is `Positive()`.
+        bias_variance_prior: a gpytorch prior of σ_b².
+        bias_variance_constraint: a gpytorch constraint of σ_b²; None is `Positive()`.
+        options: `batch_shape` and `active_dims` of gpytorch's `Kernel`.
+
+    Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), of any leading dimensions that broadcast. Cost:
+    depth × some 20 passes over the matrix, "relu" also d of them.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind; another number of variances than layers; inputs of no
+            dimension; `last_dim_is_batch`.
+
+    Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
+    1998, Tsuchida et al. 2021.
+
+    >>> import curvops as co
+    >>> kernel = co.gp.InfiniteWidthKernel(depth=1, activation="relu", weight_variance=2.0, bias_variance=0.0)
+    >>> kernel(torch.eye(2)).to_dense().detach()  # of orthogonal points: Θ¹ = 0, K² = 1/π
+    tensor([[2.0000, 0.3183],
+            [0.3183, 2.0000]])
+    """
+
+    def __init__(
+        self,
+        depth: int = 1,
+        activation: str = "relu",
+        kind: str = "ntk",
+        *,
+        weight_variance: Any = 2.0,
+        bias_variance: Any = 1.0,
+        weight_variance_prior: Prior | None = None,
+        weight_variance_constraint: Interval | None = None,
+        bias_variance_prior: Prior | None = None,
+        bias_variance_constraint: Interval | None = None,
+        batch_shape: torch.Size | None = None,
+        active_dims: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(batch_shape=batch_shape, active_dims=active_dims)
+        self.depth = checked_whole("depth", depth, 0)
+        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("kind", kind, KINDS)
+        self.activation, self.kind = activation, kind
+        start = self._start("weight_variance", weight_variance)
+        self._add_parameter("weight_variance", start, weight_variance_prior, weight_variance_constraint)
+        self.has_bias = (
+            isinstance(bias_variance, bool) or not isinstance(bias_variance, Real) or float(bias_variance) != 0
+        )
+        if self.has_bias:
+            start = self._start("bias_variance", bias_variance)
+            self._add_parameter("bias_variance", start, bias_variance_prior, bias_variance_constraint)
+        elif bias_variance_prior is not None or bias_variance_constraint is not None:
+            raise ValueError("a prior or a constraint of the bias variance needs biases: pass bias_variance=1.0.")
+
+    def _start(self, name: str, given: Any) -> Float[Tensor, "*batch L"]:
+        """Return variances, one for all layers or one for each, in a given tensor's dtype, else torch's default."""
+        several = given.flatten().tolist() if isinstance(given, Tensor | np.ndarray) else given
+        values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
+        if len(values) not in (1, self.depth + 1):
+            raise ValueError(
+                f"{name} holds {len(values)} numbers: expected one, or one for each of the depth + 1 = "
+                f"{self.depth + 1} layers."
+            )
+        checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
+        like = given if isinstance(given, Tensor) and given.is_floating_point() else torch.empty(0)
+        return like.new_tensor(checked).expand(*self.batch_shape, -1).clone()
+
+    @property
+    def weight_variance(self) -> Float[Tensor, "*batch L"]:
+        """σ_w², one number or one a layer."""
+        return self._value("weight_variance")
+
+    @weight_variance.setter
+    def weight_variance(self, value: Any) -> None:
+        self._set_value("weight_variance", value)
+
+    @property
+    def bias_variance(self) -> Float[Tensor, "*batch L"]:
+        """σ_b², one number or one a layer; 0 where there are no biases."""
+        return self._value("bias_variance") if self.has_bias else torch.zeros_like(self.weight_variance[..., :1])
+
+    @bias_variance.setter
+    def bias_variance(self, value: Any) -> None:
+        if not self.has_bias:
+            raise ValueError("this kernel has no biases: pass bias_variance=1.0 when it is made.")
+        self._set_value("bias_variance", value)
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> LinearOperator | Tensor:
+        """Return the kernel's matrix (..., n, m), or its diagonal (..., n)."""
+        refuse_single_dimensions(last_dim_is_batch)
+        weights, biases = (self._by_layer(variance) for variance in (self.weight_variance, self.bias_variance))
+        of = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
+        expectations, tangent = ACTIVATIONS[self.activation], of.c
+        for weight, bias in zip(weights[1:], biases[1:]):
+            found = expectations(of)
+            a, b = (weight * expectations(_with_itself(variance)).product for variance in (of.a, of.b))
+            c = weight * found.product + bias
+            r = of.r if found.gap is None else _next_distance(a, b, bias, found.gap)
+            of, tangent = Covariance(a + bias, b + bias, c, r), c + weight * found.slope * tangent
+        entries = tangent if self.kind == "ntk" else of.c
+        return entries.squeeze(-1) if diag else Dense(entries, psd=x1.shape == x2.shape and torch.equal(x1, x2))
+
+    def _by_layer(self, variance: Float[Tensor, "*batch L"]) -> tuple[Float[Tensor, "*batch 1 1"], ...]:
+        return variance.expand(*self.batch_shape, self.depth + 1)[..., None, None].unbind(-3)
+
+
+def _first_layer(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor, diag: bool, distances: bool) -> Covariance:
+    """Return the covariance of the first layer's outputs; for `diag` that of the i-th points, (..., n, 1)."""
+    if x1.shape[-1] == 0:
+        raise ValueError(f"inputs of shape {tuple(x1.shape)} have no dimension: expected (..., n, d), one row a point.")
+    first, second = (_augmented(x, weight, bias) for x in (x1, x2))
+    a, b = (vectors.square().sum(-1, keepdim=True) for vectors in (first, second))
+    if diag:
+        c = (first * second).sum(-1, keepdim=True)
+    else:
+        b, c = b.mT, first @ second.mT
+        c = (c + c.mT) / 2 if x1 is x2 else c
+    if not distances:
+        return Covariance(a, b, c, torch.zeros_like(c))
+    first, second = _unit(first), _unit(second)
+    if diag:
+        return Covariance(a, b, c, root((first - second).square().sum(-1, keepdim=True)))
+    return Covariance(a, b, c, torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist"))
+
+
+def _augmented(x: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "*b n e"]:
+    """Return the vectors (σ_w x/√d, σ_b) of e = d + 1 numbers, whose inner products are K¹."""
+    x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    scaled = (weight / x.shape[-1]).sqrt() * x
+    return torch.cat([scaled, root(bias).expand_as(scaled[..., :1])], -1)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Return the vectors' directions; zero has none and stays."""
+    length = root(vectors.square().sum(-1, keepdim=True))
+    return vectors / length.masked_fill(length == 0, 1)
+
+
+def _with_itself(variance: Tensor) -> Covariance:
+    return Covariance(variance, variance, variance, torch.zeros_like(variance))
+
+
+def _next_distance(a: Tensor, b: Tensor, bias: Tensor, gap: Tensor) -> Tensor:
+    """Return r of variances a + σ_b² and b + σ_b² and the covariance √(ab)(1 − gap) + σ_b², without cancellation."""
+    middle, lengths = root(a) * root(b), root((a + bias) * (b + bias))
+    some = lengths.masked_fill(lengths == 0, 1)
+    return root(2 * (bias * (root(a) - root(b)).square() / (some + bias + middle) + middle * gap) / some)
