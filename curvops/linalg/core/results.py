@@ -196,16 +196,12 @@ class NotPositiveSemidefinite(NotPSDError, ValueError):
     """A matrix that must be positive semidefinite, or positive definite, is not."""
 
 
-INDEFINITE_REMEDY = (
-    "Add a prior precision (add_diagonal, or shift= where a call takes it) that is large enough, or use a positive "
-    "semidefinite approximation of the matrix."
-)
-"""The remedy for `NotPositiveSemidefinite`."""
-
-
 def indefinite(finding: str) -> NotPositiveSemidefinite:
     """Return the error that reports what shows a matrix to be indefinite, with the remedy."""
-    return NotPositiveSemidefinite(f"{finding} {INDEFINITE_REMEDY}")
+    return NotPositiveSemidefinite(
+        f"{finding} Add a prior precision (add_diagonal, or shift= where a call takes it) that is large enough, or use "
+        "a positive semidefinite approximation of the matrix."
+    )
 
 
 def caution(samples: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.checks import check_choice
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.core.vectors import Matrix, describe, largest, product
+from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
 from curvops.progress import Progress, at_work, remark
 
 EXACT = "exact"
@@ -48,8 +48,7 @@ def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
     def apply(V: Tensor) -> Tensor:
         result = multiply(V)
-        if not bool(torch.isfinite(largest(result)).all()):
-            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        check_finite(largest(result))
         return result
 
     return apply

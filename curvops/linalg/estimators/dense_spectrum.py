@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
-from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.symmetry import require_symmetric
-from curvops.linalg.core.vectors import Description, ScalarFunction
+from curvops.linalg.core.vectors import Description, ScalarFunction, check_finite
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, SpectralQuadrature, share, stack
 
 
@@ -40,9 +40,8 @@ class DenseSpectrum:
         if mu > 0 and lowest >= -n * self.eps * size:
             delta, values = max(delta, -lowest), values.clamp_min(0)
         elif lowest + mu <= n * self.eps * size:
-            raise NotPositiveSemidefinite(
-                f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}. "
-                f"{INDEFINITE_REMEDY}"
+            raise indefinite(
+                f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}."
             )
         total = values + mu
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
@@ -100,8 +99,7 @@ def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> Dens
     """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""
     n, _, dtype, device = facts
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
-    if not bool(torch.isfinite(dense).all()):
-        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    check_finite(dense)
     require_symmetric(dense, torch.finfo(dtype).eps)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
@@ -127,9 +125,7 @@ def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> Known
     dense, n = dense_spectrum(multiply, facts, 0.0), facts.rows
     lowest, size = float(dense.values[0]), float(dense.values.abs().amax())
     if lowest < -n * dense.eps * size:
-        raise NotPositiveSemidefinite(
-            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. {INDEFINITE_REMEDY}"
-        )
+        raise indefinite(f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}.")
     nodes = dense.values.clamp_min(0)[None]
     nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
     rounding, weights = max(ROUNDING_UNITS * dense.eps * size, -lowest), torch.ones_like(nodes)
@@ -148,8 +144,8 @@ def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
         scale = dense.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
         noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * scale
         if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
-            raise NotPositiveSemidefinite(
+            raise indefinite(
                 "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
-                f"that is rounding or less. {INDEFINITE_REMEDY}"
+                "that is rounding or less."
             )
     return 2 * pivots.log().sum(-1)

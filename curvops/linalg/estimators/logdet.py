@@ -26,7 +26,7 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
-from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
@@ -209,10 +209,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
         nodes, V = torch.linalg.eigh(run.tridiagonal(0))
         lowest, noise = float(nodes[0]), 1e3 * run.eps * run.scale
         if lowest < -noise:
-            raise NotPositiveSemidefinite(
-                f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
-                f"{INDEFINITE_REMEDY}"
-            )
+            raise indefinite(f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}.")
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
         if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:
             break

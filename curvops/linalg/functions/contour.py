@@ -22,7 +22,7 @@ from scipy.special import ellipj, ellipkm1
 from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply, room_for
-from curvops.linalg.core.results import INDEFINITE_REMEDY, FunctionProduct, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import FunctionProduct, NotPositiveSemidefinite, Reason, indefinite
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -141,9 +141,7 @@ def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
     top = float(values[-1] + pilot.residual_norm * V[-1, -1].abs())
     eps = torch.finfo(unit.dtype).eps
     if float(values[0]) < -NEAR_ZERO * eps * float(values.abs().amax()):
-        raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}. {INDEFINITE_REMEDY}"
-        )
+        raise indefinite(f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}.")
     return (2 * top if top > 0 else 1.0), pilot.matvecs, None
 
 
@@ -336,9 +334,7 @@ class MultiShift:
         curvature_host, lengths_host, squared_host = torch.stack([curvature, lengths, squared]).cpu()
         eps = torch.finfo(self.R.dtype).eps
         if bool((self.active & (curvature_host < -NEAR_ZERO * eps * self.size * lengths_host)).any()):
-            raise NotPositiveSemidefinite(
-                f"A is not positive semidefinite: a direction p with p'Ap < 0 was met. {INDEFINITE_REMEDY}"
-            )
+            raise indefinite("A is not positive semidefinite: a direction p with p'Ap < 0 was met.")
         sound = torch.isfinite(squared_host) & torch.isfinite(curvature_host)
         broken = self.active & ~(sound & (curvature_host > 0))
         self.failed |= broken & ~sound

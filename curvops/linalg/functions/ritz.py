@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
+from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import tridiagonal
@@ -104,9 +104,9 @@ class SpectralFunction:
         """
         near, lowest = NEAR_ZERO * self.eps * size, float(x.amin())
         if self.lower_bound is not None and lowest < self.lower_bound - near:
-            raise NotPositiveSemidefinite(
+            raise indefinite(
                 f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
-                f"Give a smaller lower_bound. {INDEFINITE_REMEDY}"
+                "Give a smaller lower_bound."
             )
         y = self.unchecked(x)
         bad = ~torch.isfinite(y)
@@ -114,9 +114,9 @@ class SpectralFunction:
             return y
         beside = x[bad & (x.abs() > near)]
         if len(beside) and float(beside.amin()) < 0:
-            raise NotPositiveSemidefinite(
+            raise indefinite(
                 f"f is not finite at {float(beside.amin()):.3e}, between eigenvalues of A, which is not positive "
-                f"semidefinite. Use an f for its range. {INDEFINITE_REMEDY}"
+                "semidefinite. Use an f for its range."
             )
         if len(beside):
             raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or take another f.")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.contour import ContourProduct, contour
 
@@ -68,9 +68,7 @@ class _InverseRoot(Function):
     def forward(ctx: Any, dense: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(dense)
         if not bool((values > 0).all()):
-            raise NotPositiveSemidefinite(
-                f"A^-½ needs a positive definite A: an eigenvalue is {float(values.min()):.3g}. {INDEFINITE_REMEDY}"
-            )
+            raise indefinite(f"A^-½ needs a positive definite A: an eigenvalue is {float(values.min()):.3g}.")
         ctx.save_for_backward(values, vectors)
         return vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
 

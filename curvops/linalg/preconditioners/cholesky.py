@@ -157,9 +157,9 @@ def cholesky(
 
 def _scale(diagonal: Tensor) -> float:
     """Return the largest entry of a diagonal; raise where it is not finite or negative."""
-    low, high = torch.stack([diagonal.amin(), diagonal.amax()]).tolist()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError("the diagonal of A holds NaN or Inf; check the parameters and the data.")
+    ends = torch.stack([diagonal.amin(), diagonal.amax()]).cpu()
+    check_finite(ends, "the diagonal of A")
+    low, high = ends.tolist()
     if low < 0:
         raise _indefinite(low)
     return high

@@ -21,7 +21,7 @@ from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_bytes
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
-from curvops.linalg.core.vectors import describe
+from curvops.linalg.core.vectors import check_finite, describe
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network import Batch, Exact
@@ -72,8 +72,7 @@ class FormedKernel:
     def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
         """Store K in float64, counted against the budget, where other posteriors find it."""
         K = found.double()
-        if not bool(K.isfinite().all()):
-            raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
+        check_finite(K, "J Jᵀ")
         keep(self.lin.jacobian(), K, K.nbytes)
         self.of_data[NAME] = K
         return K
