@@ -5,8 +5,16 @@ from typing import Any
 from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.mean import LinearizedMean
+from curvops.gp.reduced_posterior import ReducedPosterior, reduced_posterior
 
-__all__ = ["InfiniteWidthKernel", "LaplaceModel", "LinearizedKernel", "LinearizedMean"]
+__all__ = [
+    "InfiniteWidthKernel",
+    "LaplaceModel",
+    "LinearizedKernel",
+    "LinearizedMean",
+    "ReducedPosterior",
+    "reduced_posterior",
+]
 
 
 def __getattr__(name: str) -> Any:

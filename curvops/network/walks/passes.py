@@ -467,6 +467,17 @@ class Passes(JacobianRows):
                     walk._kept, walk._complete = {0: (None, view)}, True
                 yield walk, num_points(part)
 
+    def of_points(self, chosen: Int[Tensor, " m"]) -> Passes:
+        """Return a walk over some points, in ascending order."""
+        parts, start = [], 0
+        for inputs, _ in self._source:
+            count = num_points(inputs)
+            inside = chosen[(chosen >= start) & (chosen < start + count)] - start
+            if len(inside):
+                parts.append((take(inputs, inside), None))
+            start += count
+        return Passes(self.model, parts, self._choice, self.memory, self.engines)
+
     def _batches_of_whole(self, together: int) -> Iterator[tuple[int, Any]]:
         """Yield the inputs of each batch by its number, −1 where points of two batches stand together."""
         if together == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
@@ -79,6 +79,11 @@ class TangentKernel(UserOperator, Operator):
     def _transpose_nonbatch(self) -> LinearOperator:
         left, right, prior = self._args
         return self if self.psd else TangentKernel(right, left, prior)
+
+    def _columns(self, index: Int[Tensor, " b"]) -> Float[Tensor, "nC b"]:
+        """The columns of these rows of J(x'): their points alone are passed through for J(x')ᵀ."""
+        left, right, prior = self._args
+        return left._product(right.rows_at(index) / (prior if prior.ndim == 0 else prior.unsqueeze(-1)))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k exact samples of N(0, K) as J A^-½ z, at one push of J per draw."""

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.spaces import Space, Spaces
+from curvops.linalg.core.vectors import columns, empty_block, put, unit_columns
 from curvops.network import Passes
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
@@ -91,6 +92,27 @@ class Jacobian(NetworkOperator):
     def _formed(self) -> Float[Tensor, "D NC"]:
         rows = list(self.passes.selected_rows()) or [self.theta.new_zeros(0, len(self.theta))]
         return self.passes.line_up(rows).mT
+
+    @torch.no_grad()
+    def rows_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
+        """Jᵀ e_i of these rows i alone, from their points: no other point is passed through.
+
+        Cost: C backward passes for each point, or one for each pair of b rows where memory has no room for C rows.
+        """
+        C, found = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
+        fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)
+        start = 0
+        for rows in index.split(fit or C):
+            points, place = torch.unique(rows // C, return_inverse=True)
+            among = place * C + rows % C
+            chosen = Jacobian(self.theta, passes=self.passes.of_points(points), rows=len(points) * C)
+            if fit:
+                block = columns(chosen.formed(), among)
+            else:
+                block = chosen._transposed_product(unit_columns(among, len(points) * C, self.theta.dtype))
+            put(found, start, block)
+            start += len(rows)
+        return found
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

@@ -1,0 +1,321 @@
+"""A posterior of few features for many points: inducing points, leading or random features of J.
+
+W (D, K), with orthonormal columns, spans the features in weights whitened by the prior: of the prior's kernel
+K = J A⁻¹ Jᵀ they have the part Q = J A^-½W WᵀA^-½ Jᵀ. The data inform the features alone, through the K × K matrix
+WᵀA^-½ G A^-½W, which a pass over the data gives; it is diag(g) after a rotation of W, and then
+
+    Σ = A^-½ (I − W g/(1 + g) Wᵀ) A^-½,
+
+the covariance of the Laplace posterior whose curvature is Ĝ = A^½W g WᵀA^½. At inducing points it is that of Seeger,
+Williams & Lawrence 2003 ("DTC") and of Titsias 2009, who finds it as the optimum of a bound. ELLA (Deng, Zhou & Zhu
+2022) leaves out what the prior has outside the features: `without_rest`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.checks import check_choice, check_generator, checked_whole
+from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
+from curvops.linalg.core.memory import columns_at_a_time
+from curvops.linalg.core.orthogonal import independent_basis
+from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.vectors import combine, gram, part
+from curvops.linalg.operators.algebra import Product
+from curvops.network import LEAST_ROOM, Exact, read_precision
+from curvops.operators import GGN, Linearization, TangentKernel
+from curvops.posterior import GaussianPosterior, Laplace, laplace
+from curvops.posterior.core.arguments import check_linearization
+
+FEATURES = ("inducing", "leading", "random")
+CANDIDATES = 4
+"""Random rows for each feature that is kept of them."""
+OVERSAMPLING = 10
+"""Columns of a sketch beyond the features wanted (Halko, Martinsson & Tropp 2011)."""
+PROPORTIONAL = 1e-5
+"""By so much the ratio of the entries of two priors may vary that count as multiples of each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """The features as they were made: Ĝ, the prior A, its mean entry, g, tr(A⁻¹G), its rounding, and the rows."""
+
+    curvature: LowRank
+    prior: Tensor
+    mean: Float[Tensor, ""]
+    values: Float[Tensor, " K"]
+    trace: Float[Tensor, ""]
+    rounding: float
+    rows: Int[Tensor, "K 2"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedPosterior(Laplace):
+    """A Laplace posterior whose curvature acts on K features alone, made by `co.gp.reduced_posterior`.
+
+    It predicts, draws, is tuned, and goes into `co.gp.LaplaceModel` as every `co.Laplace`. The number `remainder`
+    bounds how far it is from the exact posterior, for the prior of the features and for multiples of it.
+    """
+
+    reduction: Reduction | None = field(default=None, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The number K of features."""
+        return len(self._made.values)
+
+    @property
+    def rows(self) -> Int[Tensor, "K 2"] | None:
+        """The rows of J that are inducing, as (training point, output) in the order chosen; None of other features."""
+        return self._made.rows
+
+    @property
+    def remainder(self) -> Estimate:
+        """The trace tr(A⁻¹(G − Ĝ)) = Σ_n tr H_n(K_nn − Q_nn) of what the features leave out, in units of nats.
+
+        With t for it, KL(reduced ‖ exact) ≤ t/2 (Titsias 2009; Burt, Rasmussen & van der Wilk 2019), and the exact
+        posterior's log evidence lies between this one's less t/2 and this one's. It is exact but for rounding, which
+        its bias bound is of.
+
+        Raises ValueError where the prior or the curvature were replaced by others than the features were made for.
+        """
+        made, scale = self._made, self._scale
+        left = made.trace - made.values.sum()
+        rounding = torch.maximum(made.rounding * made.trace, -left)
+        return Estimate.rounded(left.clamp_min(0) / scale, rounding / scale, size=made.trace / scale)
+
+    @property
+    def error(self) -> Estimate:
+        """The share of the prior's covariance at the data that the features leave out, tr(A⁻¹(G − Ĝ)) / tr(A⁻¹G).
+
+        Raises as `remainder` does.
+        """
+        return self.remainder * (self._scale / float(self._made.trace))
+
+    @property
+    def factor(self) -> float:
+        """The factor κ ≥ 1 within which the exact posterior's covariance Σ* lies: Σ/κ ≤ Σ* ≤ κ Σ, of all predictions.
+
+        κ = 1 + (t + √(t² + 4t))/2 with t the remainder: a guarantee, and seldom sharp. Raises as `remainder` does.
+        """
+        found = self.remainder
+        t = float(found.value) + float(found.bias_bound)
+        return 1 + (t + math.sqrt(t * t + 4 * t)) / 2
+
+    def without_rest(self) -> GaussianPosterior:
+        """Return the posterior of a prior that has no weights outside the features: A^-½ W (1 + g)⁻¹ Wᵀ A^-½.
+
+        That of ELLA, and of a subset of regressors: never more than the exact covariance, too small far from the
+        features, and 0 where they vanish. A prediction costs one product of J with K vectors, not C backward passes.
+        It has no precision: Σ is singular. Raises as `remainder` does.
+        """
+        made = self._made
+        values = self.temperature * made.mean / (self._scale + made.values)
+        vectors = made.curvature.vectors / (made.prior if made.prior.ndim == 0 else made.prior.unsqueeze(-1))
+        return GaussianPosterior.of(self.lin, covariance=LowRank(vectors, values.to(vectors), **self.lin.origin))
+
+    @property
+    def _made(self) -> Reduction:
+        assert self.reduction is not None
+        return self.reduction
+
+    @property
+    def _scale(self) -> float:
+        """The number that the prior is of that which the features were made under."""
+        made, prior = self._made, self.prior.diagonal
+        ratio = None if prior is None else (prior.detach() / made.prior).double()
+        if ratio is None or self.curvature is not made.curvature or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min()):
+            raise ValueError(
+                "what the features leave out is known under the prior that they were made for, and its multiples: call "
+                "co.gp.reduced_posterior again, with this prior and these data."
+            )
+        return float(ratio.mean())
+
+
+def reduced_posterior(
+    lin: Linearization,
+    rank: int | None = None,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    temperature: float = 1.0,
+    *,
+    features: str = "inducing",
+    points: Any = None,
+    candidates: int | None = None,
+    generator: torch.Generator | None = None,
+    check_mode: bool = True,
+) -> ReducedPosterior:
+    """Make the Laplace posterior of K features of the network's tangent kernel, for many points N·C and weights D.
+
+    Its prior is N(m, A⁻¹) in all weights, but the data inform K directions alone. It never has more to say than the
+    exact posterior of `co.laplace(lin, co.GGN)`, which it is where K is the rank of J.
+
+    Args:
+        lin: the linearisation, by `co.linearize`.
+        rank: K. There may be fewer features where the kernel's rank is smaller.
+        prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
+        prior_mean: as in `co.laplace`.
+        temperature: as in `co.laplace`.
+        features: "inducing", the rows of J that a pivoted Cholesky of K = J A⁻¹ Jᵀ chooses (Harbrecht, Peters &
+            Schneider 2012); "leading", the leading eigenvectors of A^-½GA^-½ (by a Nyström sketch), the best of all
+            for `remainder`; "random", the leading combinations of random rows of J (ELLA, Deng et al. 2022).
+        points: inputs as the network takes them; all their rows of J are the features, in place of a rank.
+        candidates: how many random rows features="random" chooses from; None for 4 K.
+        generator: source of rows and sketches.
+        check_mode: as in `co.laplace`.
+
+    Returns:
+        A `ReducedPosterior`, whose `error`, `remainder` and `factor` say how far it is from the exact one.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: a rank below 1 or above N·C or D, neither a rank nor points or both, features whose D × K numbers
+            the memory budget of `lin` has no room for (the message says which rank has), or a likelihood whose
+            curvature is zero at all points.
+
+    Cost: C backward passes for the trace, K products with G for g, and for inducing points K products of J with one
+    vector each, for leading features 10 + K products with G. Memory: three arrays D × K, for inducing points two
+    N·C × K. A prediction takes C backward passes and a product of J with K vectors.
+    """
+    check_linearization(lin)
+    check_generator(generator)
+    check_choice("features", features, FEATURES)
+    prior = read_precision("prior_precision", prior_precision, lin.model)
+    of = Features(lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator)
+    with torch.no_grad():
+        reduction = of.reduce(points)
+    whole = laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature, check_mode)
+    return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The choice of K features of a kind, in weights whitened by the prior A."""
+
+    lin: Linearization
+    prior: Tensor
+    kind: str
+    rank: int
+    candidates: int
+    generator: torch.Generator | None
+
+    @property
+    def root(self) -> Tensor:
+        """A^½ as a column (D, 1), or 0-d."""
+        return self.prior.sqrt() if self.prior.ndim == 0 else self.prior.sqrt().unsqueeze(-1)
+
+    @property
+    def whitened(self) -> Operator:
+        """A^-½ G A^-½."""
+        scale = Diagonal(self.prior.rsqrt().expand_as(self.lin.theta))
+        return Product(scale, GGN(self.lin), scale)
+
+    def reduce(self, points: Any) -> Reduction:
+        """Choose the features and find Ĝ."""
+        exact = Exact(self.lin.likelihood)
+        diagonal = self.lin.curvature_diagonal(exact)
+        trace = (diagonal.double() / self.prior).sum()
+        if not bool(trace > 0):
+            raise ValueError(
+                f"{type(self.lin.likelihood).__name__} has no curvature at the outputs of these points (all of them "
+                "left out, or a loss that is linear there): the posterior is the prior, and there is nothing to reduce."
+            )
+        chosen = None
+        if points is not None:
+            basis = self._basis(self.lin.jacobian(points).formed())
+        elif self.kind == "leading":
+            basis = self._leading()
+        else:
+            chosen = self._pivots() if self.kind == "inducing" else self._drawn()
+            basis = self._basis(self.lin.jacobian().rows_at(chosen))
+        values, basis = self._rotate(basis)
+        mean = self.prior.double().mean()
+        vectors = basis if self.prior.ndim == 0 else basis.mul_(self.root / mean.sqrt().to(basis))
+        curvature = LowRank(vectors, (mean * values).to(vectors), **self.lin.origin)
+        terms = self.lin.num_data * self.lin.num_outputs
+        rounding = rounding_level(basis.dtype, max(terms, self.lin.num_parameters))
+        rows = None
+        if chosen is not None and self.kind == "inducing":
+            rows = torch.stack([chosen // self.lin.num_outputs, chosen % self.lin.num_outputs], 1)
+        return Reduction(curvature, self.prior, mean, values, trace, rounding, rows)
+
+    def _pivots(self) -> Int[Tensor, " K"]:
+        """Return the rows of K that a greedy pivoted Cholesky takes: fewer than K where its range is exhausted."""
+        kernel = TangentKernel(self.lin, self.prior)
+        return cholesky(kernel, self.rank, memory_budget=_bytes(kernel, 2 * self.rank)).pivots
+
+    def _drawn(self) -> Int[Tensor, " M"]:
+        """Return random rows of K, without repetition."""
+        terms, source = self.lin.num_data * self.lin.num_outputs, self.generator
+        order = torch.randperm(terms, generator=source, device=None if source is None else source.device)
+        return order[: self.candidates].to(self.lin.theta.device)
+
+    def _basis(self, rows: Float[Tensor, "D M"]) -> Float[Tensor, "D K"]:
+        """Return an orthonormal basis of whitened rows of J: of all, or of their leading combinations."""
+        R = rows.div_(self.root)
+        products = gram(R, R).cpu()
+        if R.shape[1] > self.rank:
+            values, vectors = torch.linalg.eigh(products)
+            kept = values > max(R.shape) * torch.finfo(R.dtype).eps * values[-1]
+            scaled = vectors[:, kept] / values[kept].sqrt()
+            R = combine(R, scaled[:, -self.rank :].to(R.device))
+            products = gram(R, R).cpu()
+        return independent_basis(R, products)
+
+    def _leading(self) -> Float[Tensor, "D K"]:
+        """Return a basis that holds the leading eigenvectors of A^-½GA^-½."""
+        columns = min(self.lin.num_parameters, self.rank + OVERSAMPLING)
+        found = nystrom(self.whitened, columns, generator=self.generator, memory_budget=_bytes(self.whitened, 3 * columns))
+        return found.U
+
+    def _rotate(self, basis: Float[Tensor, "D M"]) -> tuple[Float[Tensor, " K"], Float[Tensor, "D K"]]:
+        """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g): by products with G, a few at a time."""
+        G, count = self.whitened, basis.shape[1]
+        longer = max(self.lin.num_parameters, self.lin.num_data * self.lin.num_outputs)
+        width = columns_at_a_time(count, 4 * longer * basis.element_size(), self.lin.memory.room())
+        blocks = [gram(basis, G._matmul(part(basis, i, min(count, i + width)))) for i in range(0, count, width)]
+        reduced = torch.cat(blocks, 1)
+        values, vectors = torch.linalg.eigh((reduced + reduced.mT) / 2)
+        kept = slice(max(0, count - self.rank), None)
+        return values[kept].flip(0).clamp_min(0), combine(basis, vectors[:, kept].flip(1))
+
+
+def _bytes(op: Any, vectors: int) -> int:
+    """Return the bytes of so many vectors."""
+    return vectors * op.shape[-1] * op.dtype.itemsize
+
+
+def _checked_counts(
+    lin: Linearization, rank: Any, points: Any, features: str, candidates: Any
+) -> tuple[int, int]:
+    """Return K, and how many rows or columns it is chosen from; raise ValueError where memory has no room for them."""
+    if (rank is None) == (points is None):
+        raise ValueError("give the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
+    D, terms = lin.num_parameters, lin.num_data * lin.num_outputs
+    if points is not None:
+        if features != "inducing" or candidates is not None:
+            raise ValueError("points=Z are the features themselves: leave out features and candidates.")
+        rank = lin.jacobian(points).shape[-2]
+        if not rank:
+            raise ValueError("points=Z holds no points.")
+    else:
+        rank = checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
+    if candidates is not None and features != "random":
+        raise ValueError(f'candidates are of features="random", not of {features!r}.')
+    drawn = min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
+    columns = {"inducing": rank, "leading": rank + OVERSAMPLING, "random": drawn}[features]
+    each = (2 * columns / rank + 1) * D + (2 * terms if features == "inducing" and points is None else 0)
+    room, needed = max(LEAST_ROOM, lin.memory.room()), int(each * rank * lin.theta.element_size())
+    if needed > room:
+        fits = int(room / (each * lin.theta.element_size()))
+        raise ValueError(
+            f"{rank} features of {D:,} weights and {terms:,} outputs take {needed:,} bytes, the memory budget has room "
+            f"for {room:,}: for {fits} features. Lower the rank, or pass a larger memory_budget to co.linearize."
+        )
+    return rank, drawn
