@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_generator, checked_whole
+from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.orthogonal import independent_basis
@@ -31,7 +31,6 @@ from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
 from curvops.posterior import GaussianPosterior, Laplace, laplace
-from curvops.posterior.core.arguments import check_linearization
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
@@ -130,7 +129,11 @@ class ReducedPosterior(Laplace):
         """The number that the prior is of that which the features were made under."""
         made, prior = self._made, self.prior.diagonal
         ratio = None if prior is None else (prior.detach() / made.prior).double()
-        if ratio is None or self.curvature is not made.curvature or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min()):
+        if (
+            ratio is None
+            or self.curvature is not made.curvature
+            or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
+        ):
             raise ValueError(
                 "what the features leave out is known under the prior that they were made for, and its multiples: call "
                 "co.gp.reduced_posterior again, with this prior and these data."
@@ -153,8 +156,8 @@ def reduced_posterior(
 ) -> ReducedPosterior:
     """Make the Laplace posterior of K features of the network's tangent kernel, for many points N·C and weights D.
 
-    Its prior is N(m, A⁻¹) in all weights, but the data inform K directions alone. It never has more to say than the
-    exact posterior of `co.laplace(lin, co.GGN)`, which it is where K is the rank of J.
+    Its prior is N(m, A⁻¹) in all weights, but the data inform K directions alone. Where K is the rank of J it is the
+    exact posterior, `co.laplace(lin, co.GGN)`. The mean stays that of the network, θ*.
 
     Args:
         lin: the linearisation, by `co.linearize`.
@@ -183,8 +186,10 @@ def reduced_posterior(
     vector each, for leading features 10 + K products with G. Memory: three arrays D × K, for inducing points two
     N·C × K. A prediction takes C backward passes and a product of J with K vectors.
     """
-    check_linearization(lin)
+    if not isinstance(lin, Linearization):
+        raise TypeError(f"lin must be a Linearization, as co.linearize returns it, got {type(lin).__name__}.")
     check_generator(generator)
+    checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
     prior = read_precision("prior_precision", prior_precision, lin.model)
     of = Features(lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator)
@@ -271,11 +276,13 @@ class Features:
     def _leading(self) -> Float[Tensor, "D K"]:
         """Return a basis that holds the leading eigenvectors of A^-½GA^-½."""
         columns = min(self.lin.num_parameters, self.rank + OVERSAMPLING)
-        found = nystrom(self.whitened, columns, generator=self.generator, memory_budget=_bytes(self.whitened, 3 * columns))
+        found = nystrom(
+            self.whitened, columns, generator=self.generator, memory_budget=_bytes(self.whitened, 3 * columns)
+        )
         return found.U
 
     def _rotate(self, basis: Float[Tensor, "D M"]) -> tuple[Float[Tensor, " K"], Float[Tensor, "D K"]]:
-        """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g): by products with G, a few at a time."""
+        """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g): products with G, a few at a time."""
         G, count = self.whitened, basis.shape[1]
         longer = max(self.lin.num_parameters, self.lin.num_data * self.lin.num_outputs)
         width = columns_at_a_time(count, 4 * longer * basis.element_size(), self.lin.memory.room())
@@ -291,9 +298,7 @@ def _bytes(op: Any, vectors: int) -> int:
     return vectors * op.shape[-1] * op.dtype.itemsize
 
 
-def _checked_counts(
-    lin: Linearization, rank: Any, points: Any, features: str, candidates: Any
-) -> tuple[int, int]:
+def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, candidates: Any) -> tuple[int, int]:
     """Return K, and how many rows or columns it is chosen from; raise ValueError where memory has no room for them."""
     if (rank is None) == (points is None):
         raise ValueError("give the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
@@ -305,10 +310,15 @@ def _checked_counts(
         if not rank:
             raise ValueError("points=Z holds no points.")
     else:
-        rank = checked_whole("rank", rank, 1, min(D, terms), "a whole number of features")
+        if checked_whole("rank", rank, 1, kind="a whole number of features") > min(D, terms):
+            raise ValueError(
+                f"rank must be at most {min(D, terms):,}: J has {terms:,} rows and {D:,} columns, got {rank}."
+            )
     if candidates is not None and features != "random":
         raise ValueError(f'candidates are of features="random", not of {features!r}.')
-    drawn = min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
+    drawn = (
+        min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
+    )
     columns = {"inducing": rank, "leading": rank + OVERSAMPLING, "random": drawn}[features]
     each = (2 * columns / rank + 1) * D + (2 * terms if features == "inducing" and points is None else 0)
     room, needed = max(LEAST_ROOM, lin.memory.room()), int(each * rank * lin.theta.element_size())

@@ -17,6 +17,7 @@ from tests.doors import (
     models,
     operators,
     posterior,
+    reduced_posterior,
     repriorisation,
     sampling,
 )
@@ -33,6 +34,7 @@ SHELVES = (
     sampling,
     repriorisation,
     infinite_width,
+    reduced_posterior,
     figures,
 )
 TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOORS for wrong, row in door.rows.items()}

@@ -105,7 +105,10 @@ def point_covariances(
             found = _sum_over_layers(walk, InDenseBlocks(walk, form), shape)
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
-            found = None if parts is None else _sum_by_parts(walk, parts, shape)
+            if parts is not None and rows is None and parts.vectors is not None and not bool(parts.weights.any()):
+                found = _sum_of_root(jacobian, parts, shape)
+            else:
+                found = None if parts is None else _sum_by_parts(walk, parts, shape)
         return found if found is None or factor is None else found / factor
 
 
@@ -198,6 +201,16 @@ def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int,
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
     return found if bool(enough.all()) else None
+
+
+def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:
+    """(J V M)(J V M)ᵀ of a P⁻¹ without a diagonal: products of J with so many vectors, and no backward pass."""
+    assert parts.vectors is not None
+    found = jacobian.theta.new_zeros(shape)
+    pushed = jacobian._matmul(parts.vectors)
+    pushed = (pushed if parts.mixing is None else pushed @ parts.mixing).unflatten(0, (-1, shape[1]))
+    _add_products(found, pushed, pushed, alpha=parts.sign)
+    return found
 
 
 class Elementwise(Metric):

@@ -251,6 +251,12 @@ class GaussianPosterior(GaussianWeights):
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         """Return log det P, from whichever operator is not the lazy inverse of the other."""
+        root = self.covariance.low_rank_root if isinstance(self.covariance, Operator) else None
+        if root is not None and root.shape[1] < len(self.mean):
+            raise ValueError(
+                f"the covariance is of rank {root.shape[1]} in {len(self.mean):,} weights: this Gaussian has no "
+                "density over the weights. Its predictions and draws are right."
+            )
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
         estimate = known._logdet_estimate if isinstance(known, Operator) else partial(logdet, known)
