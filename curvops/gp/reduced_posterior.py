@@ -192,7 +192,9 @@ def reduced_posterior(
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
     prior = read_precision("prior_precision", prior_precision, lin.model)
-    of = Features(lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator)
+    of = FeatureChoice(
+        lin, prior.detach(), features, *_checked_counts(lin, rank, points, features, candidates), generator
+    )
     with torch.no_grad():
         reduction = of.reduce(points)
     whole = laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature, check_mode)
@@ -200,7 +202,7 @@ def reduced_posterior(
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
+class FeatureChoice:
     """The choice of K features of a kind, in weights whitened by the prior A."""
 
     lin: Linearization
