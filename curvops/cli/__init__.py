@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @contextmanager
 def _exit_codes(interrupted: str) -> Iterator[None]:
-    """Print one line and exit with 130 for an interruption, with 1 for a package that is missing."""
+    """Print one line and exit, with 130 after an interruption and with 1 if a package is missing."""
     try:
         yield
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def demo(
 @app.command()
 def bench(
     problem: Annotated[
-        list[str] | None, typer.Option(help="A spectrum by name, digits-ggn, or module:function of yours. Repeatable.")
+        list[str] | None, typer.Option(help="A spectrum by name, digits-ggn, or your own module:function. Repeatable.")
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="A solver or estimator. Repeatable.")] = None,
     preconditioner: Annotated[list[str] | None, typer.Option(help="For solvers and logdet. Repeatable.")] = None,
@@ -58,20 +58,20 @@ def bench(
     size: Annotated[int | None, typer.Option(min=2, help="Rows of the matrix: 600, or 300 with --quick.")] = None,
     columns: Annotated[int, typer.Option(min=1, help="Right-hand sides.")] = 8,
     rtol: Annotated[float, typer.Option(min=0.0, help="Tolerance of the solvers.")] = 1e-6,
-    maxiter: Annotated[int, typer.Option(min=1, help="Most iterations of a solver.")] = 2000,
+    maxiter: Annotated[int, typer.Option(min=1, help="Maximum number of iterations of a solver.")] = 2000,
     rank: Annotated[
-        int | None, typer.Option(min=1, help="Of low-rank preconditioners; chosen by them if left out.")
+        int | None, typer.Option(min=1, help="Rank of low-rank preconditioners; they choose one if left out.")
     ] = None,
     budget: Annotated[list[int] | None, typer.Option(min=2, help="Products of an estimator. Repeatable.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each estimator: 5, or 3 with --quick.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
-    single: Annotated[bool, typer.Option("--float32", help="float32 in place of float64.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the first run.")] = 0,
+    single: Annotated[bool, typer.Option("--float32", help="Use float32 instead of float64.")] = False,
     peers: Annotated[bool, typer.Option("--peers", help="Also linear_operator and others (in a clone).")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two small problems, in seconds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print results.json in place of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of tables.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for CSV, JSON and figures.")] = Path("curvops-bench"),
 ) -> None:
-    """Solvers and estimators compared: products, time, true errors and claimed ones, memory."""
+    """Compare solvers and estimators: products, time, true and claimed errors, memory."""
     import torch
 
     from curvops.cli.bench import sweep

@@ -23,13 +23,13 @@ from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import preconditioner
 
-# Precisions of single weights stay within this one: beyond, a weight is known, or free, for all that it matters.
+# Precisions of single weights stay within this factor: beyond it, a weight is as good as known, or as free.
 FURTHEST_WEIGHT = 1e6
 SOLVE_RTOL = 1e-3
 
 
 class Undetermined(UserWarning):
-    """Warns that the data do not determine a hyperparameter, which stands at the limit of the search."""
+    """A warning that the data do not determine a hyperparameter, which ends at the limit of the search."""
 
 
 @dataclass(eq=False)
@@ -72,14 +72,14 @@ class Ascent:
             if noise is not None and start.noise is not None and data is not None:
                 ratio, count = data.squares / noise, float(gamma.sum())
                 left = data.targets - count
-                # How fast γ falls with the noise: Σ g(1 − g) over eigenvalues g of P⁻¹G is at most this.
+                # How fast γ falls with the noise: at most Σ g(1 − g) over eigenvalues g of P⁻¹G.
                 falling = count * max(0.0, 1 - count / len(post.mean))
                 of_noise = (ratio - left) / (ratio + abs(left) + falling)
                 noise, largest = noise * math.exp(of_noise), max(largest, abs(of_noise))
                 if not start.noise / FURTHEST < noise < start.noise * FURTHEST:
                     raise ValueError(
                         f"the log evidence has no maximum in the noise within a factor {FURTHEST:.0g} of "
-                        f"{start.noise:.3g}: the network fits its targets exactly. Hold the noise."
+                        f"{start.noise:.3g}: the network fits its targets exactly. Keep the noise fixed."
                     )
             self.now = self.now.with_values(alpha, noise)
             if largest <= self.xtol:
@@ -92,19 +92,19 @@ class Ascent:
         return self.now.posterior_with(tuning, self.generator)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
-        """Return the scatter of each group at these weights, and their misfit to the targets."""
+        """Return the scatter of each group at these weights, and the misfit to the targets."""
         data = None if self.now.noise is None else misfit(self.now.origin, theta)
         return self.now.scatter(theta), data
 
     def _count(self, spent: int) -> Float[Tensor, " G"]:
-        """Count γ of each group, and record the step."""
+        """Compute γ of each group, and record the step."""
         exact = self.now.exact_counts(self.rtol, self.generator)
         gamma, spread, matvecs = self._estimate_count() if exact is None else (*exact, 0)
         self._note(gamma, spread, matvecs + spent)
         return gamma
 
     def _estimate_count(self) -> tuple[Tensor, Tensor, int]:
-        """Estimate γ of each group from solves with random signs; return it, its standard error and the products."""
+        """Estimate γ of each group by solves with random signs; return it, its standard error and the products."""
         groups, post = self.now.groups, self.now.posterior
         P = post.precision
         anew = self.over == "weights" or self.vectors is None
@@ -124,7 +124,7 @@ class Ascent:
         spread = each.std(0) / len(each) ** 0.5 if len(each) > 1 else torch.full_like(gamma, math.inf)
         if self.over == "weights":
             count = len(self.records)
-            weight = min(1.0, 4 / (count + 1))  # early precisions are wrong, late ones alike
+            weight = min(1.0, 4 / (count + 1))  # early precisions are wrong, late ones similar
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
         return gamma, spread, solved.matvecs + spent
@@ -143,7 +143,7 @@ class Ascent:
         if bool(stuck.any()):
             warnings.warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
-                f"within a factor {FURTHEST_WEIGHT:.0g} of its start, where they now stand.",
+                f"within a factor {FURTHEST_WEIGHT:.0g} of the start; these precisions now have the limiting value.",
                 Undetermined,
                 stacklevel=4,
             )

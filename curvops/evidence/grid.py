@@ -1,4 +1,4 @@
-"""The log evidence over a grid of prior precisions, from one set of Lanczos runs."""
+"""The log evidence on a grid of prior precisions, from one set of Lanczos runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def grid(
     generator: torch.Generator | None = None,
     mode: str = "auto",
 ) -> list[Evidence]:
-    """Compute the log evidence in nats at each scalar prior precision; the curvature is held fixed.
+    """Compute the log evidence in nats at each scalar prior precision, with the curvature held fixed.
 
-    The products are spent once, for the smallest precision; further values cost none, but at the linear model's mode
-    the solves for it, each from the mode before.
+    The products are spent once, for the smallest precision; further values cost none. The exception is the linear
+    model's mode, which takes solves, each started from the mode before.
 
     Args:
         post: a posterior by `co.laplace`.
@@ -40,7 +40,7 @@ def grid(
 
     Raises:
         TypeError: not a posterior, or not a sequence of numbers.
-        ValueError: a precision that is not positive and finite, or none at all.
+        ValueError: a precision that is not positive and finite, or an empty sequence.
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)

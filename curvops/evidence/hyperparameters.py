@@ -1,7 +1,7 @@
-"""The prior precisions and the noise while they are tuned: which weights share one, and how the evidence changes.
+"""The prior precisions and the noise during tuning: which weights share one, and how the evidence changes.
 
 For a curvature that is proportional to 1 / noise, G = G₀ σ₀²/σ², every posterior is that of the first noise under
-another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature serves all of them, and a new one is made at the end.
+another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature serves all of them, and a new one is built at the end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from curvops.posterior.solves.linear_mode import REMEDIES
 
 OVER = ("scalar", "layers", "tensors", "weights")
 
-"""What may have a prior precision of its own."""
-# A search reaches this factor below and above the start.
+"""The sets of weights that may share a prior precision."""
+# A search extends by this factor below and above the start.
 FURTHEST = 1e10
-# Products with one vector serve all precisions down to this factor below the present one.
+# Products with one vector serve all precisions down to this fraction of the present one.
 WINDOW = 100.0
-# γ below this many units of rounding for each weight of a group is none.
+# γ below this many units of rounding per weight of a group counts as zero.
 ROUNDING = 50
 
 
@@ -50,13 +50,13 @@ class PrecisionGroups:
         return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
-        """Return A as a posterior takes it: 0-d where it is one number."""
+        """Return A in the form that a posterior takes: 0-d if it is one number."""
         if len(alpha) == 1 and bool((self.base == 1).all()):
             return alpha[0].to(self.base.dtype)
         return (alpha.to(self.base.dtype)[self.index]) * self.base
 
     def start(self, precision: Tensor) -> Float[Tensor, " G"]:
-        """Return the α of a diagonal precision: in each group the geometric mean over its weights."""
+        """Return the α of a diagonal precision: the geometric mean over the weights of each group."""
         logs = (precision.detach().expand_as(self.base) / self.base).double().log()
         return (self.totals(logs) / self.counts).exp()
 
@@ -77,7 +77,7 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
         for owner, name in zip(owners, selection.names):
             chosen = places[name].flatten()
             index[chosen[chosen >= 0].cpu()] = names.index(owner)
-        used = index.unique()  # of a subnetwork some layers may have no weight
+        used = index.unique()  # some layers may have no weight in a subnetwork
         names, index = tuple(names[i] for i in used.tolist()), torch.searchsorted(used, index)
     index = index.to(lin.theta.device)
     base = torch.ones_like(lin.theta) if base is None else base
@@ -87,7 +87,7 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
 
 @dataclass(frozen=True, eq=False)
 class Misfit:
-    """Σ w (y − f)² over the M targets of a Gaussian likelihood, M the sum of their weights."""
+    """Σ w (y − f)² over the M targets of a Gaussian likelihood; M is the sum of their weights."""
 
     targets: float
     squares: float
@@ -95,7 +95,7 @@ class Misfit:
 
 @dataclass(frozen=True, eq=False)
 class Hyperparameters:
-    """One precision for each group, and the noise where it is tuned (else None)."""
+    """One precision for each group, and the noise if it is tuned (otherwise None)."""
 
     origin: Laplace
     groups: PrecisionGroups
@@ -104,10 +104,10 @@ class Hyperparameters:
 
     @cached_property
     def posterior(self) -> Laplace:
-        """The posterior at the origin's noise with the same shares of the weights and the same mode."""
+        """The posterior at the first noise that has the same shares of the weights and the same mode."""
         factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
         post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
-        return dataclasses.replace(post, temperature=1.0)  # the evidence is the model's
+        return dataclasses.replace(post, temperature=1.0)  # the evidence is that of the model
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """(θ − m)ᵀ base (θ − m) of each group."""
@@ -115,7 +115,7 @@ class Hyperparameters:
         return self.groups.totals(self.groups.base.double() * gap.square())
 
     def linear_mode(self, start: Float[Tensor, " D"], rtol: float = 1e-6) -> tuple[Float[Tensor, " D"], int]:
-        """Return the linear model's mode and the products that it took; raise ValueError where it is not found.
+        """Return the linear model's mode and the products it took; raise ValueError if it is not found.
 
         Its relative error, and half that of the scatter, is at most about rtol.
         """
@@ -126,7 +126,7 @@ class Hyperparameters:
         if not found.converged:
             raise ValueError(
                 f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
-                f"{REMEDIES.get(found.reason, found.reason.value)} maximize takes mode='map', at the network's own "
+                f"{REMEDIES.get(found.reason, found.reason.value)} With mode='map', maximize uses the network's own "
                 "weights."
             )
         return found.theta, found.matvecs
@@ -134,14 +134,14 @@ class Hyperparameters:
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]] | None:
-        """Compute γ of each group and its standard error, 0 where neither probes nor rounding decide.
+        """Compute γ of each group and its standard error, 0 where neither probes nor rounding matter.
 
-        None where draws are needed. A γ within rounding of zero is zero.
+        Returns None where draws are needed. A γ within rounding of zero is zero.
         """
         groups, post = self.groups, self.posterior
         A = post.prior.diagonal
         assert A is not None
-        if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
+        if A.ndim == 0 and post.precision._closed_form() is None:  # these products serve some further steps
             prepare(post.cache, float(A) / WINDOW, rtol, generator)
         exact = shares_of_weights(post.terms, rtol, generator)
         if exact is None:
@@ -149,7 +149,7 @@ class Hyperparameters:
         counts = groups.counts
         if exact.value.ndim:
             gamma, spread = groups.totals(exact.value), groups.totals(exact.stderr)
-        else:  # a sum over as many directions at most as there are outputs
+        else:  # a sum over at most as many directions as there are outputs
             gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
@@ -158,37 +158,37 @@ class Hyperparameters:
 
     @property
     def logs(self) -> Float[Tensor, " H"]:
-        """The logarithms of the precisions, and of the noise where it is tuned."""
+        """The logarithms of the precisions, and of the noise if it is tuned."""
         logs = self.alpha.log()
         return logs if self.noise is None else torch.cat([logs, logs.new_tensor([math.log(self.noise)])])
 
     def require_near(self, start: Hyperparameters) -> None:
-        """Raise ValueError unless all lie within the search's reach of the start; it says which do not, and why."""
+        """Raise ValueError, naming those that are not, unless all are within the search's range of the start."""
         names = [f"the prior precision of {name!r}" for name in self.groups.names] + ["the noise"]
         edge = math.log(FURTHEST) * (1 - 1e-6)
         lost = [(name, by) for name, by in zip(names, (self.logs - start.logs).tolist()) if not abs(by) < edge]
         if not lost:
             return
         why = {
-            True: "it still rises as {} grows (the data ask for nothing but the prior's mean there)",
+            True: "it still rises as {} grows (the data favour the prior's mean there)",
             False: "it still rises as {} falls (the data do not determine it)",
         }
         listed = "; ".join(why[by > 0].format(name) for name, by in lost)
         raise ValueError(f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}.")
 
     def with_values(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
-        """Return other values of the same hyperparameters."""
+        """Return the same hyperparameters with other values."""
         return dataclasses.replace(self, alpha=alpha, noise=noise)
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
-        """Return the posterior under these hyperparameters, its curvature at their noise."""
+        """Return the posterior under these hyperparameters, with its curvature at their noise."""
         post = self.origin if self.noise is None else self.origin.with_noise(self.noise, generator)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
 
 
 @torch.no_grad()
 def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
-    """Return the misfit of the linearised network: one pass over the data, and away from θ* a product with J."""
+    """Return the misfit of the linearised network; it takes one pass, and away from θ* a product with J."""
     lin = post.lin
     (noise,) = lin.likelihood.hyperparameters
     unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])
@@ -197,7 +197,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
     def term(batch: Batch, J: BatchMap) -> Tensor:
         f = J.outputs if step is None else J.outputs + J.push(step)[0]
         y = batch.targets.reshape(f.shape)
-        # At f = y only the normalising constants are left, which count the targets with their weights.
+        # At f = y only the normalising constants remain, which count the targets with their weights.
         logs = [unit.log_prob(at, batch.targets, batch.weights).double().sum() for at in (y, f)]
         return torch.stack(logs)
 
@@ -210,16 +210,16 @@ def check_noise_scales(post: Laplace) -> None:
     _ = post.observation_noise
     if post.cache.power != 1:
         raise ValueError(
-            "the noise of a tempered likelihood is not tuned: give the curvature once, not a multiple of it."
+            "the noise of a tempered likelihood cannot be tuned: pass the curvature itself, not a multiple of it."
         )
     curvature = post.curvature
     if not isinstance(curvature, UserOperator) or curvature.asked is None:
         raise ValueError(
-            f"the noise is tuned with a curvature made of one linearisation, co.GGN, co.KFAC, …; this "
+            f"the noise is tuned with a curvature of one linearisation, co.GGN, co.KFAC, …; this "
             f"{type(curvature).__name__} does not record how it was built, and cannot be built at another noise."
         )
     if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
         raise ValueError(
             "the noise is tuned with a curvature that is proportional to 1 / noise; an empirical Fisher falls with its "
-            "square. Take co.GGN, or the same class with fisher='exact'."
+            "square. Use co.GGN, or the same class with fisher='exact'."
         )

@@ -27,21 +27,21 @@ from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 LEAST_CURVATURE = 1e-6
-"""Entries of diag(GGN) below this count as this in a g-prior."""
+"""Entries of diag(GGN) below this value are replaced by it in a g-prior."""
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
 STEADY = 0.5
-"""Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
+"""Changes of alternating sign oscillate unless they shrink below this share of the last but one."""
 
 MODE_RTOL = 1e-4
-"""Relative accuracy of the mode beside draws, whose γ is not known to a hundredth."""
+"""Relative accuracy of the mode where draws are used, whose γ is less accurate than one per cent."""
 LEAST_FALL = 0.3
-"""Share of the digits that a solve must at least have found for a rate to be told from it."""
+"""The share of its digits that a solve must have gained for its rate of convergence to be measured."""
 LARGEST_ERROR = 0.2
 """Relative errors of γ beyond this one do not end the steps sooner."""
 
 
 class Oscillates(UserWarning):
-    """Warns that MacKay's update jumps to and fro around the maximum of the evidence."""
+    """A warning that MacKay's update oscillates around the maximum of the evidence."""
 
 
 @resumable
@@ -62,50 +62,54 @@ def mackay(
 ) -> Laplace:
     """Find the prior precisions of largest evidence at the linear model's mode, from draws of the posterior.
 
-    Each step finds the mode θ̄ of the linear model and draws z of N(0, P⁻¹), counts γ_g, the effective parameters of
-    each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g / (s_g +
-    (d_g − γ_g)/α_g), d_g its weights (EM). Nothing of size D × D is formed. The draws of all steps are made of one
-    noise, so that they change as little as the precisions do; draws and mode start where the line through those of the
-    last two steps leads.
+    Each step finds the mode θ̄ of the linear model, draws z from N(0, P⁻¹), estimates γ_g, the effective parameters of
+    each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g /
+    (s_g + (d_g − γ_g)/α_g) with its number of weights d_g (EM). Nothing of size D × D is formed. The draws of all
+    steps use one noise, so that they change as little as the precisions do; draws and mode start from a linear
+    extrapolation of those of the last two steps.
 
-    γ_g is mean zᵀ(Gz) over the group's entries, with variance 2Σp²/K for eigenvalues p of P⁻¹G, or d_g − α_g mean
-    zᵀA₀z, with 2Σ(1 − p)²/K: the former where at most half of the group's weights are determined, else the latter.
+    γ_g is the mean of zᵀ(Gz) over the group's entries, with variance 2Σp²/K for eigenvalues p of P⁻¹G, or d_g − α_g
+    times the mean of zᵀA₀z, with variance 2Σ(1 − p)²/K: the former if at most half of the group's weights are
+    determined, otherwise the latter.
 
     Args:
-        post: a posterior by `co.laplace`, its prior precision a number or a vector: the start, of groups the geometric
-            mean in each.
-        samples: K, how many draws; None counts γ exactly, where P has a closed form, up to 1,024 weights, or for "iso".
-        steps: the most to be taken.
+        post: a posterior by `co.laplace` whose prior precision is a number or a vector. It is the starting point;
+            groups start at its geometric mean over their weights.
+        samples: K, the number of draws; None computes γ exactly, if P has a closed form, up to 1,024 weights, or for
+            "iso".
+        steps: the maximum number of steps.
         prior: A = α A₀ with A₀ = I ("iso"); with A₀ = max(diag(GGN), 1e-6) at the noise of `post` ("g"), which does not
-            depend on the scale of the weights; or A₀ = I and an α for each layer ("layer") or parameter tensor
+            depend on the scale of the weights; or A₀ = I with one α for each layer ("layer") or parameter tensor
             ("tensor").
         update: "mackay", fast but not monotone, or "em", which never lowers the evidence of a Gaussian likelihood.
-        noise: that of earlier deviations, to be used again; its count must be K or more.
-        tune_noise: set the variance of a Gaussian likelihood, too, σ² ← Σw(y − f)² / (M − γ) for M targets, by "em"
+        noise: the noise of earlier deviations, to use again; its count must be at least K.
+        tune_noise: also tune the variance of a Gaussian likelihood, σ² ← Σw(y − f)² / (M − γ) for M targets, or by "em"
             (Σw(y − f)² + σ²γ) / M.
-        method: of the draws, as in `Laplace.deviations`.
+        method: the method of the draws, as in `Laplace.deviations`.
         rtol: relative residual of the draws.
         xtol: relative accuracy where γ is exact.
         generator: source of the noise.
-        checkpoint: a folder for what is reached, every half minute at most: a run that was killed goes on within the
-            step that it was at, the noise included, and ends with the same bits; the folder keeps the result.
+        checkpoint: a folder for intermediate results, written at most every half minute. A run that was killed resumes
+            within its last step, with the same noise, and gives bitwise the same result; the folder keeps the result.
 
     Returns:
-        A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, why it ended,
-        `matvecs_saved` by starting at earlier solutions, and intervals of the precisions and the noise. It ends where
-        the steps that are left, by the ratio of the last two, would move less than a quarter of the error bar.
+        A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, the reason why
+        it ended, the products saved by starting from earlier solutions (`matvecs_saved`), and intervals of the
+        precisions and the noise. Steps end once the remaining ones, extrapolated from the last two, would move by less
+        than a quarter of the error bar.
 
     Raises:
-        TypeError, ValueError: not a posterior, another prior or update, a prior operator, noise of another problem, a
-            curvature without an exact γ where samples is None, one that is zero, evidence without a maximum, a
-            checkpoint of another problem, or (with tune_noise) what `maximize` refuses for "noise".
+        TypeError, ValueError: not a posterior, an unknown prior or update, a prior operator, noise of another
+            problem, a curvature without an exact γ where samples is None, a curvature that is zero, evidence without
+            a maximum, a checkpoint of another problem, or (with tune_noise) anything that `maximize` refuses for
+            "noise".
         OSError: the checkpoint cannot be written.
-        NotConverged: the draws or the mode were not solved for.
+        NotConverged: the draws or the mode were not solved to the tolerance.
 
-    Warns with `Oscillates` where MacKay's update does, and halves its steps from there on; with `StepsSpent` where the
+    Warns with `Oscillates` if MacKay's update oscillates, and halves its steps from there on; with `StepsSpent` if the
     steps ran out before the hyperparameters stopped changing.
 
-    Cost: a step takes the products that `tuning` reports: K solves and those of `linear_mode`, fewer from step to step.
+    Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
     """
     check_posterior(post, "mackay")
     check_accuracy(rtol, generator)
@@ -113,7 +117,7 @@ def mackay(
     check_flag("tune_noise", tune_noise)
     count = None if samples is None else checked_count(samples)
     if count == 1:
-        raise ValueError("samples=1 gives no standard error; take two or more.")
+        raise ValueError("samples=1 gives no standard error: use two or more.")
     checked_whole("steps", steps)
     check_choice("prior", prior, PRIORS)
     check_choice("update", update, ("mackay", "em"))
@@ -123,7 +127,7 @@ def mackay(
             "mackay scales a prior precision that is a number or a vector; start from post.with_prior(1.0)."
         )
     if count is None and (noise is not None or method is not None):
-        raise ValueError("samples=None counts exactly, without draws: leave noise and method out.")
+        raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
         check_noise_scales(post)
     post.cache.known_data("the log evidence")
@@ -135,8 +139,8 @@ def mackay(
     with torch.no_grad():
         kept = begin("mackay", checkpoint, problem, post.mean.device, parts=True)
         source = kept.source("generator", generator, post.mean.device)
-        if kept:  # the same whatever was asked of this posterior before
-            sketches = derive_generator(generator, post.mean.device)  # None: each from a seed of its own
+        if kept:  # the same whatever this posterior was used for before
+            sketches = derive_generator(generator, post.mean.device)  # None: each source has a seed of its own
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
@@ -185,7 +189,7 @@ class _FixedPoint:
         self.now.origin.cache.recall(state["known"])
 
     def state(self) -> dict[str, Any]:
-        """Return all that the next step depends on."""
+        """Return the state that the next step depends on."""
         at = {"alpha": self.now.alpha, "observation noise": self.now.noise}
         return state_of(self, STATE) | at | {"known": self.now.origin.cache.state()}
 
@@ -197,7 +201,7 @@ class _FixedPoint:
         return self.now.posterior_with(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:
-        """Take the steps that are left; return the posterior at the fixed point."""
+        """Take the remaining steps; return the posterior at the fixed point."""
         start, changes = self.start, self.changes
         if self.kept.state is None:
             self.kept.save(self.state, now=True)  # the sources of random numbers
@@ -218,7 +222,7 @@ class _FixedPoint:
             if not self.halved and _oscillates(changes, bar):
                 self.halved = True
                 warnings.warn(
-                    "MacKay's update jumps to and fro around the maximum of the evidence; from here on its steps are "
+                    "MacKay's update oscillates around the maximum of the evidence; from here on its steps are "
                     "halved in the logarithms. update='em' does not oscillate.",
                     Oscillates,
                     stacklevel=4,
@@ -231,23 +235,23 @@ class _FixedPoint:
                 self.ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
                 break
             self.kept.save(self.state)
-        self.past = []  # of no use any more, and large
+        self.past = []  # large, and no longer needed
         if self.kept:
             self.kept.finish(self.state())
         return self.result()
 
     def _position(self) -> Float[Tensor, " G"]:
-        """Return the logarithms that solutions depend on: of precision and noise together."""
+        """Return the logarithms on which solutions depend, those of precision and noise together."""
         return self.now.alpha.log() + (0.0 if self.now.noise is None else math.log(self.now.noise))
 
     def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
-        """Return mode and draws to start from, on the line through those of the last two steps."""
+        """Return the mode and draws to start from, extrapolated from those of the last two steps."""
         if not self.past:
             return None, None
         last, before = self.past[-1], self.past[0]
         step, back = self._position() - last.at, last.at - before.at
         share = float(step @ back / (back @ back)) if bool(back.any()) else 0.0
-        share = share if abs(share) <= 1 else 0.0  # too far to be told
+        share = share if abs(share) <= 1 else 0.0  # too far to extrapolate
         draws = last.draws
         if draws is not None and before.draws is not None:
             draws = draws + share * (draws - before.draws)
@@ -264,13 +268,14 @@ class _FixedPoint:
     def _count(
         self, guess: Float[Tensor, "k D"] | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
-        """Count γ of each group; return it, its standard error, and the draws with all products spent."""
+        """Estimate γ of each group; return it, its standard error, and the draws with all products spent."""
         if self.samples is None:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
                 raise ValueError(
-                    f"samples=None: γ is exact where P has a closed form, for {self.now.origin.lin.num_parameters:,} "
-                    "weights only under prior='iso'; give a number of samples."
+                    "samples=None: γ is exact if P has a closed form, and for "
+                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only under prior='iso'; give a number "
+                    "of samples."
                 )
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
@@ -304,8 +309,8 @@ class _FixedPoint:
                 noise = (data.squares + noise * count) / data.targets
             elif data.targets <= count:
                 raise ValueError(
-                    f"{data.targets:.4g} targets and {count:.4g} effective parameters leave nothing to tell the noise "
-                    "by: start from a larger noise or prior precision, or take update='em'."
+                    f"{data.targets:.4g} targets and {count:.4g} effective parameters do not determine the noise: "
+                    "start from a larger noise or prior precision, or use update='em'."
                 )
             else:
                 noise = data.squares / (data.targets - count)
@@ -314,7 +319,7 @@ class _FixedPoint:
     def _error_bar(
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
     ) -> Float[Tensor, " H"]:
-        """Return a quarter of the relative error that γ's makes of each hyperparameter; at most 0.2 of γ's counts."""
+        """Return a quarter of the relative error of each hyperparameter due to that of γ (at most 0.2 of γ counts)."""
         bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
         if data is not None:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
@@ -329,7 +334,7 @@ def _geometric_mean(one: Hyperparameters, other: Hyperparameters) -> Hyperparame
 
 
 def _remaining(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
-    """Return the change that is left, if changes go on to shrink as the last two did."""
+    """Return the remaining change, if changes continue to shrink as the last two did."""
     last = changes[-1].abs()
     if len(changes) < 2:
         return torch.full_like(last, math.inf)

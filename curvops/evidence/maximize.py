@@ -34,45 +34,45 @@ def maximize(
     steps: int = 200,
     mode: str = "auto",
 ) -> Laplace:
-    """Find the hyperparameters of largest log evidence; the weights and the curvature are held.
+    """Find the hyperparameters of largest log evidence, with the weights and the curvature held fixed.
 
-    A scalar precision alone is found by a search around the present one: one set of Lanczos runs serves a whole window
-    of precisions, so that the curve searched is smooth. All others are found by the gradient of the log evidence in the
-    logarithms of the precisions α_g and the noise σ², ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M). Here γ_g are the
-    effective parameters of group g, s_g = ‖θ − m‖² in it, M the number of targets. Scaled by γ_g + α_g s_g, a step
-    about halves the distance to the maximum. γ is exact where P has a closed form, up to 1,024 weights, and for one
-    precision; beyond, it comes from solves for `probes` random vectors, kept from step to step and started at the last
-    solutions.
+    A single scalar precision is found by a search around the present one: one set of Lanczos runs serves a whole window
+    of precisions, so that the searched curve is smooth. All other hyperparameters are found by the gradient of the log
+    evidence in the logarithms of the precisions α_g and the noise σ², ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M).
+    Here γ_g are the effective parameters of group g, s_g is ‖θ − m‖² in it, and M the number of targets. Scaled by
+    γ_g + α_g s_g, a step about halves the distance to the maximum. γ is exact if P has a closed form, up to 1,024
+    weights, and for one precision. Otherwise it comes from solves for `probes` random vectors, which are kept from step
+    to step and start at the last solutions.
 
     Args:
         post: a posterior by `co.laplace`, its prior precision a number or a vector.
-        over: "scalar", one precision for all weights; "layers", one a layer (a module's parameters together);
-            "tensors", one a parameter tensor (a layer's weight and bias apart); "weights", one each; "noise", the
-            variance of a Gaussian likelihood, the prior held; or "noise" with one of the others, ("layers", "noise"). A
-            search over groups starts at the geometric mean of the present precisions in each.
+        over: "scalar" for one precision of all weights; "layers" for one per layer (a module's parameters together);
+            "tensors" for one per parameter tensor (a layer's weight and bias apart); "weights" for one each; "noise"
+            for the variance of a Gaussian likelihood under a fixed prior; or "noise" with one of the others,
+            ("layers", "noise"). A search over groups starts at the geometric mean of the present precisions in each.
         rtol: as in `Laplace.log_evidence`.
         xtol: relative accuracy of the maximum for these probes.
         generator: source of the probes.
-        probes: how many, where γ is not exact. Over "weights" they are drawn anew in each step and averaged: the share
-            of each weight keeps an error of about (probes · steps / 4)^-½.
-        steps: the most to be taken.
-        mode: where the evidence is taken, as in `Laplace.log_evidence`: at "map", the network's weights, or at
-            "linear", the linear model's mode at the hyperparameters of each step, found from that before.
+        probes: the number of probes where γ is not exact. Over "weights" each step draws new ones and averages: the
+            share of each weight has an error of about (probes · steps / 4)^-½.
+        steps: the maximum number of steps.
+        mode: the weights at which the evidence is taken, as in `Laplace.log_evidence`: "map" for the network's weights,
+            "linear" for the linear model's mode at the hyperparameters of each step, found from the mode before.
 
     Returns:
-        A new posterior; its `tuning` has the steps, but for a scalar alone.
+        A new posterior; its `tuning` has the steps, except for "scalar" alone.
 
     Raises:
         TypeError: not a posterior, or an argument of another kind.
         ValueError: the evidence has no maximum between 1e-10 and 1e10 times the present value (the layers are named);
             the present precision is an operator, or for "scalar" a vector; or, for "noise", another likelihood than
             Gaussian, several noises, or a curvature that is not proportional to 1 / noise (an empirical Fisher) or
-            cannot be made again (a sum, a matrix of one's own).
+            cannot be built again (a sum, a matrix of your own).
 
-    Warns with `Undetermined` where the precision of single weights ends at 1e-6 or 1e6 times its start: what no output
-    depends on, say; with `StepsSpent` where the steps ran out before the hyperparameters stopped changing.
+    Warns with `Undetermined` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example those
+    that no output depends on; with `StepsSpent` if the steps ran out before the hyperparameters stopped changing.
 
-    Source: MacKay 1992. At "linear" the maximum is the fixed point of `mackay`, at "map" it has another.
+    Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is another one.
     """
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)
@@ -86,23 +86,23 @@ def maximize(
         raise ValueError(
             "maximize tunes a scalar prior precision; start from post.with_prior(1.0)."
             if groups == "scalar"
-            else "maximize tunes under a prior precision that is a number or a vector, and this is an operator; start "
-            "from post.with_prior(1.0)."
+            else "maximize tunes a prior precision that is a number or a vector, and this is an operator; start from "
+            "post.with_prior(1.0)."
         )
     if groups == "scalar" and not noise:
         return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
-    post.cache.log_likelihood()  # refuses data that are not known
+    post.cache.log_likelihood()  # raises for unknown data
     with torch.no_grad():
-        base = present.detach() if present.ndim and groups is None else None  # the whole of it is held
+        base = present.detach() if present.ndim and groups is None else None  # all of it is held fixed
         chosen = precision_groups(post.lin, groups or "scalar", base)
         start = Hyperparameters(post, chosen, chosen.start(present), post.observation_noise if noise else None)
         return Ascent(start, groups, rtol, xtol, generator, int(probes), at).run(int(steps))
 
 
 def _read(over: Any) -> tuple[str | None, bool]:
-    """Return which precisions are tuned, None for none of them, and whether the noise is."""
+    """Return which precisions are tuned (None: none of them), and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
@@ -117,7 +117,7 @@ def _search(
     post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None, mode: str
 ) -> Laplace:
     """Find the scalar precision of largest evidence by bounded search in windows."""
-    from scipy.optimize import minimize_scalar  # a slow import, for those who tune
+    from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
     theta = None
 

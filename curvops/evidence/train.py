@@ -1,4 +1,4 @@
-"""Weights and hyperparameters in one run: a few steps up the evidence after every few epochs (Immer et al. 2021)."""
+"""Weights and hyperparameters in one run: after every few epochs a few steps up the evidence (Immer et al. 2021)."""
 
 from __future__ import annotations
 
@@ -39,40 +39,41 @@ def train(
     steps: int = 3,
     generator: torch.Generator | None = None,
 ) -> Laplace:
-    """Train a network to a mode of its posterior while the evidence sets the prior precision, and the noise if asked.
+    """Train a network to a mode of its posterior while the evidence tunes the prior precision and, if asked, the noise.
 
     The loss of a batch is the mean negative log-likelihood plus ½ θᵀAθ / N. After every few epochs the network is
-    linearised and `maximize` takes a few steps in A (and the noise) at these weights; training goes on under the new
-    ones. Held-out data are not needed.
+    linearised, and `maximize` takes a few steps in A (and the noise) at these weights; training continues under the new
+    values. No held-out data are needed.
 
     Args:
-        model: trained in place, and left in evaluation mode; after an error or an interruption in the modes that it was
-            given in, the weights as far as they came. Parameters that require a gradient are trained. Modules in
-            evaluation mode within a model in training mode (normalisations that were frozen) stay in it while the
-            others train; a model that is given in evaluation mode trains as a whole.
-        data: all training points, as `co.linearize` takes them: tensors (X, y), a Dataset, or a DataLoader (or list of
-            batches), whose own batches are then trained on, in its own order.
-        likelihood: as `co.linearize` takes it.
+        model: the network, trained in place and left in evaluation mode. After an error or an interruption its modules
+            have their original modes, and the weights are as far as training came. Parameters that require a gradient
+            are trained. Modules in evaluation mode within a model in training mode (such as frozen normalisation
+            layers) stay in evaluation mode; a model that is given in evaluation mode trains as a whole.
+        data: all training points, as in `co.linearize`: tensors (X, y), a Dataset, or a DataLoader (or list of
+            batches), whose own batches are then used, in their own order.
+        likelihood: as in `co.linearize`.
         epochs: passes over the data.
-        every: epochs between updates of the hyperparameters. The first is after as many.
-        prior_precision: A of the first epochs, as `co.laplace` takes it, of diagonal form; for "scalar" a number.
-        over: what is tuned, as in `maximize`; a "scalar" alone is set by its search, the others by a few steps.
-        curvature: of the posterior: an operator class.
-        batch_size: points of a step, drawn anew in each epoch; None takes all (of a DataLoader its own batches).
-        optimizer: makes the optimiser of the parameters, `lambda p: torch.optim.SGD(p, 0.1)`, without weight decay.
-        steps: of `maximize` at each update, at most one nat (a factor e) each.
+        every: epochs between updates of the hyperparameters; the first update comes after as many.
+        prior_precision: A for the first epochs, as in `co.laplace`, of diagonal form; for "scalar" a number.
+        over: the hyperparameters to tune, as in `maximize`; "scalar" alone uses its search, the others a few steps.
+        curvature: the operator class of the posterior's curvature.
+        batch_size: points per step, shuffled anew in each epoch; None uses all points (or a DataLoader's own batches).
+        optimizer: a function from parameters to their optimiser, such as `lambda p: torch.optim.SGD(p, 0.1)`, without
+            weight decay.
+        steps: the number of steps of `maximize` in each update, of at most one nat (a factor e) each.
         generator: source of the batches and of probes.
 
     Returns:
-        The posterior at the last weights and hyperparameters; `tuning.steps` are those of all updates, and
-        `tuning.ending` says whether the last update was at its end.
+        The posterior at the final weights and hyperparameters; `tuning.steps` are those of all updates, and
+        `tuning.ending` says why the last update ended.
 
     Raises:
-        TypeError, ValueError: weights of points, a batch size beside a loader's own, numbers out of range, an optimiser
-            with weight decay, a loss that is not finite (too long a step), and what `co.linearize`, `co.laplace` and
-            `maximize` refuse.
+        TypeError, ValueError: sample weights, a batch size in addition to a loader's own, numbers out of range, an
+            optimiser with weight decay, a loss that is not finite (too long a step), and everything that
+            `co.linearize`, `co.laplace` and `maximize` refuse.
 
-    Warns with `co.NotAMode` where training ended away from a mode.
+    Warns with `co.NotAMode` if training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
     """
@@ -81,7 +82,7 @@ def train(
             checked_whole(name, number)
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
-        raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
+        raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")
 
     given_modes = _modes(model)
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
@@ -105,21 +106,21 @@ def train(
                 prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
                 loss = prior / (2 * size) - fit
                 if not bool(loss.isfinite()):
-                    raise ValueError(f"the loss is not finite in epoch {epoch}: take a smaller learning rate.")
+                    raise ValueError(f"the loss is not finite in epoch {epoch}: use a smaller learning rate.")
                 loss.backward()
                 stepper.step()
             if epoch % every == 0 or epoch == epochs:
                 post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", StepsSpent)  # the next update goes on
+                    warnings.simplefilter("ignore", StepsSpent)  # the next update continues
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
     if (gap := post.mode_gap) > MODE_TOLERANCE:
         warnings.warn(
             "training ended away from a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode), and evidence and posterior are those of a mode. Take more "
+            f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
             "epochs, larger batches, or an optimizer with a smaller learning rate.",
             NotAMode,
             stacklevel=2,
@@ -139,13 +140,13 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def _set(modes: Modes) -> None:
-    for module, training in modes:  # parents first: each call sets what lies below, too
+    for module, training in modes:  # parents first: each call also sets the modules below
         module.train(training)
 
 
 @contextmanager
 def _restore_on_failure(modes: Modes) -> Iterator[None]:
-    """Set these modes again, whatever interrupts the work, an impatient user included."""
+    """Restore these modes after any interruption, Ctrl-C included."""
     try:
         yield
     except BaseException:
@@ -154,7 +155,7 @@ def _restore_on_failure(modes: Modes) -> Iterator[None]:
 
 
 def _batches(data: Any, batch_size: int | None, generator: torch.Generator | None) -> Callable[[], Iterable[Any]]:
-    """Return a function that gives the batches of an epoch, in a form that `parts_of` reads."""
+    """Return a function that yields the batches of an epoch, in a form that `parts_of` reads."""
     if isinstance(data, Dataset):
         device = None if generator is None else generator.device
         seeds = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
@@ -163,7 +164,7 @@ def _batches(data: Any, batch_size: int | None, generator: torch.Generator | Non
         return lambda: loader
     if not holds_all(data):
         if batch_size is not None:
-            raise ValueError(f"batch_size={batch_size} beside data that come in batches: leave it out.")
+            raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
         return lambda: data
     given, targets, _ = parts_of(data, False)
     inputs, count = normalise(given), len(targets)

@@ -1,4 +1,4 @@
-"""The hyperparameters of largest held-out log-likelihood, for those who have data to spare."""
+"""The hyperparameters of largest held-out log-likelihood, for use where data can be spared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
-"""Factors of the present value that a search tries before it looks closer."""
+"""Factors of the present value that a search tries before it refines the best one."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 
 
@@ -38,18 +38,18 @@ def validate(
     xtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Laplace:
-    """Find the hyperparameters of largest log-likelihood of held-out data; the weights are held.
+    """Find the hyperparameters of largest log-likelihood of held-out data, with the weights held fixed.
 
-    The search tries factors from 1e-4 to 1e4 of the present value, a decade apart, and looks closer around the best.
+    The search tries factors from 1e-4 to 1e4 of the present value, a decade apart, and then refines the best one.
 
     Args:
         post: a posterior by `co.laplace`.
-        x: held-out inputs; or, without y, held-out data as `co.linearize` takes them: (X, y), a Dataset, a DataLoader,
-            batches. Those are read once and kept.
-        y: their targets.
-        over: "scalar", a factor of the prior precision, whatever that is (a vector or an operator keeps its shape);
-            "noise", the variance of a Gaussian likelihood; or ("scalar", "noise"), both.
-        prior_precisions: numbers to try in place of a search; "scalar" alone.
+        x: held-out inputs; or, without y, held-out data as in `co.linearize`: (X, y), a Dataset, a DataLoader, or
+            batches, which are read once and kept.
+        y: the targets of x.
+        over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
+            "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
+        prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
         xtol: relative accuracy of the maximum for these draws.
         generator: source of the draws; all values are scored with the same ones.
@@ -61,11 +61,12 @@ def validate(
 
     Raises:
         TypeError, ValueError: not a posterior, targets that the likelihood cannot score, precisions that are not
-            positive numbers, "noise" of another likelihood, or a curvature that cannot be made again at another noise.
+            positive numbers, "noise" with another likelihood, or a curvature that cannot be built again at another
+            noise.
 
-    Warns with `Undetermined` where the best lies at the edge of what was tried: often the largest precision, under
-    which predictions are those of the network itself; with `StepsSpent` where the search over both ended before it had
-    its accuracy.
+    Warns with `Undetermined` if the best value is at the edge of those tried: often the largest precision, under which
+    predictions are those of the network itself; with `StepsSpent` if the search over both ended before it reached its
+    accuracy.
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
@@ -79,12 +80,12 @@ def validate(
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
-                raise ValueError("prior_precisions are for over='scalar'; leave them out to search.")
+                raise ValueError("prior_precisions need over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
         if "noise" in parts:
-            _ = post.observation_noise  # refuses another likelihood
+            _ = post.observation_noise  # raises for another likelihood
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
@@ -93,7 +94,7 @@ def validate(
 
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
-    """Return the inputs and targets of data in any form, as if they had been given as two arguments."""
+    """Return the inputs and targets of data in any form, as if they had been passed as two arguments."""
     source = [data] if holds_all(data) else items(as_source(data, max(post.lin.data.sizes)), post.mean.device)
     parts = [parts_of(item, False) for item in source]
     if not parts:
@@ -124,7 +125,7 @@ class _Search:
         self.seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
 
     def score(self, post: Laplace) -> float:
-        """Return the mean log-likelihood of a point, or of a pair, by the same draws for every posterior."""
+        """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
         found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws)
@@ -135,12 +136,12 @@ class _Search:
 
     @property
     def best(self) -> Laplace:
-        """The posterior of largest score so far."""
+        """The trial with the largest score so far."""
         return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score).post
 
     def along(self, part: str, xtol: float) -> None:
-        """Search around the best so far, in one hyperparameter."""
-        from scipy.optimize import minimize_scalar  # a slow import, for those who tune
+        """Search around the best trial so far, in one hyperparameter."""
+        from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
         move = _moves(self.best if self.trials else self.post)[part]
         scores = [self.score(move(factor)) for factor in COARSE]
@@ -149,7 +150,7 @@ class _Search:
             what = "prior precision" if part == "scalar" else "noise"
             warnings.warn(
                 f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
-                "lies at the edge of what was tried, where the posterior returned stands.",
+                "value, which the returned posterior has, is at the edge of those tried.",
                 Undetermined,
                 stacklevel=4,
             )
@@ -159,7 +160,7 @@ class _Search:
         minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
 
     def together(self, xtol: float) -> None:
-        """Search from the best so far, in both hyperparameters at once (Nelder & Mead 1965)."""
+        """Search from the best trial so far, in both hyperparameters at once (Nelder & Mead 1965)."""
         from scipy.optimize import minimize
 
         start = self.best
@@ -169,12 +170,12 @@ class _Search:
             return -self.score(_moves(_moves(start)["scalar"](scale))["noise"](noise))
 
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
-        # The tolerance is one of the hyperparameters alone.
+        # The tolerance is that of one hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
             warnings.warn(
-                "the search over prior precision and noise together tried 80 values before it had the accuracy xtol: "
-                "go on from the posterior returned, or raise xtol.",
+                "the search over prior precision and noise together tried 80 values before it reached the accuracy "
+                "xtol: continue from the posterior returned, or raise xtol.",
                 StepsSpent,
                 stacklevel=3,
             )

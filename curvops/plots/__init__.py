@@ -1,6 +1,6 @@
-"""Figures of curvops' results from plain arrays: one function a figure, each returns a matplotlib Figure.
+"""Figures of curvops' results from plain arrays; each function returns a matplotlib Figure.
 
-No function here touches pyplot or matplotlib's global settings. Needs matplotlib, which comes with `curvops[demo]`.
+No function here uses pyplot or changes matplotlib's global settings. Needs matplotlib, which `curvops[demo]` installs.
 
 >>> import numpy as np
 >>> from curvops import plots

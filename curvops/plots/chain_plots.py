@@ -16,14 +16,14 @@ BINS = 30
 
 
 def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
-    """Draw each chain's values against the draw, and beside them their histogram, on the same axis.
+    """Draw each chain's values against the index of the draw, with their histogram beside them on the same axis.
 
     Args:
-        draws: Maps the name of a number (a weight, the log posterior) to its draws, a row for each chain. At most
-            seven chains have colours of their own.
+        draws: Maps the name of a quantity (a weight, the log posterior) to its draws, a row for each chain. At most
+            seven chains have distinct colours.
 
     Returns:
-        A figure with a row for each number.
+        A figure with a row of panels for each quantity.
 
     Raises:
         ValueError: There are no draws, or they are not an array (chains, draws).
@@ -48,15 +48,15 @@ def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
 def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags: int = 100) -> Figure:
     """Draw the mean autocorrelation over the chains against the lag, and the chains' range.
 
-    The legend gives the effective sample size of all chains together, small where they disagree. The dashed lines are
-    ±1.96 / √(draws), within which 95 % of the autocorrelations of independent draws lie.
+    The legend gives the effective sample size of all chains together, which is small where they disagree. The dashed
+    lines are ±1.96 / √(draws), within which 95 % of the autocorrelations of independent draws lie.
 
     Args:
-        draws: Maps the name of a number to its draws, a row for each chain.
-        lags: The last lag shown.
+        draws: Maps the name of a quantity to its draws, a row for each chain.
+        lags: The largest lag shown.
 
     Returns:
-        A figure with a curve for each number.
+        A figure with a curve for each quantity.
 
     Raises:
         ValueError: There are no draws, or they are not an array (chains, draws).
@@ -85,7 +85,7 @@ def _checked(draws: Mapping[str, np.ndarray], what: str) -> dict[str, np.ndarray
     for name, chains in arrays.items():
         if chains.ndim != 2 or not chains.size:
             raise ValueError(
-                f"{what} draws numbers, each an array (chains, draws); {name!r} has shape {chains.shape}. Of a tensor "
-                "take single entries, draws[name][..., i]."
+                f"{what} needs numbers, each as an array (chains, draws); {name!r} has shape {chains.shape}. For a "
+                "tensor pass single entries, draws[name][..., i]."
             )
     return arrays

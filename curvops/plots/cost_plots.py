@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from curvops.plots import style
 
-COLOURS = (*style.COLOURS, style.INK, "#999933")  # with Tol's olive
+COLOURS = (*style.COLOURS, style.INK, "#999933")  # and Tol's olive
 ResidualTrail = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 ErrorsByBudget = tuple[Real[np.ndarray, " b"], Real[np.ndarray, "b s"], Real[np.ndarray, " b"]]
 LEAST_ERROR = 1e-17
@@ -24,9 +24,9 @@ def convergence(histories: Mapping[str, tuple[Real[np.ndarray, " _"], Real[np.nd
     """Draw the worst relative residual over the columns, on a log axis, against products with single vectors.
 
     Args:
-        histories: Maps a method's name to (products, residual) of equal length: products spent so far, a block of K
-            counting K, and max over columns of ‖b − P x‖ / ‖b‖. Start each at the residual before its first step.
-            Where the first count is above zero (a preconditioner's sketch), a dotted run-up shows what was spent.
+        histories: Maps a method's name to (products, residual) of equal length: products spent so far, where a block
+            of K counts as K, and the maximum over columns of ‖b − P x‖ / ‖b‖. Start each at the residual before its
+            first step. If the first count is above zero (a preconditioner's sketch), a dotted line leads to it.
         rtol: The tolerance.
 
     Returns:
@@ -57,11 +57,11 @@ def solves(
 ) -> Figure:
     """Draw the worst relative residual, on a log axis, against products and against seconds.
 
-    Colours tell methods apart, dashes preconditioners. A cross marks the last point of a curve that ends above rtol.
+    Colours distinguish methods, dashes preconditioners. A cross marks the last point of a curve that ends above rtol.
 
     Args:
         curves: Maps (method, preconditioner) to (products, seconds, residual), the preconditioner's cost included.
-        rtol: The tolerance, None where there is none.
+        rtol: The tolerance, or None.
         title: The figure's title.
         what: The label of the residual's axis.
 
@@ -106,8 +106,8 @@ def _tolerance(axes: Axes, rtol: float) -> None:
 def estimates(curves: Mapping[str, Mapping[str, ErrorsByBudget]], title: str) -> Figure:
     """Draw a panel for each quantity: the relative error of each run (points) and their mean (line).
 
-    Where the points lie below the dotted line of their colour the stated error bounds are kept. Exact values are at
-    the lower edge.
+    Where points lie below the dotted line of their colour, the stated error bounds hold. Exact values are drawn at the
+    lower edge.
 
     Args:
         curves: Maps a quantity and a method's name to (budgets, errors of each run (b, s), stated half-widths of the

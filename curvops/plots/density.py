@@ -13,7 +13,7 @@ from curvops.linalg import SpectralDensity
 from curvops.plots import style
 
 FLOOR = 1e-2
-"""The y axis ends this much below what one eigenvalue alone would show."""
+"""How far below the height of a single eigenvalue the y axis ends."""
 
 
 def spectral_density(
@@ -32,37 +32,38 @@ def spectral_density(
     """Draw a density of eigenvalues with its band, on a log axis, and the largest eigenvalues as marks below it.
 
     Args:
-        grid: What `curvops.linalg.spectral_density` returned, given alone; or the eigenvalues of the curve.
+        grid: The result of `curvops.linalg.spectral_density` as the only argument; or the eigenvalues of the curve.
         density: Density at `grid`, per unit of λ, or of log λ on the log scale.
-        low: Lower edge of its band.
-        high: Upper edge of its band.
-        bandwidth: Broadening of each eigenvalue.
-        top: Eigenvalues known one by one.
-        size: The number of rows n: the height of a single eigenvalue, 1/n over the broadening, is then drawn.
-        scale: "linear", "log", or "symlog" for a density on the linear scale whose eigenvalues are of both signs and
-            span decades. By default that of the SpectralDensity, of arrays "linear".
-        level: Level of the band, by default that of the SpectralDensity, of arrays 0.95.
-        zero_mass: Share of the eigenvalues that count as zero, by default that of the SpectralDensity, of arrays 0.
+        low: Lower edge of the band.
+        high: Upper edge of the band.
+        bandwidth: Width by which each eigenvalue is broadened.
+        top: Eigenvalues known individually.
+        size: The number of rows n, to draw the height of a single eigenvalue, 1/n over the broadening.
+        scale: "linear", "log", or "symlog" for a density on the linear scale whose eigenvalues have both signs and span
+            decades. The default is that of the SpectralDensity; for arrays "linear".
+        level: Level of the band; the default is that of the SpectralDensity; for arrays 0.95.
+        zero_mass: Share of the eigenvalues that count as zero; the default is that of the SpectralDensity; for arrays
+            0.
         title: The panel's title.
 
     Returns:
         A figure with one panel.
 
     Raises:
-        TypeError: A SpectralDensity has arrays beside it, or some of the arrays are missing.
+        TypeError: Arrays are given beside a SpectralDensity, or some of the arrays are missing.
         ValueError: The arrays differ in length, or the scale is unknown.
     """
     arrays: tuple[Any, ...] = (grid, density, low, high)
     if isinstance(grid, SpectralDensity):
         if any(given is not None for given in (density, low, high, bandwidth)):
-            raise TypeError("a SpectralDensity brings its density, band and bandwidth; give it alone, or arrays.")
+            raise TypeError("a SpectralDensity contains density, band and bandwidth: pass it alone, or arrays.")
         arrays, bandwidth = (grid.grid, grid.density, grid.lower, grid.upper), grid.bandwidth
         scale = grid.scale if scale is None else scale
         level = grid.level if level is None else level
         zero_mass = grid.zero_mass if zero_mass is None else zero_mass
     if bandwidth is None or any(part is None for part in arrays):
         raise TypeError(
-            "spectral_density takes what curvops.linalg.spectral_density(A) returned, or grid, density, low, high and "
+            "spectral_density needs the result of curvops.linalg.spectral_density(A), or grid, density, low, high and "
             "bandwidth."
         )
     x, density, low, high = (_array(part) for part in arrays)

@@ -1,4 +1,4 @@
-"""Figures of predictions: calibration, turned inputs, bands of a regression, joint covariance, far inputs."""
+"""Figures of predictions: calibration, rotated inputs, bands of a regression, joint covariance, distant inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from curvops.plots import style
 
 PANELS_A_ROW = 3
 ENTRIES_A_ROW = 5
-"""Legend entries that fit side by side."""
+"""The number of legend entries that fit side by side."""
 
 
 def reliability(
@@ -25,9 +25,9 @@ def reliability(
     """Draw reliability diagrams, three in a row, after Guo et al. 2017, figure 1.
 
     Args:
-        curves: Maps a panel's name to (confidence, accuracy, share), each of shape (bins,) and between 0 and 1: mean
-            confidence and fraction correct in each of equally wide bins of (0, 1], and the fraction of all points in
-            it. NaN marks a bin without points.
+        curves: Maps a panel's name to (confidence, accuracy, share), each of shape (bins,) with values between 0 and 1:
+            the mean confidence and the fraction of correct predictions in each of equally wide bins of (0, 1], and the
+            fraction of all points in it. NaN marks a bin without points.
         title: The figure's title.
         ece: Maps the same names to expected calibration errors in [0, 1], shown beside them.
 
@@ -53,13 +53,13 @@ def reliability(
         style.dress(axes, "confidence (largest probability)", "", f"{name}{error}")
         axes.set(xlim=(0, 1), ylim=(0, 1.03))
         axes.set_xticks(np.linspace(0, 1, 6), ["0", "0.2", "0.4", "0.6", "0.8", "1"])
-        # Below the curve in drawing order: where they meet, the data stay readable.
-        axes.text(0.6, 0.1, "too sure", ha="center", **note)
-        axes.text(0.05, 0.92, "too cautious", **note)
+        # Drawn below the curve: where they meet, the data stay readable.
+        axes.text(0.6, 0.1, "overconfident", ha="center", **note)
+        axes.text(0.05, 0.92, "underconfident", **note)
     for first in panels[::columns]:
         first.set_ylabel("fraction of points", fontsize=style.LABEL, color=style.INK)
     handles, labels = panels[0].get_legend_handles_labels()
-    # Panels differ in colour and marker: the common legend shows the curve in neither.
+    # Panels differ in colour and marker, so the common legend shows the curve in neither.
     handles[labels.index("accuracy in the bin")] = Line2D([], [], color=style.INK, linewidth=1.8)
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=style.SMALL)
     return figure
@@ -74,10 +74,10 @@ def rotation(
     """Draw mean confidence and accuracy (left) and mean epistemic uncertainty (right) against the angle of rotation.
 
     Args:
-        angles: In degrees.
-        confidence: Maps the name of predictions to the mean over points of their largest probability, in [0, 1].
-        epistemic: Maps names to the mean mutual information of label and weights, in nats; one array belongs to the
-            last name of `confidence`.
+        angles: Angles in degrees.
+        confidence: Maps the name of a method to the mean over points of the largest probability, in [0, 1].
+        epistemic: Maps names to the mean mutual information of label and weights, in nats; a single array belongs to
+            the last name of `confidence`.
         accuracy: Maps names to accuracies in [0, 1].
 
     Returns:
@@ -90,7 +90,7 @@ def rotation(
     for axes, curves in ((left, confidence), (right, uncertain)):
         for name, values in curves.items():
             axes.plot(angles, values, linewidth=2, **looks[name].dots)
-    # Rows that share their decisions (a temperature moves none) have one accuracy: nested markers show them all.
+    # Methods with equal decisions (a temperature changes none) have one accuracy: nested markers show them all.
     kept = accuracy or {}
     for inside, (name, values) in enumerate(kept.items(), start=1):
         ring = looks[name].dots | {"markerfacecolor": "none", "markersize": 5 + 3 * (len(kept) - inside)}
@@ -102,8 +102,8 @@ def rotation(
     rows = -(-len(entries) // ENTRIES_A_ROW)
     figure.legend(handles=entries, loc="outside lower center", ncols=-(-len(entries) // rows), fontsize=style.SMALL)
     turn, what = "rotation of the input (degrees)", "mean confidence and accuracy" if kept else "mean confidence"
-    style.dress(left, turn, f"{what} (fraction)", "Is the confidence kept?")
-    style.dress(right, turn, "mean epistemic uncertainty (nats)", "Doubt about the weights")
+    style.dress(left, turn, f"{what} (fraction)", "Confidence and accuracy")
+    style.dress(right, turn, "mean epistemic uncertainty (nats)", "Uncertainty about the weights")
     left.set_ylim(0, 1.03)
     right.set_ylim(bottom=0)
     for axes in (left, right):
@@ -119,9 +119,9 @@ def regression(
     std: Real[np.ndarray, " M"],
     noise_std: float,
 ) -> Figure:
-    """Draw data, predictive mean and bands of two standard deviations: of the function, and with the noise added.
+    """Draw data, predictive mean and two bands of two standard deviations: of the function, and with the noise added.
 
-    The widest stretch without data between two points is marked when it covers a tenth of their range or more.
+    The widest stretch without data between two points is marked if it covers at least a tenth of their range.
 
     Args:
         x_train: Training inputs (N,).
@@ -181,7 +181,7 @@ def covariance(
     """
     rows, points = len(matrix), len(labels)
     if not points or rows % points:
-        raise ValueError(f"{rows} rows are no whole number of outputs for {points} labels; give one label a point.")
+        raise ValueError(f"{rows} rows do not divide evenly among {points} labels; give one label per point.")
     outputs = rows // points
     figure, axes = style.panel(7.6, 6.6)
     limit = float(np.abs(matrix).max()) or 1.0
@@ -215,7 +215,7 @@ def ray(
         distances: Distances (M,), positive, in the inputs' units.
         confidence: Maps a prediction's name to its largest probabilities (M,).
         limits: Maps some of these names to the limit of the confidence, a dotted line.
-        radius: The distance that the training data reach, the end of a grey band.
+        radius: The largest distance of the training data, the end of a grey band.
 
     Returns:
         A figure with one panel.

@@ -29,8 +29,8 @@ def evidence(
         value: Log evidence, in nats over the training set.
         low: Lower end of its interval, in nats.
         high: Upper end of its interval, in nats.
-        validation_nll: In nats a point.
-        chosen: The precision that a vertical line marks in both panels.
+        validation_nll: The NLL of held-out data, in nats per point.
+        chosen: The precision marked by a vertical line in both panels.
 
     Returns:
         A figure with two panels.
@@ -49,7 +49,7 @@ def evidence(
     below.plot(*least, linestyle="none", label=label, **ring)
     above.set_xscale("log")
     style.dress(above, "", "log evidence (nats)", "Training data: evidence of the prior precision")
-    style.dress(below, "prior precision (1 / squared weight)", "validation NLL (nats a point)", "Held-out data")
+    style.dress(below, "prior precision (1 / squared weight)", "validation NLL (nats per point)", "Held-out data")
     for axes in (above, below):
         axes.axvline(chosen, color=style.INK, linestyle="--", linewidth=1.4, label=f"chosen by evidence: {chosen:.3g}")
         axes.legend(fontsize=style.SMALL, framealpha=1)
@@ -59,11 +59,11 @@ def evidence(
 def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
     """Draw prior precision (log axis), effective parameters ± 2 standard errors and products against the step.
 
-    A step shows the values it started from. A cross marks the last point of a tuning that has not converged.
+    A step shows the values from which it started. A cross marks the last point of a tuning that has not converged.
 
     Args:
-        tunings: Maps a name to the `tuning` of a posterior by `co.evidence.mackay` or `maximize`; several groups have
-            a line each.
+        tunings: Maps a name to the `tuning` of a posterior by `co.evidence.mackay` or `maximize`; each of several
+            groups has its own line.
 
     Returns:
         A figure with three panels.
@@ -72,7 +72,7 @@ def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
         ValueError: There is no tuning, or one without steps.
     """
     if not tunings or not all(tuning.steps for tuning in tunings.values()):
-        raise ValueError("evidence_trace draws tunings of at least one step, {name: post.tuning}.")
+        raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     figure = style.blank(12.5, 4.4)
     left, middle, right = figure.subplots(1, 3)
     lines = {

@@ -1,4 +1,4 @@
-"""The look that every figure shares: colours, line styles, fonts, saving. matplotlib's settings stay as they are."""
+"""The look shared by all figures: colours, line styles, fonts, saving. matplotlib's settings are not changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
-# repeat the difference, for print without colour.
+# also differ, for print without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 Dash = str | tuple[int, tuple[int, ...]]
 DASHES: tuple[Dash, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
@@ -54,7 +54,7 @@ def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 class Look(NamedTuple):
-    """Colour, dashes and marker of one name, in every panel where it appears."""
+    """Colour, dashes and marker of one name, the same in every panel."""
 
     color: str
     linestyle: Dash
@@ -67,12 +67,12 @@ class Look(NamedTuple):
 
     @property
     def dots(self) -> dict[str, Any]:
-        """Options of markers, on a solid line or on none."""
+        """Options of markers, with or without a solid line."""
         return {"color": self.color, "marker": self.marker}
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Assign each name a look, in the order given; a name that comes twice keeps its first."""
+    """Assign each name a look, in the given order; a repeated name keeps its first."""
     return {
         name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(dict.fromkeys(names))
@@ -83,7 +83,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file.
 
     Args:
-        figure: What a function of `curvops.plots` returned.
-        path: Its ending names the format (.png, .pdf, .svg); its folder must exist.
+        figure: The result of a function of `curvops.plots`.
+        path: The file; its suffix determines the format (.png, .pdf, .svg), and its folder must exist.
     """
     figure.savefig(path, dpi=DPI)

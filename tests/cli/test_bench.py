@@ -212,7 +212,7 @@ def test_peers_are_found_in_a_clone_and_elsewhere_it_is_said_where_they_are(monk
     for name in ADAPTERS:
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     result = invoke("--quick", "--peers", "--output", tmp_path)
-    assert result.exit_code == 2 and "from the root of a clone" in result.output
+    assert result.exit_code == 2 and "in the root of a clone" in result.output
 
 
 def test_each_peer_estimator_that_is_installed():

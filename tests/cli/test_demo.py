@@ -48,7 +48,7 @@ def test_table_numbers_and_figures(tiny, tmp_path):
         demo.LAPLACE,
         demo.SUBNETWORK,
         "epistemic, turned",
-        "GB as a dense float64",
+        "As a dense float64 matrix",
         "6 and 9",
         "log evidence",
     ):

@@ -171,7 +171,7 @@ DOORS = [
             "a loader and a size": (
                 lambda: co.evidence.train(classifier(), [DATA], "classification", epochs=1, batch_size=3),
                 ValueError,
-                "data that come in batches",
+                "data come in batches",
             ),
             "no epochs": (
                 lambda: co.evidence.train(classifier(), DATA, "classification", epochs=0),

@@ -38,7 +38,7 @@ DOORS = [
             "labels that do not divide the rows": (
                 lambda: plots.covariance(np.eye(9), ["a", "b"]),
                 ValueError,
-                "9 rows are no whole number of outputs for 2 labels",
+                "9 rows do not divide evenly among 2 labels",
             ),
         },
     ),
@@ -50,7 +50,7 @@ DOORS = [
                 TypeError,
                 "alone",
             ),
-            "a density without bounds": (lambda: plots.spectral_density(GRID, GRID), TypeError, "returned, or grid"),
+            "a density without bounds": (lambda: plots.spectral_density(GRID, GRID), TypeError, "or grid"),
             "another length": (
                 lambda: plots.spectral_density(GRID, GRID[1:], GRID, GRID, 0.1),
                 ValueError,

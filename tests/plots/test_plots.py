@@ -145,7 +145,7 @@ def autocorrelation() -> Figure:
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
     (rotation, 2, 3 + 3 + 1, ["degrees", "(nats)", "fraction"]),
-    (evidence, 2, 1 + 2 + 2, ["log evidence (nats)", "nats a point", "prior precision"]),
+    (evidence, 2, 1 + 2 + 2, ["log evidence (nats)", "nats per point", "prior precision"]),
     (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
     (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
     (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),

@@ -1,1 +1,1 @@
-"""Which solver and which estimator for which matrix: products, seconds, true errors and claimed ones."""
+"""Which solver and which estimator for which matrix: products, seconds, true and claimed errors."""

@@ -1,4 +1,4 @@
-"""Measurements of one call: its seconds, the memory it added, and the course of its residual."""
+"""Measurements of one call: its time, the memory it added, and the course of its residual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY = "memory: growth of the resident set (GPU: of allocated memory) while it
 
 
 class Peak:
-    """A context that measures how far memory grew inside it: ``bytes``, None where the system does not tell."""
+    """A context that measures how far memory grew inside it: ``bytes``, None where the system does not report it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +61,7 @@ def _resident() -> int:
 
 
 def _give_back_freed() -> None:
-    """Return freed pages to the system (glibc), so that memory used again counts again."""
+    """Return freed pages to the system (glibc), so that memory used again is counted again."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -69,9 +69,9 @@ def _give_back_freed() -> None:
 
 @dataclass
 class Trail:
-    """The points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like.
+    """The points (products, seconds, worst relative residual) of a solve; a callback of `cg` and similar solvers.
 
-    ``worst`` makes one number of the columns' residuals.
+    ``worst`` reduces the residuals of the columns to one number.
     """
 
     counter: Counter
@@ -82,15 +82,15 @@ class Trail:
     started: float = 0.0
 
     def start(self) -> None:
-        """Start the clock; products before (a preconditioner's) stay counted."""
+        """Start the clock; products made before (a preconditioner's) are counted, too."""
         self.started = time.perf_counter()
 
     def __call__(self, iteration: int, residuals: Tensor) -> None:
-        """Add a point with the products and the time so far, at the residuals that `cg` reports of an iteration."""
+        """Add a point: the products and the time so far, and the residuals that `cg` reports for an iteration."""
         self.put(self.counter.count, time.perf_counter() - self.started, self.worst(residuals))
 
     def put(self, products: int, seconds: float, residual: float) -> None:
-        """Add a point of the past."""
+        """Add an earlier point."""
         self.products.append(products)
         self.seconds.append(seconds)
         self.residuals.append(residual)
@@ -106,7 +106,7 @@ class Measurement:
 
 
 def clock(call: Callable[[], Any], timer: Callable[[], float] = time.perf_counter) -> tuple[Any, float]:
-    """Run a call once without collecting garbage; return its value and its seconds by the timer."""
+    """Run a call once without collecting garbage; return its value and its time in seconds by the timer."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The methods compared: one table of solvers and estimators, one of preconditioners. A new row is the whole change."""
+"""The methods that are compared: a table of solvers and estimators, and one of preconditioners; add rows to extend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTERS = ("benchmarks.peer_solvers", "benchmarks.peer_estimators")
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that all runs share. With ``rank`` None each preconditioner chooses its own."""
+    """The options shared by all runs. If ``rank`` is None, each preconditioner chooses its own."""
 
     size: int = 600
     columns: int = 8
@@ -51,8 +51,8 @@ class Answer(NamedTuple):
 class BenchSolver:
     """A method that solves A X = B and leaves a trail.
 
-    ``needs`` is the least that A must be for it to be tried, a key of `STRENGTH`. ``module`` is the library that it
-    comes from, None for curvops.
+    ``needs`` is the weakest kind of A on which it is tried, a key of `STRENGTH`. ``module`` is the library it comes
+    from, None for curvops.
     """
 
     run: Callable[[Problem, MaybePreconditioner, Settings, Trail], Solution | Answer]
@@ -65,8 +65,8 @@ class BenchSolver:
 class BenchEstimator:
     """A method that estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products.
 
-    The preconditioner may be "auto": the estimator's own choice. ``module`` is the library that it comes from, None
-    for curvops.
+    The preconditioner may be "auto", the estimator's own choice. ``module`` is the library it comes from, None for
+    curvops.
     """
 
     run: Callable[[Problem, MaybePreconditioner | str, int, torch.Generator], Estimate]
@@ -89,9 +89,9 @@ def _lsmr(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: T
 
 
 def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
-    """Solve by dual descent, which reads rows and counts them itself: they are spread evenly over the epochs."""
+    """Solve by dual descent, which reads rows and counts them itself; they are spread evenly over the epochs."""
     if problem.tensor is None:
-        raise NotApplicable("it reads rows, which only a tensor has for nothing")
+        raise NotApplicable("it reads rows, which are free only for a tensor")
     counter, before = trail.counter, trail.counter.count
     generator, epochs = torch.Generator(problem.B.device).manual_seed(settings.seed), min(settings.maxiter, EPOCHS)
     options: dict[str, Any] = {"rtol": settings.rtol, "maxiter": epochs, "generator": generator, "callback": trail}
@@ -111,7 +111,7 @@ def _effective(problem: Problem, P: Any, budget: int, generator: torch.Generator
 
 
 def _eigsh(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
-    """Estimate the largest eigenvalues; the error bounds are the residuals, and rounding."""
+    """Estimate the largest eigenvalues; the error bounds are the residuals plus rounding."""
     k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
     pairs = linalg.eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
     bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
@@ -128,7 +128,7 @@ def _logdet(problem: Problem, P: Any, budget: int, generator: torch.Generator) -
 
 
 def _probing(function: Any, quantity: str, methods: Any) -> dict[str, BenchSolver | BenchEstimator]:
-    """Return a row for each stochastic method of an estimator."""
+    """Return a row of the table for each stochastic method of an estimator."""
     return {
         f"{quantity}-{name}": BenchEstimator(
             partial(_estimate, function, method=name), quantity, "psd" if name.startswith("xnys") else "square"
@@ -153,14 +153,14 @@ METHODS: dict[str, BenchSolver | BenchEstimator] = {
     "effective-dimension": BenchEstimator(_effective, "effective dimension", needs="damped"),
     "eigsh": BenchEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
 }
-"""Conjugate gradients are tried on indefinite matrices too: the outcome is the reason they give."""
+"""Conjugate gradients run on indefinite matrices, too: the outcome is the reason they report."""
 
 
 def load_peers() -> dict[str, BenchSolver | BenchEstimator]:
     """Load the methods of other libraries by name, whether or not those libraries are installed.
 
     Raises:
-        BenchError: The adapters are not here, as outside a clone.
+        BenchError: The adapters are missing, as outside a clone.
     """
     peers: dict[str, BenchSolver | BenchEstimator] = {}
     for name in ADAPTERS:
@@ -168,8 +168,8 @@ def load_peers() -> dict[str, BenchSolver | BenchEstimator]:
             peers |= import_module_here(name).PEERS
         except (ImportError, AttributeError) as error:
             raise BenchError(
-                f"--peers needs the adapters {' and '.join(ADAPTERS)} to other libraries, which are not installed with "
-                f"curvops: run it from the root of a clone of the project ({type(error).__name__}: {error})."
+                f"--peers needs the adapters {' and '.join(ADAPTERS)} to other libraries, which are not installed "
+                f"with curvops: run it in the root of a clone of the project ({type(error).__name__}: {error})."
             ) from error
     return peers
 

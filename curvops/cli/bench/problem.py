@@ -1,4 +1,4 @@
-"""A problem of the benchmark: a matrix whose products are counted, right-hand sides, and facts known of both."""
+"""A problem of the benchmark: a matrix whose products are counted, right-hand sides, and known facts about both."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ T = TypeVar("T")
 EXACT_SIZE = 4000
 EIGENVALUES = 5
 STRENGTH = {"any": 0, "square": 1, "symmetric": 2, "psd": 3, "damped": 4}
-"""Kinds of matrix, each including those after it; "damped" is positive semidefinite plus a known shift."""
+"""Kinds of matrix, each of which includes those after it; "damped" is positive semidefinite plus a known shift."""
 
 
 class BenchError(ValueError):
-    """An error in the choice of problems and methods; its message is one line with the choices."""
+    """Raised for a wrong choice of problems or methods; the message is one line with the possible choices."""
 
 
 class NotApplicable(ValueError):
-    """An error for a method that cannot be tried on a problem; the message says why."""
+    """Raised by a method that does not suit a problem; the message says why."""
 
 
 @dataclass
 class Counter:
-    """A count of products with single vectors so far; a block of K counts K, and so do K columns."""
+    """The number of products with single vectors so far; a block of K counts as K products."""
 
     count: int = 0
 
 
 class CountingOperator(Operator):
-    """An operator that counts the products of another one in ``counter``, which copies in another dtype share.
+    """An operator that counts the products of another one in ``counter``, also those of copies in another dtype.
 
-    Its symmetry is found once: from the tag of curvops' operators, and by two products of others.
+    Its symmetry is determined once: by the tag of curvops' operators, and by two products for others.
     """
 
     def __init__(self, base: LinearOperator, counter: Counter | None = None, symmetric: bool | None = None) -> None:
@@ -56,7 +56,7 @@ class CountingOperator(Operator):
 
     @property
     def counter(self) -> Counter:
-        """The count of products."""
+        """The number of products so far."""
         return self._kwargs["counter"]
 
     @property
@@ -91,12 +91,12 @@ class CountingOperator(Operator):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A matrix A = G + shift I (m, n) with right-hand sides B (m, K); only a square one has a shift.
+    """A matrix A = G + shift I (m, n) with right-hand sides B (m, K); only square matrices have a shift.
 
-    ``lower`` is a known lower bound of A's spectrum, 0 for none. ``definite`` is False where A is known to be
-    indefinite; a user's matrix counts as definite, since failures come with their reason. ``diagonal`` is G's where it
-    is cheap, ``layers`` its diagonal blocks, ``tensor`` G itself where it is one. ``text`` describes it in the table's
-    heading.
+    ``lower`` is a known lower bound of A's spectrum, or 0. ``definite`` is False where A is known to be indefinite; a
+    user's matrix counts as definite, since failures are reported with their reason. ``diagonal`` is the diagonal of G
+    if it is cheap, ``layers`` its diagonal blocks, ``tensor`` G itself if it is a tensor. ``text`` describes the
+    problem in the heading of its table.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Problem:
 
     @cached_property
     def A(self) -> LinearOperator:
-        """The matrix itself."""
+        """The matrix as a counting operator."""
         return self.G.add_diagonal(self.shift) if self.shift else self.G
 
     @property
@@ -128,7 +128,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """The kind of A that a method may rely on: a key of `STRENGTH`."""
+        """The kind of A that a method may rely on, a key of `STRENGTH`."""
         if not self.square:
             return "any"
         if not self.G.symmetric:
@@ -138,13 +138,13 @@ class Problem:
         return "damped" if self.shift > 0 else "psd"
 
     def relative_residuals(self, X: Tensor) -> Tensor:
-        """Compute ‖b − Ax‖/‖b‖ of each column; the products are not counted."""
+        """Return ‖b − Ax‖/‖b‖ of each column, without counting the products."""
         return self._uncounted(lambda A, B: (B - A._matmul(X)).norm(dim=0), X.dtype) / self._lengths.to(X.dtype)
 
     def residual(self, X: Tensor, column: int | None = None) -> float:
-        """Compute the worst ‖b − Ax‖/‖b‖, for least squares the lesser of it and ‖Aᵀr‖/(‖A‖ ‖r‖).
+        """Return the worst ‖b − Ax‖/‖b‖; for least squares the smaller of it and ‖Aᵀr‖/(‖A‖ ‖r‖).
 
-        The products are not counted. X solves for all columns, or for the one given.
+        The products are not counted. X solves for all columns, or for the given one.
         """
         of = slice(None) if column is None else slice(column, column + 1)
 
@@ -163,7 +163,7 @@ class Problem:
         return "worst relative residual" + ("" if self._least is None else " above the least")
 
     def worst(self, relative: Tensor) -> float:
-        """Return the worst of relative residuals (K,), for least squares its distance to the least one, if known."""
+        """Return the worst relative residual (K,), for least squares above the smallest possible, if known."""
         if self._least is not None:
             relative = (relative.to(self._least).square() - self._least.square()).clamp_min(0).sqrt()
         return float(relative.nan_to_num(torch.inf).max())
@@ -175,7 +175,7 @@ class Problem:
 
     @cached_property
     def _norm(self) -> float:
-        """The norm ‖A‖ by power iteration, from below."""
+        """A lower estimate of the norm ‖A‖ by power iteration."""
 
         def power(A: LinearOperator, B: Tensor) -> float:
             v, size = B[:, :1], 0.0
@@ -188,7 +188,7 @@ class Problem:
 
     @cached_property
     def _least(self) -> Tensor | None:
-        """The least relative residuals of a rectangular system, None where the dense matrix is too large."""
+        """The smallest possible relative residuals of a rectangular system; None where that is too large to form."""
         if self.square or self.dense is None:
             return None
         B = self.B.double()
@@ -204,7 +204,7 @@ class Problem:
 
     @cached_property
     def dense(self) -> Tensor | None:
-        """The matrix A in float64 by n products that are not counted, None where it is too large."""
+        """The matrix A in float64, by n products that are not counted; None where it is too large."""
         n = self.G.shape[-1]
         if max(self.G.shape) > EXACT_SIZE:
             return None
@@ -218,7 +218,7 @@ class Problem:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """The true value of each quantity that exists and could be computed from the dense matrix."""
+        """The true value of each quantity that exists and can be computed from the dense matrix."""
         if self.dense is None:
             return {}
         values = {"Frobenius norm": self.dense.norm()}

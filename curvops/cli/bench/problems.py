@@ -1,4 +1,4 @@
-"""The problems by name: spectra with random eigenvectors, the GGN of a small digits network, and a user's own."""
+"""The problems by name: spectra with random eigenvectors, the GGN of a small digits network, and users' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGITS = "digits-ggn"
 TALL = "tall"
 DIGITS_PRIOR = 0.1
 Seed = int | torch.Generator
-"""A number, or a generator that is drawn from."""
+"""A number, or a function that draws it from a generator."""
 
 
 def powers(n: int, exponent: float | int) -> Tensor:
@@ -33,7 +33,7 @@ def powers(n: int, exponent: float | int) -> Tensor:
 
 
 def geometric(n: int, ratio: float) -> Tensor:
-    """Return 1, ratio, ratio², ..., n values."""
+    """Return the n values 1, ratio, ratio², ...."""
     return ratio ** torch.arange(n, dtype=torch.float64)
 
 
@@ -48,12 +48,12 @@ def flat(n: int, low: float | int, high: float | int) -> Tensor:
 
 
 def step(n: int, large: int, high: float | int, low: float | int) -> Tensor:
-    """Return ``large`` values at ``high``, and the rest of n at ``low``."""
+    """Return ``large`` values of ``high`` and n − ``large`` values of ``low``."""
     return torch.cat([torch.full((large,), high, dtype=torch.float64), torch.full((n - large,), low).double()])
 
 
 def clusters(n: int, centres: Sequence[float | int], width: float = 1e-3) -> Tensor:
-    """Return n values in equal clusters, spread over ``width`` above each centre; the first take the remainder."""
+    """Return n values in equal clusters, spread over ``width`` above each centre; the first get the remainder."""
     sizes = [len(part) for part in torch.arange(n).tensor_split(len(centres))]
     return torch.cat([centre + width * flat(size, 0, 1) for centre, size in zip(centres, sizes)])
 
@@ -73,7 +73,7 @@ def symmetric(eigenvalues: Tensor, seed: Seed = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Eigenvalues of G by number, and the shift of A = G + shift I."""
+    """Eigenvalues of G as a function of their number, and the shift of A = G + shift I."""
 
     values: Callable[[int], Tensor]
     shift: float
@@ -105,11 +105,11 @@ def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> 
     """Build the problem of this name, or of a ``module:function``.
 
     Args:
-        name: One of `NAMES`, or ``module:function`` of a user, whose matrix, dtype and right-hand sides are taken.
-        size: Rows of the matrix, about so many of the digits network's.
-        columns: Right-hand sides.
-        dtype: Of matrix and right-hand sides.
-        seed: Of eigenvectors and right-hand sides.
+        name: One of `NAMES`, or a user's ``module:function``, which determines matrix, dtype and right-hand sides.
+        size: The number of rows; for the digits network approximate.
+        columns: The number of right-hand sides.
+        dtype: The dtype of matrix and right-hand sides.
+        seed: The seed of eigenvectors and right-hand sides.
 
     Raises:
         BenchError: There is no such module or function, or the function returned something else.
@@ -143,7 +143,7 @@ def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generato
 
 
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
-    """Make the GGN of a network 64-w-10 with about ``size`` weights, at weights trained for a few seconds."""
+    """Make the GGN of a network 64-w-10 with about ``size`` weights, trained for a few seconds."""
     width = max(1, round((size - 10) / 75))
     data = load_digits(train=300).train.to(dtype)
     torch.manual_seed(int(generator.initial_seed()))
@@ -157,7 +157,7 @@ def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Genera
 
 
 def import_module_here(name: str) -> Any:
-    """Import a module, also from the working directory."""
+    """Import a module, which may be in the working directory."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -167,7 +167,7 @@ def import_module_here(name: str) -> Any:
 
 
 def load_user_problem(name: str) -> Problem:
-    """Call a user's ``module:function``, also of the working directory, and make a problem of its result.
+    """Call a user's ``module:function``, which may be in the working directory, and make a problem of its result.
 
     Raises:
         BenchError: There is no such module or function, or it fails or returns something else.

@@ -19,7 +19,7 @@ from curvops.linalg import Estimate, Solution
 
 @dataclass(frozen=True, eq=False)
 class SolveRow:
-    """The record of one solve; products and seconds are in all, and those of the preconditioner also apart."""
+    """The record of one solve; products and seconds are totals, and those of the preconditioner also stand apart."""
 
     problem: str
     m: int
@@ -42,7 +42,7 @@ class SolveRow:
 class EstimateRow:
     """The record of one estimator at one budget, over several seeds; errors are relative, NaN without a true value.
 
-    ``inside`` is the share of the entries (``entries``, 1 of a number) and runs whose interval holds the truth.
+    ``inside`` is the share of runs and entries (``entries``, 1 for a number) whose interval contains the true value.
     """
 
     problem: str
@@ -63,7 +63,7 @@ class EstimateRow:
 
 
 def solve(problem: Problem, name: str, solver: BenchSolver, preconditioner: str, settings: Settings) -> SolveRow:
-    """Warm up with two iterations, make the preconditioner, solve, and compute the true residual."""
+    """Warm up with two iterations, build the preconditioner, solve, and compute the true residual."""
     counter, device = problem.G.counter, problem.B.device
     solver.run(problem, None, replace(settings, maxiter=2, rtol=0.5), Trail(counter))
     counter.count = 0
@@ -85,7 +85,7 @@ def solve(problem: Problem, name: str, solver: BenchSolver, preconditioner: str,
     else:
         outcome = answer.verdict
     last = problem.worst(problem.relative_residuals(answer.x))
-    # The last point is the end of the run with the residual that is true.
+    # The last point is the end of the run, with the true residual.
     seconds = trail.seconds[-1] if solver.module is not None and trail.seconds else run.seconds
     trail.put(products, seconds, last)
     trail.seconds = [setup.seconds + s for s in trail.seconds]
@@ -140,7 +140,7 @@ def _run(
     settings: Settings,
     generator: torch.Generator,
 ) -> Estimate:
-    """Run an estimator, the preconditioner paid from the same budget; Nyström's rank is left to the estimator."""
+    """Run an estimator with the preconditioner paid from the same budget; the estimator chooses Nyström's rank."""
     if not estimator.preconditioned or preconditioner == "none":
         return estimator.run(problem, None, budget, generator)
     if preconditioner == "nystrom" and settings.rank is None:
@@ -154,4 +154,4 @@ def _run(
 
 
 class BudgetSpent(ValueError):
-    """An error for a preconditioner that leaves too little of the budget for the estimate."""
+    """Raised where a preconditioner leaves too little of the budget for the estimate."""

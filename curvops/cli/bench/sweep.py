@@ -31,7 +31,7 @@ LACKS = {
     "symmetric": "is not positive definite",
     "psd": "has no shift (prior precision)",
 }
-"""The property that a kind of matrix lacks to be of the next stronger one."""
+"""The property that a kind of matrix lacks to be of the next stronger kind."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(eq=False)
 class Results:
-    """The rows so far, and notes on methods left out and why."""
+    """The rows so far, and notes on skipped methods with the reason."""
 
     solves: list[SolveRow] = field(default_factory=list)
     estimates: list[EstimateRow] = field(default_factory=list)
@@ -63,7 +63,7 @@ def check(choice: Choice) -> None:
     for what, names, known in named:
         for name in names:
             if name not in known:
-                more = ", or a module:function of yours" if what == "problem" else ""
+                more = ", or your own module:function" if what == "problem" else ""
                 raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}{more}.")
 
 
@@ -73,8 +73,8 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     Args:
         choice: Names of problems, methods and preconditioners.
         settings: Sizes, tolerances and seeds.
-        output: Folder of the files, made where it is missing.
-        say: Takes the text of the tables, problem by problem.
+        output: Folder of the files; it is created if missing.
+        say: A function that is called with the text of the tables, problem by problem.
 
     Returns:
         All rows and notes.
@@ -83,12 +83,12 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
         BenchError: A name is unknown, or a user's function fails.
     """
     check(choice)
-    # A user's function may fail: before anything else is run.
+    # A user's function may fail, so it is called before anything else runs.
     own = {name: _build(name, settings) for name in choice.problems if ":" in name}
     output.mkdir(parents=True, exist_ok=True)
     results = Results()
     methods = _methods(choice, results, say)
-    say(f"{MEMORY}.\nProducts are with single vectors, all that were made. {_machine(settings)}.")
+    say(f"{MEMORY}.\nProducts are with single vectors, and all of them are counted. {_machine(settings)}.")
     cells = sum(
         settings.seeds * len(settings.budgets) if isinstance(method, BenchEstimator) else 1
         for method in methods.values()
@@ -113,7 +113,7 @@ def _build(name: str, settings: Settings) -> Problem:
 
 
 def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, BenchSolver | BenchEstimator]:
-    """Return the methods chosen and, where asked for, those of other libraries for the same tasks."""
+    """Return the chosen methods and, with --peers, those of other libraries for the same tasks."""
     methods = {name: METHODS[name] for name in choice.methods}
     tasks = {getattr(method, "quantity", "solve") for method in methods.values()}
     for name, peer in (load_peers() if choice.peers else {}).items():
@@ -140,7 +140,7 @@ def _problem(
     results: Results,
     bar: Any,
 ) -> None:
-    for width in range(problem.B.shape[1], 0, -1):  # what the first product with so many columns builds
+    for width in range(problem.B.shape[1], 0, -1):  # to exclude what the first product with this many columns builds
         problem.A._matmul(problem.B.new_zeros(problem.G.shape[1], width))
     plain = STRENGTH[problem.kind] < STRENGTH["psd"]
     unfit: dict[str, None] = {}
@@ -170,7 +170,7 @@ def _cell(
     results: Results,
     bar: Any,
 ) -> None:
-    """Run one method with one preconditioner; an error becomes a note, and the sweep goes on."""
+    """Run one method with one preconditioner; an error becomes a note, and the sweep continues."""
     label = name if preconditioner == "none" else f"{name} with {preconditioner}"
     try:
         if isinstance(method, BenchSolver):
@@ -182,7 +182,7 @@ def _cell(
                 row = estimate(problem, name, method, preconditioner, budget, settings, bar.update)
                 results.estimates.append(row)
             except BudgetSpent as error:
-                note = f"{label} skipped at {budget} products, its making takes {error}"
+                note = f"{label} skipped at {budget} products, building it takes {error}"
                 results.notes.append(f"{problem.name}: {note}")
     except NotApplicable as error:
         note = f"{problem.name}: {name} skipped, {error}"

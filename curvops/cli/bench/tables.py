@@ -42,7 +42,7 @@ SOLVES: tuple[Column, ...] = (
     ("preconditioner", lambda r: r.preconditioner),
     ("iterations", lambda r: "-" if r.iterations is None else str(r.iterations)),
     ("products", lambda r: f"{r.products:,}"),
-    ("of them setup", lambda r: f"{r.setup_products:,}"),
+    ("setup", lambda r: f"{r.setup_products:,}"),
     ("time", lambda r: _seconds(r.seconds)),
     ("true residual", lambda r: _number(r.true_residual)),
     ("memory", lambda r: _memory(r.memory_bytes)),
@@ -94,7 +94,7 @@ def _plain(row: Any, left_out: str) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON has no words for, by null."""
+    """Replace NaN and infinity, which JSON cannot express, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def _finite(value: Any) -> Any:
 
 def _csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # left by an earlier run
         return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))

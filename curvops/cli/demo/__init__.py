@@ -1,1 +1,1 @@
-"""The main job: a trained network, its full GGN posterior, and what it knows of rotated digits."""
+"""The demo: a trained network, its full GGN posterior, and its uncertainty on rotated digits."""

@@ -1,13 +1,13 @@
-"""The demo's checks: each compares two independent ways to one number, and passes or fails.
+"""The demo's checks: each compares two independent computations of one number, and passes or fails.
 
 The reference for predictive variances is a dense solve in function space, in float64. With A = Lᵀ J (softmax Hessian
 H = L Lᵀ) and posterior precision AᵀA + λI over D weights, Woodbury's identity gives
 
     var = (1/λ) diag( J* J*ᵀ − J* Aᵀ (λI + A Aᵀ)⁻¹ A J*ᵀ ),
 
-where A Aᵀ is N(C−1) x N(C−1): dense, but far smaller than D x D. Nothing of curvops' operators or solvers is used:
-plain autograd gives the sensitivity δ of each output to each layer, and the tangent kernel J J'ᵀ is a sum over layers
-(a linear layer with inputs a adds (a a'ᵀ + 1) ∘ δ δ'ᵀ). The model may hold Linear and Conv2d layers only.
+where A Aᵀ is N(C−1) x N(C−1): dense, but far smaller than D x D. Nothing uses curvops' operators or solvers: plain
+autograd gives the sensitivity δ of each output to each layer, and the tangent kernel J J'ᵀ is a sum over layers (a
+linear layer with inputs a adds (a a'ᵀ + 1) ∘ δ δ'ᵀ). The model may contain only Linear and Conv2d layers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 WORST_ERROR = 1e-3
 INSIDE = 0.85
 TILE = 1500
-"""Rows of the kernel formed at once: bounds the memory beside the N(C-1) x N(C-1) matrix itself."""
+"""Rows of the kernel formed at once; it bounds the memory beside the N(C-1) x N(C-1) matrix itself."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the report; `numbers` go to results.json. A failed `proof` is an error, all else a finding."""
+    """A line of the report; `numbers` go to results.json. A failed `proof` is an error; other checks are findings."""
 
     name: str
     passed: bool
@@ -51,7 +51,7 @@ def check_exact(solved: Float[Tensor, "M C"], reference: Float[Tensor, "M C"]) -
 def check_samples(
     drawn: Float[Tensor, "M C"], solved: Float[Tensor, "M C"], reference: Float[Tensor, "M C"], samples: int
 ) -> Check:
-    """Compare variances from samples with both: the share within two relative standard errors √(2/k)."""
+    """Compare variances from samples with both others: the share within two relative standard errors √(2/k)."""
     error = (2 / samples) ** 0.5
     shares = [
         float(((drawn.double() / v.double() - 1).abs() <= 2 * error).double().mean()) for v in (solved, reference)
@@ -67,13 +67,13 @@ def check_samples(
 
 
 def check_nll(laplace: Float[Tensor, "S N"], at_mode: Float[Tensor, "S N"]) -> Check:
-    """Compare the NLL of Laplace with the MAP's, by seed and test point, given its standard error over the points."""
+    """Compare the NLL of Laplace with that of the MAP, by seed and test point, in standard errors over the points."""
     mean = float((laplace - at_mode).mean())
     error = float(at_mode.mean(0).std() / at_mode.shape[1] ** 0.5)
     return Check(
         "NLL at 0°",
         mean <= error,
-        f"Laplace minus MAP {mean:+.4f} nats a point, where MAP's is known to ±{error:.4f} (at most that much above)",
+        f"Laplace minus MAP {mean:+.4f} nats per point; MAP's is known to ±{error:.4f} (allowed: that much more)",
         {"difference": mean, "standard_error": error},
         proof=False,
     )
@@ -82,9 +82,9 @@ def check_nll(laplace: Float[Tensor, "S N"], at_mode: Float[Tensor, "S N"]) -> C
 def compute_variances(
     model: nn.Module, train: Float[Tensor, "N ..."], points: Float[Tensor, "M ..."], prior_precision: float
 ) -> Float[Tensor, "M C"]:
-    """Compute the variance of each output at `points` under the full GGN posterior of a softmax classifier, float64.
+    """Compute each output's variance at `points` under the full GGN posterior of a softmax classifier, in float64.
 
-    Costs O((NC)²·D_conv + (NC)³/3) operations and two (NC)² float64 matrices: for checks, not for use.
+    Costs O((NC)²·D_conv + (NC)³/3) operations and two (NC)² float64 matrices: meant for checks only.
     """
     model = copy.deepcopy(model).double()
     train, points = train.double(), points.double()
@@ -107,7 +107,7 @@ def _hessian_root(logits: Tensor) -> Tensor:
 
 
 LayerRows = list[tuple[Tensor, Tensor]]
-"""Rows of a Jacobian, a pair (δ, a) for each layer: the kernel is the sum of (δ δ'ᵀ) ∘ (a a'ᵀ)."""
+"""Rows of a Jacobian as a pair (δ, a) for each layer; the kernel is the sum of (δ δ'ᵀ) ∘ (a a'ᵀ)."""
 
 
 def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> LayerRows:
@@ -141,12 +141,12 @@ def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> LayerRows:
             dense = torch.cat([weight.flatten(2), delta.flatten(3).sum(3)], 2).flatten(0, 1)
             rows.append((dense.new_ones(len(dense), 1), dense))
         else:
-            raise ValueError("the function-space reference takes Linear and Conv2d layers only, padding in numbers.")
+            raise ValueError("the function-space reference needs Linear and Conv2d layers with numeric padding.")
     return rows
 
 
 def _kernel(left: LayerRows, right: LayerRows) -> Tensor:
-    """Sum J J'ᵀ over layers, in row tiles; of a symmetric kernel (left is right) only the lower triangle is filled."""
+    """Sum J J'ᵀ over layers, in row tiles; for a symmetric kernel (left is right) only the lower triangle."""
     n, m = len(left[0][0]), len(right[0][0])
     kernel = torch.zeros(n, m, dtype=torch.float64)
     for start in range(0, n, TILE):

@@ -37,11 +37,11 @@ class Images:
         return Images(self.x.to(dtype), self.y)
 
     def first(self, n: int) -> Images:
-        """Return the first `n` points; the splits are in random order, so this is a random subset."""
+        """Return the first `n` points; the splits are in random order, so they are a random subset."""
         return Images(self.x[:n], self.y[:n])
 
     def parts(self, share: float) -> tuple[Images, Images]:
-        """Return the first `share` of the points and the rest, a random partition, as the order is random."""
+        """Return the first `share` of the points and the rest, a random partition since the order is random."""
         cut = round(len(self) * share)
         return self.first(cut), Images(self.x[cut:], self.y[cut:])
 
@@ -51,7 +51,7 @@ class Images:
         return torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
 
     def unambiguous(self) -> Images:
-        """Leave out the digits that a rotation turns into another one."""
+        """Leave out the digits that a rotation turns into another digit."""
         return Images(self.x[self.is_unambiguous], self.y[self.is_unambiguous])
 
     def turn(self, degrees: float | int) -> Images:
@@ -74,7 +74,7 @@ def all_digits() -> Images:
 
 
 def load_digits(train: int = 1000, validation: int = 297) -> Digits:
-    """Split the 1797 digits at random, each class in proportion; what remains (500 by default) is the test set."""
+    """Split the 1797 digits at random, stratified by class; the rest (500 by default) is the test set."""
     selection = _module("model_selection")
     x, y = _module("datasets").load_digits(return_X_y=True)
     x_train, x_rest, y_train, y_rest = selection.train_test_split(x, y, train_size=train, stratify=y, random_state=0)
@@ -97,7 +97,7 @@ def _split(x: object, y: object) -> Images:
 
 
 def rotate(images: Float[Tensor, "N ch H W"], degrees: float | int) -> Float[Tensor, "N ch H W"]:
-    """Turn images counter-clockwise about their centre, bilinear, zero (black) outside. 90 degrees is exact."""
+    """Rotate images counter-clockwise about their centre, bilinearly, with black outside; 90 degrees is exact."""
     angle = math.radians(degrees)
     c, s = math.cos(angle), math.sin(angle)
     # affine_grid maps output positions to input positions, x to the right and y down

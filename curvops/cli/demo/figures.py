@@ -1,4 +1,4 @@
-"""The demo's figures: their numbers are computed here, and drawn by `curvops.plots`."""
+"""The demo's figures: their numbers are computed here, and `curvops.plots` draws them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from curvops.posterior import metrics
 CG_RTOL = 1e-5
 EIGEN_RTOL = 1e-3
 TOP = 10
-"""Eigenvalues shown one by one."""
+"""The number of eigenvalues shown one by one."""
 NOISE = 0.1
 REGRESSION_STEPS = 3000
 VALIDATION_DRAWS = 16
@@ -29,7 +29,7 @@ VALIDATION_RTOL = 1e-2
 
 
 def reliability(rotated: Mapping[str, Predictions], path: Path) -> None:
-    """Draw the reliability of every method on the turned digits."""
+    """Draw reliability diagrams of every method on the rotated digits."""
     curves, errors = {}, {}
     for name, p in rotated.items():
         bins = metrics.reliability_bins(p.probabilities, p.labels)
@@ -40,7 +40,7 @@ def reliability(rotated: Mapping[str, Predictions], path: Path) -> None:
 
 
 def rotation(rows: Mapping[str, Row], followed: Sequence[str], path: Path) -> None:
-    """Draw epistemic uncertainty against the angle, and confidence and accuracy of some names."""
+    """Draw epistemic uncertainty against the angle, and the confidence and accuracy of some methods."""
     angles = sorted(next(iter(rows.values())).by_angle)
 
     def curve(row: Row, score: str) -> np.ndarray:
@@ -63,7 +63,7 @@ def evidence(
 
 
 def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -> float:
-    """Compute the NLL on held-out data, nats a point, from a few draws solved for to graphical accuracy."""
+    """Compute the NLL on held-out data, in nats per point, from a few draws solved to graphical accuracy."""
     noise = draw(post.precision, VALIDATION_DRAWS, generator)
     solution = post.precision.cg(noise, rtol=VALIDATION_RTOL, preconditioner=post.precision.preconditioner(16))
     probabilities = post.probabilities(data.x, link="mc", samples=post.mean + solution.x.mT)
@@ -93,7 +93,7 @@ def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path
 
 
 def regression(generator: torch.Generator, path: Path) -> None:
-    """Draw a small network on one input, with a gap in its data, and the band of its posterior."""
+    """Draw a small network of one input, with a gap in its data, and the band of its posterior."""
     x = torch.cat([torch.rand(40, 1, generator=generator) * 2 - 3, torch.rand(40, 1, generator=generator) * 2 + 1])
     y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator)
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()

@@ -1,8 +1,9 @@
 """The demo's network and its training: pretrained weights, then a mode of the posterior around them.
 
-The prior is N(pretrained weights, I / prior precision): it says what a network that has seen most of the training
-digits knows, and the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far
-too vague for 100 000 weights, and the evidence cannot tell (Lotfi et al. 2022; L2-SP of Li, Grandvalet & Davoine 2018).
+The prior is N(pretrained weights, I / prior precision). It expresses what a network knows that has seen most of the
+training digits, and the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far
+too vague for 100 000 weights, and the evidence would not show it (Lotfi et al. 2022; L2-SP of Li, Grandvalet & Davoine
+2018).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tqdm import tqdm
 from curvops.cli.demo.digits import Images
 
 PRETRAINING_DECAY = 0.01
-"""Prior precision around zero while pretraining: weak, as in everyday training."""
+"""Prior precision around zero during pretraining: weak, as in everyday training."""
 
 BATCH = 100
 POLISH = 150
-"""Most L-BFGS iterations after Adam: a Laplace posterior needs weights that are a mode."""
+"""Maximum number of L-BFGS iterations after Adam: a Laplace posterior needs weights that are a mode."""
 
 
 class CorrectedLayer(nn.Module):
@@ -49,14 +50,14 @@ class CorrectedLayer(nn.Module):
 
 
 def convolutional_network(width: int = 184) -> nn.Sequential:
-    """Make two convolutions and two linear layers, 101 042 weights at width 184; smooth, so that it has a mode."""
+    """Make a network of two convolutions and two linear layers, smooth and with 101 042 weights at width 184."""
     first, second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
     features = first, nn.Tanh(), nn.MaxPool2d(2), second, nn.Tanh(), nn.Flatten()
     return nn.Sequential(*features, *linear_layers(512, width, 10))
 
 
 def add_corrections(network: nn.Sequential) -> nn.Sequential:
-    """Copy a network with each layer's weights frozen and a zero correction beside them."""
+    """Copy a network with each layer's weights frozen and a zero correction added to them."""
     return nn.Sequential(
         *(
             CorrectedLayer(layer) if isinstance(layer, (nn.Linear, nn.Conv2d)) else copy.deepcopy(layer)
@@ -68,7 +69,7 @@ def add_corrections(network: nn.Sequential) -> nn.Sequential:
 def objective(network: nn.Module, data: Images, prior_precision: float, scale: float = 1.0) -> Float[Tensor, ""]:
     """Compute the negative log posterior up to a constant, in nats: summed cross-entropy + ½ · prior precision · ‖θ‖².
 
-    `scale` is N / batch size on a batch. Dividing all by N shows the usual recipe: a mean loss with weight decay
+    `scale` is N / batch size for a batch. Divided by N it is the usual objective: a mean loss with weight decay
     prior precision / N.
     """
     penalty = sum((p.square().sum() for p in _weights(network)), start=torch.zeros(()))
@@ -99,7 +100,7 @@ def fit_mode(network: nn.Sequential, data: Images, prior_precision: float, epoch
 
 
 def minimize(loss: Callable[[], Tensor], weights: Iterable[Tensor], steps: int, tolerance: float) -> None:
-    """Minimize a loss over weights in place by L-BFGS, until no gradient's entry is above the tolerance."""
+    """Minimize a loss over weights in place by L-BFGS, until every entry of the gradient is within the tolerance."""
     options: dict[str, Any] = {"history_size": 50, "tolerance_change": 0.0, "line_search_fn": "strong_wolfe"}
     optimizer = torch.optim.LBFGS(weights, max_iter=steps, tolerance_grad=tolerance, **options)
 
@@ -126,12 +127,12 @@ def _adam(network: nn.Module, data: Images, prior_precision: float, epochs: int,
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Make linear layers of these widths with tanh between, on flattened images."""
+    """Make a perceptron: linear layers of these widths with tanh between them, on flattened images."""
     return nn.Sequential(nn.Flatten(), *linear_layers(*widths))
 
 
 def linear_layers(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    """Make linear layers of these widths with an activation between."""
+    """Make linear layers of these widths with an activation between them."""
     layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), activation())]
     return nn.Sequential(*layers[:-1])
 

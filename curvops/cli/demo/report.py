@@ -1,4 +1,4 @@
-"""The demo's report: scores of its predictions, upright and turned, time and products of its stages, results.json."""
+"""The demo's report: scores of its predictions, upright and rotated, time and products of its stages, results.json."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Row:
-    """The scores of one method by angle in degrees, and its uncertainty's AUROC, turned digits against upright ones."""
+    """The scores of one method by angle in degrees, and the AUROC of its uncertainty, rotated against upright."""
 
     by_angle: dict[int, dict[str, float]]
     auroc_total: float
     auroc_epistemic: float | None
 
     def values(self) -> dict[str, float | None]:
-        """Return the columns of the table: upright, mean over the rotations, uncertainty in parts, detection."""
+        """Return the columns of the table: upright, mean over the rotations, parts of the uncertainty, detection."""
         turned = [angle for angle in self.by_angle if angle]
         named = [name for name in (*SCORES, *PARTS) if name in self.by_angle[0]]
         upright = {f"{name}_0": self.by_angle[0][name] for name in named}
@@ -53,9 +53,9 @@ class Row:
 
 
 def score(predicted: Mapping[int, Predictions], is_unambiguous: Bool[Tensor, " N"]) -> Row:
-    """Score one method. `predicted[0]` are all test digits, other angles leave the ambiguous ones out.
+    """Score one method; `predicted[0]` are all test digits, and other angles leave the ambiguous ones out.
 
-    AUROC compares every rotation with those digits at 0° that are unambiguous, so that both sides hold the same ones.
+    AUROC compares each rotation with the unambiguous digits at 0°, so that both sides contain the same digits.
     """
     compared = [(predicted[0], is_unambiguous)]
     compared += [(p, torch.ones_like(p.labels, dtype=torch.bool)) for angle, p in predicted.items() if angle]
@@ -101,7 +101,7 @@ def summarize(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, MeanAndE
 
 
 def table(summaries: Mapping[str, Mapping[str, MeanAndError | None]]) -> str:
-    """Format four blocks for a terminal of 100 columns: upright, rotated, uncertainty in parts, detection."""
+    """Format four blocks for a terminal of 100 columns: upright, rotated, parts of the uncertainty, detection."""
     blocks = [
         ("upright (0°)", [(HEADINGS[s], f"{s}_0") for s in SCORES]),
         ("mean over 15–90°", [(HEADINGS[s], f"{s}_rotated") for s in SCORES]),
@@ -133,7 +133,7 @@ def write(results: Mapping[str, Any], path: Path) -> None:
 
 @dataclass
 class Stages:
-    """The seconds and products by stage, in order; a stage that runs again adds up."""
+    """The seconds and products by stage, in order; a stage that runs again adds to its entry."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a block under this name, with its products counted on a terminal's last line."""
+        """Time a block under this name, and show its number of products in the last line of a terminal."""
         start, before = time.perf_counter(), self.spent
         with tqdm(desc=name, unit=" products", disable=None, leave=False) as self._bar:
             yield
@@ -150,7 +150,7 @@ class Stages:
         self.products[name] = self.products.get(name, 0) + self.spent - before
 
     def curvature(self) -> type[co.GGN]:
-        """Return a GGN class that counts its products with single vectors here."""
+        """Return a GGN class whose products with single vectors are counted here."""
         stages = self
 
         class CountedGGN(co.GGN):
@@ -166,7 +166,7 @@ class Stages:
         return [(name, seconds, self.products[name]) for name, seconds in self.seconds.items()]
 
     def table(self) -> str:
-        """Format seconds and products of each stage. A product is one vector through the GGN or the Jacobian."""
+        """Format seconds and products of each stage; a product is one vector through the GGN or the Jacobian."""
         lines = [f"{'stage':<44}{'seconds':>9}{'products':>10}"]
         lines += [f"{name:<44}{seconds:>9.1f}{products or '-':>10}" for name, seconds, products in self.rows()]
         return "\n".join(lines)

@@ -19,7 +19,7 @@ from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
 SUBNETWORK = "Laplace (subnetwork)"
-CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the posteriors that are compared with it
+CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the posteriors to compare it with
     "Laplace (KFAC)": (co.KFAC, None),
     "Laplace (diagonal)": (co.DiagonalGGN, None),
     "Laplace (last layer)": (co.GGN, "8.correction.*"),
@@ -71,10 +71,10 @@ def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[
 
     Args:
         settings: Sizes of data, networks and samples.
-        output: Folder of results.json, weights and figures, made where it is missing.
-        seeds: Networks to train.
+        output: Folder for results.json, weights and figures; it is created if missing.
+        seeds: The number of networks to train.
         seed: Seed of the first one.
-        say: Takes the lines of the report.
+        say: A function that is called with the lines of the report.
 
     Returns:
         Whether all proofs among the checks passed.
@@ -126,10 +126,10 @@ def _network(
         gap = start.mode_gap
     with stages.stage("evidence: tune the prior"):
         post = _tune(start, generator)
-        evidence = post.log_evidence(rtol=EVIDENCE_RTOL, generator=generator)  # free after the tuning
+        evidence = post.log_evidence(rtol=EVIDENCE_RTOL, generator=generator)  # costs nothing after the tuning
     with stages.stage(f"{settings.samples} samples, one block solve"):
         before, deviations = stages.spent, post.deviations(settings.samples, generator=generator)
-        stages.spent = before + deviations.matvecs  # in function space they are none of the GGN itself
+        stages.spent = before + deviations.matvecs  # function space needs no products with the GGN itself
         draws = post.mean + deviations.draws
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
@@ -153,7 +153,7 @@ def _network(
 def _posterior(
     model: torch.nn.Module, train: digits.Images, prior_precision: float, curvature: Any, parameters: Any = None
 ) -> co.Laplace:
-    """Make the posterior around the network's weights; a mode is checked for all of them together, not for a part."""
+    """Make the posterior around the network's weights; only for all weights together is the mode checked."""
     lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
     return co.laplace(lin, curvature=curvature, prior_precision=prior_precision, check_mode=parameters is None)
 
@@ -164,7 +164,7 @@ def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
 
 
 def _by_angle(test: digits.Images, predict: Callable[[digits.Images], Predictions]) -> dict[int, Predictions]:
-    """Predict all digits upright, and the unambiguous ones turned by each angle."""
+    """Predict all digits upright, and the unambiguous ones rotated by each angle."""
     turned = {angle: test.unambiguous().turn(angle) for angle in digits.ANGLES}
     return {angle: predict(images) for angle, images in {0: test, **turned}.items()}
 
@@ -242,12 +242,12 @@ def _joined(parts: list[Predictions]) -> Predictions:
 def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) -> None:
     parameters = first.post.lin.num_parameters
     say(
-        f"{len(data.train)} digits for training: most pretrain a network of "
-        f"{parameters:,} parameters, {first.post.lin.num_data} make the posterior of a\ncorrection to each of its "
-        "weights, under the prior N(0, 1 / prior precision). The GGN would "
-        f"take {8 * parameters**2 / 1e9:.1f} GB as a dense float64 matrix. It is never formed."
+        f"{len(data.train)} digits for training: most of them pretrain a network of {parameters:,} parameters, and "
+        f"{first.post.lin.num_data} give the posterior of a\ncorrection to each of its weights, under the prior "
+        "N(0, 1 / prior precision). As a dense float64 matrix the GGN would "
+        f"take {8 * parameters**2 / 1e9:.1f} GB; it is never formed."
     )
-    say(f"Gradient of the log posterior at the trained weights: {first.mode_gap:.3f} of the prior's (0 at a mode).")
+    say(f"Gradient of the log posterior at the trained weights: {first.mode_gap:.3f} times the prior's (0 at a mode).")
 
 
 def _estimates(outcome: Outcome) -> dict[str, co.linalg.Estimate]:
