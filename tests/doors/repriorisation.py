@@ -112,7 +112,7 @@ DOORS = [
             "last with ntk": (
                 lambda: reprior(mlp(3, 4, 2), DATA, NOISE, form="ntk", last="2"),
                 ValueError,
-                "leave one",
+                "leave out one",
             ),
             "no points": (
                 lambda: reprior(mlp(3, 4, 2), (torch.zeros(0, 3), torch.zeros(0, 2)), NOISE),
@@ -248,7 +248,7 @@ DOORS = [
             "float32": (
                 lambda: rep()({n: b.float() for n, b in phi().items()}),
                 ValueError,
-                "float32 on cpu, the network",
+                "float32 on cpu, but the network",
             ),
             "theta": (lambda: rep().inverse(list(phi())), TypeError, "theta must be a mapping"),
             "no draws": (lambda: rep().sample(0), ValueError, "at least 1"),
@@ -260,7 +260,7 @@ DOORS = [
             "a batch of two lengths": (
                 lambda: rep()(phi(), (DATA[0], DATA[1][:2])),
                 ValueError,
-                "6 inputs and 2 targets",
+                "6 inputs, but 2 targets",
             ),
         },
     ),

@@ -291,7 +291,7 @@ DOORS = [
                 TypeError,
                 "lr",
             ),
-            "lambda: S.optimizer(list, F)": (lambda: S.optimizer(list, F), TypeError, "no torch.optim.Optimizer"),
+            "lambda: S.optimizer(list, F)": (lambda: S.optimizer(list, F), TypeError, "not a torch.optim.Optimizer"),
         },
     ),
     Door(
@@ -300,7 +300,7 @@ DOORS = [
             "whole numbers": (
                 lambda: started({"x": torch.ones(2, dtype=torch.int64)}),
                 TypeError,
-                r"params\['x'\] is of torch.int64",
+                r"params\['x'\] is torch.int64",
             ),
             "truths": (lambda: started({"x": torch.ones(2, dtype=torch.bool)}), TypeError, "torch.bool"),
             "complex numbers": (
@@ -335,23 +335,23 @@ DOORS = [
                     preconditioner=co.KFAC(gaussian(MODEL)).add_diagonal(1.0),
                 ).init({"bias": torch.zeros(2).double(), "weight": torch.zeros(2, 3).double()}),
                 ValueError,
-                "one order",
+                "same order",
             ),
         },
     ),
     Door(
         "states of samplers",
         rows={
-            "a tensor": (lambda: SGLD.update(ZERO), TypeError, "state must come from this sampler's init"),
-            "a mapping": (lambda: SGLD.update({"x": ZERO}), TypeError, "state must come from this sampler's init"),
+            "a tensor": (lambda: SGLD.update(ZERO), TypeError, "state must come from init of this sampler"),
+            "a mapping": (lambda: SGLD.update({"x": ZERO}), TypeError, "state must come from init of this sampler"),
             "a state of another sampler": (
                 lambda: SGLD.update(S.baoa(F, 0.1, data_size=1).init(ZERO)),
                 TypeError,
-                "state must come from this sampler's init",
+                "state must come from init of this sampler",
             ),
-            "none": (lambda: SGLD.update(None), TypeError, "state must come from this sampler's init"),
-            "one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), ValueError, "holds chains"),
-            "many chains for one": (lambda: SGLD.update(S.chains(SGLD, 2).init(ZERO)), ValueError, "holds chains"),
+            "none": (lambda: SGLD.update(None), TypeError, "state must come from init of this sampler"),
+            "one chain for many": (lambda: S.chains(SGLD, 2).update(SGLD.init(ZERO)), ValueError, "has chains"),
+            "many chains for one": (lambda: SGLD.update(S.chains(SGLD, 2).init(ZERO)), ValueError, "has chains"),
             "a number for a flag": (lambda: SGLD.update(SGLD.init(ZERO), None, 1), TypeError, "inplace"),
             "a seed": (lambda: SGLD.init(ZERO, 0), TypeError, "generator"),
         },
@@ -362,19 +362,19 @@ DOORS = [
             "two of three": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2),
                 ValueError,
-                "each of the 3 chains, this one 2",
+                "each of the 3 chains, but this one has 2",
             ),
             "another shape": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}]),
                 ValueError,
-                r"start 2 holds params\['x'\] \(3,\)",
+                r"start 2 has params\['x'\] \(3,\)",
             ),
             "another dtype": (
                 lambda: S.chains(SGLD, 3).init([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(2).double()}]),
                 ValueError,
                 "start 2 is torch.float64",
             ),
-            "none": (lambda: S.chains(SGLD, 3).init([]), ValueError, "this one 0"),
+            "none": (lambda: S.chains(SGLD, 3).init([]), ValueError, "this one has 0"),
         },
     ),
     Door(
@@ -430,13 +430,13 @@ DOORS = [
             "a parameter alone": (
                 lambda: density()({"0.weight": density().params["0.weight"]}, (X, Y)),
                 ValueError,
-                "params must name",
+                "params must have the names",
             ),
-            "a list of parameters": (lambda: density()([1], (X, Y)), ValueError, "params must name"),
+            "a list of parameters": (lambda: density()([1], (X, Y)), ValueError, "params must have the names"),
             "a parameter too many": (
                 lambda: density()({**density().params, "more": X}, (X, Y)),
                 ValueError,
-                "params must name",
+                "params must have the names",
             ),
             "parameters in float32": (
                 lambda: density()({name: value.float() for name, value in density().params.items()}, (X, Y)),
@@ -454,11 +454,11 @@ DOORS = [
             "a pair": (lambda: read((THREE, THREE)), TypeError, r"\[\(inputs, targets\)\]"),
             "a word": (lambda: read("data"), TypeError, "iterable of batches"),
             "a number": (lambda: read(7), TypeError, "iterable of batches"),
-            "no batch": (lambda: read([]), ValueError, "empty"),
+            "batches is empty": (lambda: read([]), ValueError, "empty"),
             "a pair and a mapping": (
                 lambda: read([(THREE, THREE), {"inputs": THREE, "targets": THREE}]),
                 ValueError,
-                "batch 1 is of another structure",
+                "batch 1 has another structure",
             ),
             "pairs and triples": (
                 lambda: read([(THREE, THREE), (THREE, THREE, THREE)]),
@@ -514,7 +514,7 @@ DOORS = [
             "one chain for many": (
                 lambda: S.run(S.chains(SGLD, 2), SGLD.init(ZERO), steps=5),
                 ValueError,
-                "holds chains",
+                "has chains",
             ),
             "a generator beside a state": (
                 lambda: S.run(SGLD, SGLD.init(ZERO), steps=5, generator=seeded(0)),
@@ -625,12 +625,12 @@ DOORS = [
             "scores of one batch of three": (
                 lambda: diagnostics.scores(LOG_POSTERIOR, chain(), BATCHES[:1]),
                 ValueError,
-                "8 points of 24",
+                "8 of 24 points",
             ),
             "scores of no batch": (
                 lambda: diagnostics.scores(LOG_POSTERIOR, chain(), []),
                 ValueError,
-                "0 points of 24",
+                "0 of 24 points",
             ),
             "scores of a pair": (
                 lambda: diagnostics.scores(LOG_POSTERIOR, chain(), BATCHES[0]),
@@ -645,7 +645,7 @@ DOORS = [
             "scores of a function": (
                 lambda: diagnostics.scores(lambda p, b: 0.0, chain(), BATCHES),
                 TypeError,
-                "knows N",
+                "carries N",
             ),
         },
     ),
@@ -662,7 +662,7 @@ DOORS = [
             "another shape": (
                 lambda: empirical(({**drawn(), "0.bias": drawn()["0.bias"][..., :2]},)),
                 ValueError,
-                "of another network",
+                "to another network",
             ),
             "NaN": (lambda: empirical(({name: t / 0 for name, t in drawn().items()},)), ValueError, "NaN or Inf"),
             "float32": (lambda: empirical(({name: t.float() for name, t in drawn().items()},)), ValueError, "float32"),
@@ -729,9 +729,9 @@ DOORS = [
             "a posterior at other weights": (
                 lambda: VI.posterior(VI.update(STATE, BATCH)[0], gaussian(MODEL)),
                 ValueError,
-                "at other weights than the mean",
+                "has other weights than the mean",
             ),
-            "a posterior of another network": (
+            "a posterior to another network": (
                 lambda: VI.posterior(STATE, gaussian(OTHER)),
                 ValueError,
                 "linearise with the parameters",
@@ -771,7 +771,7 @@ DOORS = [
                 ValueError,
                 "noise is a variance",
             ),
-            "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), ValueError, "params must name"),
+            "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), ValueError, "params must have the names"),
             "parameters in another order": (
                 lambda: EKF.init(dict(reversed(START.items()))),
                 ValueError,
@@ -786,7 +786,7 @@ DOORS = [
             "a posterior at other weights": (
                 lambda: EKF.posterior(FILTERED, co.linearize(nn.Linear(3, 2).double(), BATCH, "regression")),
                 ValueError,
-                "at other weights than the mean",
+                "has other weights than the mean",
             ),
             "a posterior of a model": (lambda: EKF.posterior(FILTERED, MODEL), TypeError, "linearised network"),
         },

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("annotations_unchecked")
     [
         (lambda p, b: (p["x"].sum(), None), TypeError, "returned a tuple"),
         (lambda p, b: p["x"], ValueError, "mean over the batch"),
-        (lambda p, b: 3.0, TypeError, "real floating tensor"),
+        (lambda p, b: 3.0, TypeError, "real floating-point tensor"),
         (lambda p, b: p["x"].detach().sum(), ValueError, "no gradient in params"),
         (lambda p, b: p["x"].sum(), ValueError, r"does not depend on params\['y'\]"),
         (lambda p, b: (p["x"].sum() + p["y"].sum()) * float("nan"), ValueError, "at the initial params"),

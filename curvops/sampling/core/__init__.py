@@ -1,1 +1,1 @@
-"""Parts that all samplers share: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""
+"""Parts shared by all samplers: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""

@@ -1,6 +1,6 @@
-"""Draws of chains: as a run returns them, and as users give them.
+"""Draws of chains, in the form of a run's result and in the form that users pass.
 
-Users give named tensors with leading dimensions (chain, draw), or one such tensor.
+Users pass named tensors with leading dimensions (chain, draw), or one such tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
 
 UNNAMED = "x"
-"""The name of a single tensor that is given without one."""
+"""The name of a single tensor that is passed without one."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,25 +45,27 @@ class Chain(Summarised):
 
     @property
     def params(self) -> Any:
-        """The draws as a tree like the parameters, its tensors (k, S, *shape): views of `theta`."""
+        """The draws as a tree like the parameters, with tensors (k, S, *shape) that are views of `theta`."""
         return self.structure.unflatten(self.theta)
 
 
 def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
-    """Return the draws by name, (chain, draw, *shape), after checks: at least `chains` chains of `each` draws, finite.
+    """Return the draws by name, (chain, draw, *shape), after checking them.
+
+    They must be finite, at least `chains` chains of `each` draws.
 
     Raises:
-        TypeError: anything else than floating tensors.
-        ValueError: tensors of different numbers of chains or draws, too few of them, or draws that are not finite.
+        TypeError: anything but floating-point tensors.
+        ValueError: tensors with different numbers of chains or draws, too few of them, or draws that are not finite.
     """
-    draws = getattr(draws, "params", draws)  # of the chain that a run returns
+    draws = getattr(draws, "params", draws)  # from the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
     if not isinstance(tensors, Mapping):
         raise TypeError(
             f"{name} must be {{name: tensor (chain, draw, ...)}} or one such tensor, got {type(draws).__name__}."
         )
     if not tensors:
-        raise ValueError(f"{name} hold no parameter.")
+        raise ValueError(f"{name} hold no parameter; pass at least one tensor.")
     size: torch.Size | None = None
     for key, tensor in tensors.items():
         size = _checked(f"{name}[{key!r}]" if tensors is draws else name, tensor, size)
@@ -71,7 +73,7 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
     if size[0] < chains or size[1] < each:
         raise ValueError(
             f"{name} are {size[0]} chain{'s' * (size[0] > 1)} of {size[1]} draw{'s' * (size[1] > 1)}; this needs "
-            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (Give a single chain without a "
+            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (Pass a single chain without a "
             "dimension for chains as tensor.unsqueeze(0).)"
         )
     return dict(tensors)
@@ -87,10 +89,10 @@ def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
         raise TypeError(f"{name} holds {tensor.dtype}; draws of weights are floating-point numbers.")
     if size is not None and tensor.shape[:2] != size:
         raise ValueError(
-            f"{name} has {tuple(tensor.shape[:2])} chains and draws, the tensors before it {tuple(size)}: all "
+            f"{name} has {tuple(tensor.shape[:2])} chains and draws, but the tensors before it {tuple(size)}: all "
             "parameters are drawn together."
         )
     if not bool(tensor.isfinite().all()):
         bad = int((~tensor.isfinite()).flatten(2).any(2).sum())
-        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; take a smaller step size.")
+        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; use a smaller step size.")
     return tensor.shape[:2]

@@ -17,19 +17,19 @@ LogDensity = Callable[[Any, Any], Tensor]
 
 
 class NotVectorized(UserWarning):
-    """Warns that the log posterior of several chains is computed chain by chain; the message says why."""
+    """A warning that the log posterior of several chains is computed chain by chain; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as it allows."""
+    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as possible."""
 
     log_posterior: LogDensity
     vectorized: bool | None = None
     _together: list[bool] = field(default_factory=list, repr=False)
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
-        """Return log_posterior alone."""
+        """Return the value of log_posterior."""
         with torch.no_grad():
             return self._evaluate(self._value, theta, structure, batch)[0]
 
@@ -65,11 +65,11 @@ class Evaluation:
             ) from error
         if self.vectorized:
             raise ValueError(
-                f"vectorized=True, but torch.vmap cannot run log_posterior: {error}. Leave vectorized out for a loop."
+                f"vectorized=True, but torch.vmap cannot run log_posterior: {error}. Leave vectorized out to loop."
             ) from error
         warnings.warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
-            "To ask for this from the start, give chains(..., vectorized=False).",
+            "To choose this from the start, pass chains(..., vectorized=False).",
             NotVectorized,
             stacklevel=6,
         )
@@ -107,11 +107,11 @@ def checked_value(value: Any) -> Tensor:
     """Return the value of `log_posterior`; raise TypeError or ValueError unless it is one real number."""
     if isinstance(value, tuple):
         raise TypeError(
-            f"log_posterior returned a tuple of {len(value)}; it must return the number alone, the mean log-likelihood "
+            f"log_posterior returned a tuple of {len(value)}; it must return only the number, the mean log-likelihood "
             "of the batch + log prior / N."
         )
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"log_posterior must return a real floating tensor (), got {value!r}.")
+        raise TypeError(f"log_posterior must return a real floating-point tensor of shape (), got {value!r}.")
     if value.ndim:
         raise ValueError(
             f"log_posterior must return one number, got shape {tuple(value.shape)}: take the mean over the batch."

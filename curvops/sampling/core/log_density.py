@@ -1,4 +1,4 @@
-"""The log posterior of a network in the form that samplers take: mean log-likelihood of a batch + log prior / N."""
+"""The log posterior of a network in the form of samplers: mean log-likelihood of a batch + log prior / N."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from curvops.posterior.gaussians.updating import as_prior
 from curvops.sampling.core.state import State
 
 SUBNETWORK = "subnetwork"
-"""The name of the single vector of parameters where a subnetwork was selected."""
+"""The name of the single vector of parameters if a subnetwork is selected."""
 
 
 @dataclass(frozen=True, eq=False)
 class LogPosterior:
-    """(params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, up to a constant, in nats.
+    """A log posterior of a network: (params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, in nats.
 
-    `co.sampling.log_posterior` makes it. Batches are (inputs, targets), as `co.linearize` takes them, of any size n.
-    Everything but the selected parameters keeps the value that it had at that time.
+    Made by `co.sampling.log_posterior`, and defined up to a constant. Batches are (inputs, targets) of any size n, as
+    in `co.linearize`. Everything but the selected parameters keeps the value that it had when this was made.
     """
 
     model: Model
@@ -49,18 +49,18 @@ class LogPosterior:
     """The engines that `record` made last."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engines": []}  # which name classes weakly
+        return self.__dict__ | {"_engines": []}  # they refer to classes weakly
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Copies of the selected parameters by name, at the values that the model had: a start for a sampler."""
+        """Copies of the selected parameters by name, with the values of the model: a start for a sampler."""
         if self.model.selection.index is not None:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the model's weights, the prior and N: equal where these are equal."""
+        """A digest of the model's weights, the prior and N: equal if and only if these are equal."""
         A = self.prior.precision
         held = [A] if isinstance(A, Tensor) else A.representation()
         return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
@@ -79,32 +79,32 @@ class LogPosterior:
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
         if len(outputs) != len(targets):
-            raise ValueError(f"the batch holds {len(outputs)} inputs, but targets {tuple(targets.shape)}.")
+            raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
         y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
         w = None if weights is None else layout.weights(weights.to(theta))
         return likelihood.log_prob(outputs, y, w).mean()
 
     def require_all_data(self, batch: Any) -> None:
-        """Raise ValueError unless the batch holds all N points, as samplers that accept or reject need."""
+        """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
         n = len(parts_of(batch, self.weighted)[1])
         if n != self.data_size:
             raise ValueError(
-                f"this batch holds {n} of the {self.data_size} points: samplers that accept or reject need all data at "
+                f"this batch has {n} of the {self.data_size} points: samplers that accept or reject need all data at "
                 "each step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
             )
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return −½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
+        """Return −½ (θ − m)ᵀA(θ − m), the log prior up to a constant."""
         if self._terms is not None:
             return -0.5 * torch.stack([_squares(params[name], *term) for name, term in self._terms.items()]).sum()
         gap = self._flat(params) - self.prior.mean
         held = gap.detach()
         pull = self.prior.product(held)
-        return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient −A(θ − m), whatever A's product records
+        return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient is −A(θ − m), whatever A's product records
 
     @cached_property
     def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-        """(A, m) for each tensor of the parameters, m None where it is 0; None where A is an operator."""
+        """Return (A, m) for each tensor of the parameters, with m None where it is 0; None where A is an operator."""
         A, m = self.prior.diagonal, self.prior.mean
         if A is None:
             return None
@@ -122,8 +122,8 @@ class LogPosterior:
     def linearize(self, weights: Float[Tensor, " D"], batch: Any, engines: Engines | None = None) -> Linearization:
         """Linearise the network at a vector of weights (ordered as `params`), with a copy of one batch as its data.
 
-        Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch and one such
-        pass at later ones; none with the engines that `record` made for these weights and this batch.
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points for the first batch and one such
+        pass for later ones; none with the engines that `record` made for these weights and this batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = Batches([batch], reading, hold=True)
@@ -137,8 +137,8 @@ class LogPosterior:
     def record(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
         """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
 
-        Takes weights and raises errors as `linearize` does. Engines that were checked at the last batch are reused
-        without a further check.
+        Takes the weights and raises the errors of `linearize`. Engines that were checked for the last batch are reused
+        without another check.
         """
         likelihood, network, reading = self._reading(weights, batch)
         checked, held = reading.read_checked(batch), self._engines
@@ -150,7 +150,7 @@ class LogPosterior:
         return engines, likelihood, checked
 
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
-        """Return the likelihood, the network at these weights, and how its batches are read."""
+        """Return the likelihood, the network at these weights, and the form of its batches."""
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
@@ -161,7 +161,7 @@ class LogPosterior:
 
     @cached_property
     def _budget(self) -> int:
-        """Bytes for each linearisation, asked once: asking the system takes as long as a small network's pass."""
+        """Bytes for each linearisation, determined once: asking the system takes as long as a small network's pass."""
         return default_budget(self.model.theta.device)
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
@@ -174,20 +174,20 @@ class LogPosterior:
         if not isinstance(params, Mapping) or set(params) != set(names):
             given = list(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(
-                f"params must name {list(names)}, got {given}: start from log_posterior.params, or select other "
-                "parameters when it is built."
+                f"params must have the names {list(names)}, got {given}: start from log_posterior.params, or select "
+                "other parameters when it is built."
             )
         theta = self.model.theta
         for name, value in params.items():
             if (value.dtype, value.device) != (theta.dtype, theta.device):
                 raise ValueError(
-                    f"params[{name!r}] is {value.dtype} on {value.device}, the model was {theta.dtype} on "
-                    f"{theta.device} when this was built: start from log_posterior.params, or build it anew."
+                    f"params[{name!r}] is {value.dtype} on {value.device}, but the model was {theta.dtype} on "
+                    f"{theta.device} when this was built: start from log_posterior.params, or build it again."
                 )
         return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
 
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
-        """Return the likelihood at the model's positions; the first batch fixes it and is checked against it."""
+        """Return the likelihood for the model's positions; the first batch determines it and is checked against it."""
         if not self._likelihood:
             theta = self.model.theta
             given, self.model.layout, _ = likelihood_at(self.model, take(inputs, slice(0, 2)), self._spec)
@@ -214,27 +214,27 @@ def log_posterior(
     parameters: Any = None,
     weights: bool = False,
 ) -> LogPosterior:
-    """Build the log posterior of a network, in the form that every sampler takes; it carries N.
+    """Build the log posterior of a network, with its N, in the form of every sampler.
 
     Args:
         model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
             arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which already has a
-            likelihood, parameters, N and perhaps weights of the points.
-        likelihood: as `co.linearize` takes it.
-        prior_precision: A, as `co.laplace` takes it: a number, a vector (D,), a mapping {glob: number}, an operator, or
-            an earlier posterior (then with its mean).
+            likelihood, parameters, N and perhaps sample weights.
+        likelihood: as in `co.linearize`.
+        prior_precision: A, as in `co.laplace`: a number, a vector (D,), a mapping {glob: number}, an operator, or an
+            earlier posterior (then with its mean).
         prior_mean: m, likewise: a number, a vector (D,) or a mapping.
         data_size: N, the number of points in all batches together.
-        parameters: as `co.linearize` takes it ("last_layer" needs data: give a linearisation).
-        weights: True where the third item of a batch holds the weights of its points.
+        parameters: as in `co.linearize` ("last_layer" needs data: pass a linearisation).
+        weights: True if the third item of a batch holds the weights of its points.
 
     Returns:
         A `LogPosterior`; `.params` are the parameters to start from.
 
     Raises:
-        TypeError, ValueError: N missing or given twice, a model in train mode that is random or has batch statistics,
-            and all that `co.linearize` and `co.laplace` refuse. Each batch is checked when it is used, targets at the
-            first.
+        TypeError, ValueError: N missing or given twice, a model in train mode that is random or uses batch statistics,
+            and everything that `co.linearize` and `co.laplace` refuse. Each batch is checked when it is used; targets
+            are checked in the first.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
     """
@@ -242,21 +242,21 @@ def log_posterior(
         given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in given.items() if value is not None]
         if twice:
-            raise ValueError(f"the linearisation already has {', '.join(twice)}: leave that out.")
+            raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         known = [model.likelihood]
         return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
     if isinstance(parameters, str) and parameters == "last_layer":
         raise ValueError(
-            'parameters="last_layer" is found by running the model on data: give log_posterior a linearisation, '
+            'parameters="last_layer" is found by running the model on data: pass log_posterior a linearisation, '
             'co.linearize(model, data, likelihood, "last_layer").'
         )
     if likelihood is None:
-        raise ValueError("likelihood is missing: give one of co.likelihoods, a loss of torch, or 'classification'.")
+        raise ValueError("likelihood is missing: pass one of co.likelihoods, a torch loss, or 'classification'.")
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
-    else:  # interpreted at the first batch, whose shapes it needs
+    else:  # interpreted with the first batch, whose shapes it needs
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
@@ -265,7 +265,7 @@ def log_posterior(
 def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
     """Copy {name: tensor (*k, *shape)} into vectors (*k, D) in the order of `lin.flatten`; k has `leading` dimensions.
 
-    A tensor without a name, or of a subnetwork, already holds vectors. Raises ValueError for other names or shapes.
+    A tensor without a name, or one of a subnetwork, already holds vectors. Raises ValueError for other names or shapes.
     """
     selection = lin.model.selection
     named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
@@ -280,14 +280,14 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
     if set(named) != set(selection.names) or selection.index is not None:
         wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)
         raise ValueError(
-            f"{what} are of {list(named)}, the linearisation selects {wanted}: linearise with the parameters that were "
-            "sampled, parameters=[...]."
+            f"{what} have the names {list(named)}, but the linearisation selects {wanted}: linearise with the "
+            "parameters that were sampled, parameters=[...]."
         )
     for name, shape in zip(selection.names, selection.shapes):
         if named[name].shape[leading:] != shape:
             raise ValueError(
-                f"{what}[{name!r}] are of shape {tuple(named[name].shape[leading:])}, the network's own of "
-                f"{tuple(shape)}: they are of another network."
+                f"{what}[{name!r}] has shape {tuple(named[name].shape[leading:])}, but in the network it is "
+                f"{tuple(shape)}: the draws belong to another network."
             )
     return selection.concatenate([named[name] for name in selection.names], leading)
 
@@ -295,18 +295,18 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
 def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     """Return the position in the state's vector of each weight of the linearisation.
 
-    Raises ValueError where the linearisation is of other parameters, or at other weights than the state.
+    Raises ValueError where the linearisation has other parameters, or other weights than the state.
     """
     positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
     order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()
     mean = state.theta[order]
     if lin.theta.dtype != mean.dtype or lin.theta.device != mean.device:
         raise ValueError(
-            f"the state is {mean.dtype} on {mean.device}, the linearisation {lin.theta.dtype} on {lin.theta.device}."
+            f"the state is {mean.dtype} on {mean.device}, linearisation {lin.theta.dtype} on {lin.theta.device}."
         )
     if not torch.equal(lin.theta, mean):
         raise ValueError(
-            f"the linearisation is at other weights than the mean (they differ by up to "
+            f"the linearisation has other weights than the mean (they differ by up to "
             f"{float((lin.theta - mean).abs().max()):.3g}): put the mean into the model, "
             "model.load_state_dict(state.params, strict=False), and linearise again."
         )

@@ -24,7 +24,7 @@ from curvops.sampling.core.structure import Structure
 
 @dataclass(frozen=True, eq=False)
 class Isotropic:
-    """D = scale · I. Vectors are (d,) or (k, d)."""
+    """The metric D = scale · I, for vectors (d,) or (k, d)."""
 
     scale: float = 1.0
 
@@ -45,7 +45,7 @@ class Isotropic:
         return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
-        """Add drift · D g + spread · D^½ ξ to target, in place; with spread 0 nothing is drawn."""
+        """Add drift · D g + spread · D^½ ξ to target, in place; nothing is drawn if spread is 0."""
         target.add_(self.product(g), alpha=drift)
         if spread:
             target.add_(self.noise(source, g), alpha=spread)
@@ -53,7 +53,7 @@ class Isotropic:
 
 @dataclass(frozen=True, eq=False)
 class OperatorMetric(Isotropic):
-    """A metric D given by an operator: constant between two refreshes, so no term with its derivative is needed."""
+    """A metric D given by an operator, constant between two refreshes: terms with its derivative are not needed."""
 
     D: Operator = field(kw_only=True)
 
@@ -63,19 +63,19 @@ class OperatorMetric(Isotropic):
             raise ValueError(f"preconditioner {kind} is {tuple(self.D.shape)}; these params have {d} entries.")
         if self.D.dtype != theta.dtype or self.D.device != theta.device:
             raise ValueError(
-                f"preconditioner {kind} is {self.D.dtype} on {self.D.device}, params are {theta.dtype} on "
+                f"preconditioner {kind} is {self.D.dtype} on {self.D.device}, but params are {theta.dtype} on "
                 f"{theta.device}; convert it with .to(...)."
             )
         space = spaces_of(self.D)[0]
         if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
             raise ValueError(
-                f"preconditioner {kind} is of parameters in the order {list(space.names)}, params are "
-                f"{list(structure.names)}: give both the same parameters in one order."
+                f"preconditioner {kind} has parameters in the order {list(space.names)}, but params in the order "
+                f"{list(structure.names)}: use the same parameters in the same order."
             )
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:
-        """The eigenbasis of D where its closed form has one: drift and noise then share one rotation back."""
+        """The eigenbasis of D, if its closed form has one: drift and noise then share one rotation back."""
         inverse = isinstance(self.D, Inverse)
         form = (self.D.base if inverse else self.D)._closed_form()
         basis = None if form is None else form.eigenbasis()
@@ -126,7 +126,7 @@ def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
         )
     if not is_psd(given):
         raise ValueError(
-            f"{name} {type(given).__name__} is not known to be positive semidefinite, and must have a square root. "
-            "Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
+            f"{name} {type(given).__name__} is not known to be positive semidefinite, and it needs a square root. "
+            "Pass co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
         )
     return OperatorMetric(D=given)

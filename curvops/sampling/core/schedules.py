@@ -1,4 +1,4 @@
-"""Schedules of step sizes and temperatures: functions of the number of steps made."""
+"""Schedules of step sizes and temperatures as functions of the number of steps made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """A schedule with one value at every step."""
+    """A schedule with the same value at every step."""
 
     value: float
 
@@ -24,7 +24,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class RobbinsMonro:
-    """The schedule a (b + t)^−γ: for γ in (½, 1], steps sum to ∞, their squares do not (Robbins & Monro 1951)."""
+    """The schedule a (b + t)^−γ: for γ in (½, 1] the steps sum to ∞, their squares do not (Robbins & Monro 1951)."""
 
     a: float
     b: float = 1.0
@@ -35,7 +35,7 @@ class RobbinsMonro:
         checked_number("b", self.b)
         if not 0.5 < checked_number("gamma", self.gamma) <= 1:
             raise ValueError(
-                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below the squared steps add up to ∞, above 1 "
+                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞; above 1, "
                 "the steps themselves do not."
             )
 
@@ -62,7 +62,7 @@ class Cosine:
 
 
 def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
-    """Return the schedule for a number, which is checked, or a function of the step, whose values `at` checks."""
+    """Return the schedule of a number, which is checked, or of a function of the step, whose values `at` checks."""
     if callable(given) and not isinstance(given, type):
         return given
     kind = "a number or a function of the step, such as RobbinsMonro(a)"

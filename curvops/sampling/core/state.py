@@ -19,10 +19,10 @@ AnyState = TypeVar("AnyState", bound="State")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class State(Summarised):
-    """The state of one chain, or of k chains. Two states share no tensor, unless a step was made in place.
+    """The state of one chain, or of k chains; two states share no tensor, unless a step was made in place.
 
-    theta: the parameters as one vector, (d,) or (k, d). step: updates made so far, on the CPU. random: for each chain
-    the state of the generator of its noise.
+    theta: the parameters as one vector, (d,) or (k, d). step: the number of updates so far, on the CPU. random: for
+    each chain the state of the generator of its noise.
     """
 
     theta: Float[Tensor, "*k d"]
@@ -32,7 +32,7 @@ class State(Summarised):
 
     @property
     def params(self) -> Any:
-        """The parameters as the tree given to `init`, views of `theta`; the dimension of chains comes first."""
+        """The parameters as the tree that `init` received, views of `theta`, with the dimension of chains first."""
         return self.structure.unflatten(self.theta)
 
     def clone(self: AnyState) -> AnyState:
@@ -56,9 +56,9 @@ class MomentumState(State):
 class Info(Summarised):
     """Information about one step: tensors 0-d, or (k,) for chains, on the parameters' device.
 
-    log_posterior: the sampler's `log_posterior` of this batch, at the start of the step; for Metropolis samplers at its
-    end. acceptance: probability that the proposal is accepted. energy_error: H(proposal) − H(start); where positive,
-    the acceptance is its negative exponential. Both are None for samplers that accept every step.
+    log_posterior: the value of `log_posterior` for this batch at the start of the step, for Metropolis samplers at its
+    end. acceptance: the probability of accepting the proposal. energy_error: H(proposal) − H(start); the acceptance
+    is the exponential of its negative, at most 1. Both are None for samplers that accept every step.
     """
 
     log_posterior: Float[Tensor, "*k"]
@@ -79,7 +79,7 @@ def _copy(value: Any) -> Any:
 def generator_states(
     generator: torch.Generator | None, device: torch.device, chains: int | None
 ) -> UInt8[Tensor, "*k bytes"]:
-    """Return the states of new generators, seeded by draws from `generator` or from the default generator of torch."""
+    """Return the states of new generators, seeded by draws from `generator` or from torch's default generator."""
     on = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
     found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
@@ -87,7 +87,7 @@ def generator_states(
 
 
 class NoiseSource:
-    """Random numbers for each chain from a generator of its own, so that k chains draw as k single ones would.
+    """Random numbers for each chain from its own generator, so that k chains draw the same as k single ones.
 
     `keep` writes the advanced states back into `states` (*k, bytes), in place.
     """

@@ -24,11 +24,11 @@ class Structure(FlatLayout):
         return f"Structure({len(self.names)} tensors, d={self.size})"
 
     def tree(self, parts: Sequence[Tensor]) -> Any:
-        """Return the tensors as the tree that the user gave: a mapping by name, a tuple, one tensor, …"""
+        """Return the tensors as the user's tree: a mapping by name, a tuple, one tensor, …"""
         return pytree.tree_unflatten(list(parts), self.spec)
 
     def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
-        """Return the tree of a vector; its tensors (*k, *shape) are views of it."""
+        """Return the tree of a vector, with tensors (*k, *shape) that are views of it."""
         return self.tree(self.parts(vector))
 
 
@@ -36,23 +36,23 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     """Copy a tree of parameters into one vector; return it and its layout.
 
     Raises:
-        TypeError: params is a module, or a leaf is no real floating tensor.
+        TypeError: params is a module, or a leaf is not a real floating-point tensor.
         ValueError: there is no tensor, or tensors differ in dtype or device, or hold NaN or Inf.
     """
     if isinstance(params, nn.Module):
-        raise TypeError("params is a module: give its tensors, dict(model.named_parameters()).")
+        raise TypeError("params is a module: pass its tensors, dict(model.named_parameters()).")
     found, spec = pytree.tree_flatten_with_path(params)
     if not found:
-        raise ValueError(f"params hold no tensor: {params!r}.")
+        raise ValueError(f"params contain no tensor: {params!r}.")
     leaves: dict[str, Tensor] = {}
     for path, leaf in found:
         name = f"params{pytree.keystr(path)}"
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} is {type(leaf).__name__}; params is a tree (dict, tuple, …) of tensors.")
+            raise TypeError(f"{name} is {type(leaf).__name__}; params must be a tree (dict, tuple, …) of tensors.")
         if not leaf.is_floating_point():
             raise TypeError(
-                f"{name} is of {leaf.dtype}; only real floating tensors can be sampled. Leave it out of params, and "
-                "let log_posterior hold it."
+                f"{name} is {leaf.dtype}, and only real floating-point tensors can be sampled. Leave it out of "
+                "params, and keep it inside log_posterior."
             )
         leaves[name] = leaf.detach()
     first_name, first = next(iter(leaves.items()))
@@ -60,7 +60,7 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
         for what in ("dtype", "device"):
             if getattr(leaf, what) != getattr(first, what):
                 raise ValueError(
-                    f"{first_name} is {getattr(first, what)}, {name} {getattr(leaf, what)}: params are one vector; "
+                    f"{first_name} is {getattr(first, what)}, {name} {getattr(leaf, what)}, but params are one vector: "
                     "convert them."
                 )
         if not bool(leaf.isfinite().all()):
@@ -77,16 +77,14 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
     """
     if len(starts) != chains:
         raise ValueError(
-            f"a list must hold one start for each of the {chains} chains, this one {len(starts)}. Give "
+            f"a list must have one start for each of the {chains} chains, but this one has {len(starts)}. Pass "
             "parameters that are themselves a list as a tuple."
         )
     rows, structures = zip(*[flatten(start) for start in starts])
     first = structures[0]
     for i, other in enumerate(structures):
         if (other.spec, other.shapes) != (first.spec, first.shapes):
-            raise ValueError(
-                f"start {i} holds {_describe(other)}, start 0 {_describe(first)}: all chains need the same."
-            )
+            raise ValueError(f"start {i} has {_describe(other)}, start 0 {_describe(first)}: all chains need the same.")
         if (rows[i].dtype, rows[i].device) != (rows[0].dtype, rows[0].device):
             raise ValueError(
                 f"start {i} is {rows[i].dtype} on {rows[i].device}, start 0 {rows[0].dtype} on {rows[0].device}."
@@ -99,11 +97,11 @@ def _describe(structure: Structure) -> str:
 
 
 ROW = 1024
-"""Numbers of a row, which is summed in its own dtype; sums of rows are added in float64."""
+"""How many numbers of a row are summed in its own dtype; these sums are added in float64."""
 
 
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
-    """Return Σ a b along the last dimension in float64; a float64 copy would take several times as long."""
+    """Return Σ a b along the last dimension in float64, without a float64 copy, which takes several times as long."""
     products = a * b
     rows = products.shape[-1] // ROW
     whole, rest = products.split([rows * ROW, products.shape[-1] - rows * ROW], -1)

@@ -22,15 +22,15 @@ from curvops.sampling.core.structure import flatten, flatten_starts
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
 LOOK_EVERY = 32
-"""Steps between two checks for finite values on an accelerator, each of which waits for the device."""
+"""Steps between two checks for finite values on an accelerator; each check waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Transition(ABC):
-    """A sampler or an optimiser: all that a step needs besides the state and the batch. Immutable.
+    """A sampler or an optimiser: everything that a step needs besides the state and the batch; immutable.
 
-    temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
-    posterior, τ = 0 the optimiser. chains: how many a state holds, None for one without a leading dimension.
+    The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
+    posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension.
     """
 
     density: Evaluation
@@ -57,14 +57,15 @@ class Transition(ABC):
         """Return a state at these parameters, which are copied.
 
         Args:
-            params: a tree (dict, tuple, …) of floating tensors of one dtype and device, such as
-                `dict(model.named_parameters())` or `log_posterior.params`. With chains, all start there; a list
-                of such trees holds a start for each.
-            generator: source of the seeds of the state's own generators, one for each chain; None takes torch's
-                default. Initial momenta are drawn.
+            params: a tree (dict, tuple, …) of floating-point tensors of one dtype and device, such as
+                `dict(model.named_parameters())` or `log_posterior.params`. All chains start there; a list of such trees
+                has a start for each chain.
+            generator: source of the seeds of the state's own generators, one for each chain; None uses torch's default
+                generator. Initial momenta are drawn from it, too.
 
         Raises:
-            TypeError, ValueError: params of another form, integer, not finite, or not the preconditioner's.
+            TypeError, ValueError: params that have another form, are integer or not finite, or do not fit the
+            preconditioner.
         """
         check_generator(generator)
         if self.chains is not None and isinstance(params, list):
@@ -88,14 +89,14 @@ class Transition(ABC):
         """Take one step from this state with this batch.
 
         Args:
-            state: returned by `init` or an earlier `update` of the same kind of sampler.
-            batch: handed to `log_posterior`.
-            inplace: write into the tensors of `state`, which is returned, instead of copies. The numbers are the same.
+            state: the result of `init` or an earlier `update` of the same kind of sampler.
+            batch: the batch passed to `log_posterior`.
+            inplace: write into the tensors of `state`, and return it, instead of copying. The numbers are the same.
 
         Raises:
-            Diverged: the log posterior is not finite; the message names a step size to try. On an accelerator it is
-                checked every 32 steps.
-            TypeError, ValueError: the state of another sampler, or a log posterior that is no number for each chain or
+            Diverged: the log posterior is not finite; the message suggests a step size. On an accelerator the check
+                happens every 32 steps.
+            TypeError, ValueError: the state of another sampler, or a log posterior that is not one number per chain or
                 does not depend on the parameters.
         """
         check_flag("inplace", inplace)
@@ -108,39 +109,39 @@ class Transition(ABC):
         return new, info
 
     def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
-        """Return this sampler with another D, such as one of newer curvature; states stay valid."""
+        """Return this sampler with another D, such as one of more recent curvature; states stay valid."""
         return replace(self, metric=as_metric(preconditioner))
 
     def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
         """Return this sampler with another step size or schedule; states stay valid."""
         return replace(self, step_size=as_schedule("step_size", step_size))
 
-    # What a method defines
+    # Defined by each method
 
     state_type: ClassVar[type[State]] = State
     metropolis: ClassVar[bool] = False
     """Whether proposals are accepted or rejected."""
     cold: ClassVar[str] = ""
-    """The error at temperature 0, where the method needs a positive one."""
+    """The error message at temperature 0, for methods that need a positive one."""
     largest_step: ClassVar[float] = math.inf
 
     def step_length(self, step: int) -> tuple[str, float]:
-        """Return the name of the option that sets the step's length, and its value."""
+        """Return the name of the option that sets the step size, and its value."""
         return "step_size", self.step_size(step)
 
     def stability_limit(self, curvature: float) -> float | None:
-        """Return the largest ε stable at this curvature (of D^½ H D^½); None where no limit is known."""
+        """Return the largest stable ε at this curvature (of D^½ H D^½); None where no limit is known."""
         return None
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        """Return the tensors that the method's states keep besides the parameters, by field."""
+        """Return the tensors, by field, that the method's states keep besides the parameters."""
         return {}
 
     @abstractmethod
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
-        """Take a step in place. Nothing of the state may be written to before the gradient is known to be finite."""
+        """Take a step in place; the state may be written to only once the gradient is known to be finite."""
 
-    # What methods share
+    # Shared by all methods
 
     def _now(self, state: State) -> tuple[float, float]:
         """Return ε and 𝒯 at this step."""
@@ -151,7 +152,7 @@ class Transition(ABC):
         return at("step_size", self.step_size, step), temperature / self.data_size
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return log_posterior and its gradient at the state; raise where they are not finite."""
+        """Return log_posterior and its gradient at the state; raise an error where they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
         if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
@@ -162,7 +163,7 @@ class Transition(ABC):
         found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
         if step == 0:
             return ValueError(
-                f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
+                f"log_posterior is {found} at the initial params: start where it is finite, and check the batch."
             )
         name, epsilon = self.step_length(step)
         measured = " (co.sampling.run measures the curvature and names the limit.)"
@@ -174,13 +175,13 @@ class Transition(ABC):
     def _check_state(self, state: Any) -> None:
         if type(state) is not self.state_type:
             raise TypeError(
-                f"state must come from this sampler's init ({self.state_type.__name__}), got {type(state).__name__}."
+                f"state must come from init of this sampler ({self.state_type.__name__}), got {type(state).__name__}."
             )
         wanted = () if self.chains is None else (self.chains,)
         if tuple(state.theta.shape[:-1]) != wanted:
             raise ValueError(
-                f"the state holds chains {tuple(state.theta.shape[:-1])}, this sampler runs {wanted}: make it by this "
-                "sampler's init."
+                f"the state has chains {tuple(state.theta.shape[:-1])}, but this sampler runs {wanted}: make it with "
+                "init of this sampler."
             )
 
 
@@ -194,7 +195,7 @@ def _named_chains(bad: Tensor) -> str:
 def common_arguments(
     log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
 ) -> dict[str, Any]:
-    """Check the arguments that every sampler has and return its fields."""
+    """Check the arguments shared by all samplers, and return their fields."""
     if not callable(log_posterior):
         raise TypeError(
             "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
@@ -204,8 +205,8 @@ def common_arguments(
     if data_size is None and known is None:
         raise ValueError(
             "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
-            "where N is known. Give data_size=N (1 for a density that is no mean over data), or build log_posterior "
-            "by co.sampling.log_posterior(...), which carries it."
+            "if N is known. Pass data_size=N (1 for a density that is not a mean over data), or build log_posterior "
+            "with co.sampling.log_posterior(...), which carries it."
         )
     if data_size is None:
         data_size = known

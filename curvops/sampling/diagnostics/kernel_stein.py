@@ -22,31 +22,31 @@ from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
 
 AT_A_TIME = 2**22
-"""Numbers of the draws that are converted together."""
+"""How many numbers of the draws are converted at a time."""
 
 
 @torch.no_grad()
 def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Estimate:
     """Estimate the squared kernel Stein discrepancy between draws and a target, by a U-statistic.
 
-    It is E u(θ, θ') over pairs of draws, zero where the draws come from the target, for
+    It is E u(θ, θ') over pairs of draws, zero if the draws come from the target, with
     u = s(θ)ᵀs(θ')k + s(θ)ᵀ∇'k + s(θ')ᵀ∇k + tr ∇∇'k with the score s and the kernel k = (c² + ‖θ − θ'‖²)^-½.
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor; all chains count together.
-        scores: tensors of the same names and shapes, the gradient of the *full* log density at each draw: for a
-            posterior the gradient of the summed log-likelihood plus the log prior, N times that of `log_posterior` over
-            all data; for a tempered one, this divided by τ. Unbiased scores of minibatches leave the mean unchanged
-            unless two draws share a minibatch: it then grows by the expected product of their noises.
-        scale: c, in the units of the weights, or "median": the median distance of the draws.
+        scores: tensors of the same names and shapes, the gradient of the *full* log density at each draw. For a
+            posterior it is the gradient of the summed log-likelihood plus the log prior, N times that of
+            `log_posterior` over all data; for a tempered one, divide it by τ. Unbiased scores of minibatches leave the
+            mean unchanged unless two draws share a minibatch: it then grows by the expected product of their noises.
+        scale: c, in the units of the weights, or "median" for the median distance of the draws.
 
     Returns:
         An `Estimate`: the value is unbiased and may be negative. Its standard error is that of a U-statistic of
-        *independent* draws (a third too large where they come from the target): thin chains first, or regard it as too
-        small by the factor √(draws / effective sample size).
+        *independent* draws (a third too large where they come from the target): thin chains first, or multiply it by
+        the factor √(draws / effective sample size).
 
     Raises:
-        TypeError, ValueError: draws or scores of another kind, of different names or shapes, fewer than four
+        TypeError, ValueError: draws or scores of another kind, with different names or shapes, fewer than four
             draws, or a scale that is not positive.
 
     Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
@@ -60,7 +60,7 @@ def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Esti
         )
     products, dimension = _products(points, slopes)
     if len(products[0]) < 4:
-        raise ValueError(f"there are {len(products[0])} draws; a U-statistic's standard error needs four.")
+        raise ValueError(f"there are {len(products[0])} draws, but the standard error of a U-statistic needs four.")
     squares = _squared_distances(products[0])
     u = stein_kernel(*products, squares, dimension, _checked_scale(scale, squares))
     return u_statistic(u)
@@ -84,9 +84,9 @@ def stein_kernel(
 def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
     """Return the mean of u over pairs of different draws, with its standard error for independent draws.
 
-    The variance is the square of the mean less the mean of u_ij u_kl over four different indices, which is unbiased.
+    The variance is the square of the mean minus the mean of u_ij u_kl over four different indices, which is unbiased.
     Where it falls below the contribution of pairs alone (draws from the target, for which u is degenerate), that
-    contribution replaces it, which makes the error of these draws a third too large on average.
+    contribution replaces it and makes the error a third too large on average.
     """
     n = len(u)
     u = u - u.diagonal().diag()
@@ -102,7 +102,7 @@ def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
 
 
 def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, θ less its mean, and D; few entries at a time."""
+    """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, θ less its mean, and D, a few entries at a time."""
     first = next(iter(points.values()))
     n, dimension = first.shape[0] * first.shape[1], 0
     found = first.new_zeros(3, n, n, dtype=torch.float64)
@@ -132,7 +132,7 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
         i, j = torch.triu_indices(n, n, 1, device=squares.device)
         found = float(squares[i, j].median().sqrt())
         if not found > 0:
-            raise ValueError("scale='median' is zero: at least half of the pairs of draws are the same; give a number.")
+            raise ValueError("scale='median' is zero: at least half of the pairs of draws are the same; pass a number.")
         return found
     return checked_number("scale", scale, kind="a positive number or 'median'")
 
@@ -141,32 +141,32 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
 def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False) -> Any:
     """Compute ∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
 
-    It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches by their sizes. For a
-    tempered posterior divide it by τ.
+    It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches weighted by their
+    sizes. For a tempered posterior divide it by τ.
 
     Args:
-        log_posterior: made by `co.sampling.log_posterior`.
-        chain: returned by `co.sampling.run`.
+        log_posterior: the result of `co.sampling.log_posterior`.
+        chain: the result of `co.sampling.run`.
         batches: all data, `[(X, y)]` or a list of batches.
-        part: True accepts batches of a part of the data and returns N/n times their sum: unbiased scores where the part
-            is chosen at random; `stein_discrepancy` says how they change its value.
+        part: True accepts batches that are a part of the data, and multiplies their sum by N/n: unbiased scores if the
+            part is chosen at random. `stein_discrepancy` describes the effect on its value.
 
     Returns:
         A tree like `chain.params`, tensors (k, S, *shape).
 
     Raises:
         TypeError: another kind of log posterior, draws or batches.
-        ValueError: the batches do not hold all N points, and `part` is False.
+        ValueError: the batches do not contain all N points, and `part` is False.
 
-    Cost: a gradient for each draw, many draws together where `torch.vmap` can.
+    Cost: a gradient for each draw, many draws together if `torch.vmap` can.
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(
-            "scores takes co.sampling.log_posterior(...), which knows N and the sizes of batches, got "
-            f"{type(log_posterior).__name__}; for a density of your own give its gradients to stein_discrepancy."
+            "scores needs co.sampling.log_posterior(...), which carries N and the sizes of batches, got "
+            f"{type(log_posterior).__name__}; for your own density pass its gradients to stein_discrepancy."
         )
     if not isinstance(chain, Chain):
-        raise TypeError(f"scores takes the chain that co.sampling.run returned, got {type(chain).__name__}.")
+        raise TypeError(f"scores needs the chain that co.sampling.run returned, got {type(chain).__name__}.")
     if isinstance(batches, Tensor | tuple) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be a list of batches, [(X, y)] for all data, got {type(batches).__name__}.")
     rows = chain.theta.flatten(0, 1)
@@ -177,9 +177,9 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
         count += points
     if count != log_posterior.data_size and not part:
         raise ValueError(
-            f"the batches hold {count} points of {log_posterior.data_size}: give all of them, or part=True for scores "
+            f"the batches have {count} of {log_posterior.data_size} points: pass all of them, or part=True for scores "
             "of some, scaled to all."
         )
     if not count:
-        raise ValueError("there is no batch.")
+        raise ValueError("batches is empty: pass at least one batch.")
     return chain.structure.unflatten((total * (log_posterior.data_size / count)).view_as(chain.theta))

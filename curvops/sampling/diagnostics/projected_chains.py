@@ -1,4 +1,4 @@
-"""Diagnostics of chains of many weights through a few random projections (Hron et al. 2022)."""
+"""Diagnostics of chains of many weights by a few random projections (Hron et al. 2022)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from curvops.posterior.core.arguments import checked_count
 from curvops.sampling.core.chain_draws import checked_draws
 
 AT_A_TIME = 2**22
-"""Numbers of the draws that are converted together."""
+"""How many numbers of the draws are converted at a time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RandomProjections(Summarised):
     """R̂² and effective sample sizes of chains under p random projections.
 
-    ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], unrooted: 1 where the chains agree; None for a single
-    chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain by itself, up to the first negative ρ̂
-    (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect a
+    ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], without the root: 1 if the chains agree; None for a
+    single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain by itself, summed up to the first
+    negative ρ̂ (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect
     disagreement between chains. ``series`` (chains, draws, p) are the projections.
     """
 
@@ -44,10 +44,10 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
         generator: source of these vectors.
 
     Raises:
-        TypeError, ValueError: draws of another kind, fewer than two a chain, draws that are not finite, chains that
-            stand still, or a count that is not a positive whole number.
+        TypeError, ValueError: draws of another kind, fewer than two draws per chain, draws that are not finite, chains
+            that do not move, or a count that is not a positive whole number.
 
-    Cost: a product of the draws with a D × count matrix, made in parts; no copy of the draws.
+    Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
     """
     count = checked_count(count)
     check_generator(generator)
@@ -64,7 +64,7 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
 def project(
     checked: dict[str, Tensor], count: int, generator: torch.Generator | None
 ) -> Float[Tensor, "chains draws p"]:
-    """Multiply draws by standard normal columns in float64, up to a constant for each column; few entries at a time."""
+    """Multiply draws by standard normal columns in float64, up to a constant per column, a few entries at a time."""
     first = next(iter(checked.values()))
     found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
     device = first.device if generator is None else generator.device
@@ -72,7 +72,7 @@ def project(
         flat = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(2)
         for part in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
             columns = torch.randn(part.shape[2], count, generator=generator, device=device, dtype=torch.float64)
-            moved = part.double() - part[:1, :1].double()  # weights may be far from zero, for their spread
+            moved = part.double() - part[:1, :1].double()  # weights may be far from zero, compared with their spread
             found += moved @ columns.to(found.device)
     return found
 
@@ -88,11 +88,11 @@ def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "
 
 
 def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*p"]:
-    """Return the effective sample size of all chains together, smaller where they disagree; at least one.
+    """Return the effective sample size of all chains together, at least one; it is smaller if they disagree.
 
     k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ includes that between the chains
-    (Gelman et al. 2013, eq. 11.7), up to the first pair of lags with a negative sum (Geyer 1992): a chain that swings
-    from side to side has negative correlations at odd lags. Chains of one draw each count as independent draws.
+    (Gelman et al. 2013, eq. 11.7), summed up to the first pair of lags with a negative sum (Geyer 1992): an oscillating
+    chain has negative correlations at odd lags. Chains of one draw each count as independent draws.
     """
     chains, draws = series.shape[:2]
     if draws == 1 or not series.numel():
@@ -105,7 +105,7 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     left = (1 - torch.arange(draws, dtype=series.dtype, device=series.device) / draws).view(1, -1, *[1] * within.ndim)
     covariances = (
         (autocorrelation(series) * variances * left).nan_to_num().mean(0)
-    )  # a chain that stands still has none
+    )  # a chain that does not move has none
     rho = 1 - (within - covariances) / total
     rho = torch.where(total > 0, rho, 0.0)
     rho[0] = 1.0
@@ -117,7 +117,7 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
 def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
     """Return ρ̂_l at each lag l: the mean of the S − l products of deviations from the chain's mean, scaled to ρ̂_0 = 1.
 
-    NaN where a chain stands still. A Fourier transform, O(S log S).
+    NaN if a chain does not move. Uses a Fourier transform, O(S log S).
     """
     draws = series.shape[1]
     moved = series.double() - series.double().mean(1, keepdim=True)

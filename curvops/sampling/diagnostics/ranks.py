@@ -12,14 +12,14 @@ from curvops.checks import check_choice
 from curvops.sampling.core.chain_draws import checked_draws
 
 LEAST_DRAWS = 4
-"""The fewest draws of a chain that can be split into halves."""
+"""The smallest number of draws for which a chain can be split into halves."""
 
 
 def to_inference_data(draws: Any) -> Any:
     """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
 
     Args:
-        draws: {name: tensor (chain, draw, ...)} or one such tensor, which is then named "x".
+        draws: {name: tensor (chain, draw, ...)} or one such tensor, which gets the name "x".
 
     Raises:
         ImportError: ArviZ is not installed (`pip install curvops[diagnostics]`).
@@ -31,16 +31,17 @@ def to_inference_data(draws: Any) -> Any:
 
 
 def rhat(draws: Any) -> dict[str, Tensor]:
-    """Compute the rank-normalised split R̂ of each entry: above 1.01 chains have not mixed (Vehtari et al. 2021).
+    """Compute the rank-normalised split R̂ of each entry; above 1.01 chains have not mixed (Vehtari et al. 2021).
 
     Args:
-        draws: {name: tensor (chain, draw, ...)} or one such tensor, of two chains or more.
+        draws: {name: tensor (chain, draw, ...)} or one such tensor, with at least two chains.
 
     Returns:
         {name: tensor of the parameter's shape}, in float64.
 
     Raises:
-        ImportError, TypeError, ValueError: as `to_inference_data`, and for one chain or fewer than four draws of each.
+        ImportError, TypeError, ValueError: as `to_inference_data`, for one chain, or for fewer than four draws per
+        chain.
 
     Cost: about a millisecond for each entry; for many weights use `random_projections`.
     """
@@ -53,8 +54,8 @@ def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor.
-        kind: "bulk", of rank-normalised draws, measures how well the centre of the distribution is known; "tail", the
-            smaller one of those at the 5 % and the 95 % quantile, how well its tails are.
+        kind: "bulk" for the rank-normalised draws, which measures the accuracy at the centre of the distribution;
+            "tail" for the smaller one at the 5 % and the 95 % quantile, which measures it in the tails.
 
     Returns:
         {name: tensor of the parameter's shape}, in float64.

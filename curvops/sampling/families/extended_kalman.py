@@ -36,7 +36,7 @@ class KalmanState(State):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExtendedKalmanFilter(Transition):
-    """The filter P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
+    """An extended Kalman filter of the weights: P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
 
     form: str
     fisher: str
@@ -56,7 +56,7 @@ class ExtendedKalmanFilter(Transition):
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
-            raise ValueError("a Kalman filter is deterministic: give ekf(...) itself, not chains of it.")
+            raise ValueError("a Kalman filter is deterministic: use ekf(...) itself, not chains of it.")
         wanted = list(self._target.params)
         tree = state.structure.unflatten(state.theta)
         if not isinstance(tree, dict) or list(tree) != wanted:
@@ -68,8 +68,8 @@ class ExtendedKalmanFilter(Transition):
         if prior.diagonal is None:
             if self.form != "dense":
                 raise ValueError(
-                    f"form={self.form!r} starts from a prior precision that is a number, a vector or a mapping; that "
-                    f"of log_posterior is an operator, {type(prior.precision).__name__}: use form='dense'."
+                    f"form={self.form!r} starts from a prior precision that is a number, a vector or a mapping, but "
+                    f"that of log_posterior is an operator, {type(prior.precision).__name__}: use form='dense'."
                 )
             assert isinstance(prior.precision, Operator)
             return {"matrix": prior.precision.to_dense().clone()}
@@ -80,7 +80,7 @@ class ExtendedKalmanFilter(Transition):
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
-        with own_randomness(state.theta.device):  # once for all passes of the step
+        with own_randomness(state.theta.device):  # computed once for all passes of the step
             n, score, slope, curvature = self._terms(state.theta, batch)
         if not all(map(math.isfinite, torch.stack([score.to(slope), *slope.aminmax()]).tolist())):
             raise self._not_finite(score, int(state.step))
@@ -103,7 +103,7 @@ class ExtendedKalmanFilter(Transition):
         curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
-    # Each form: the precision after the transition and this batch, and P⁻¹ times the gradient
+    # For each form: the precision after the transition and this batch, and P⁻¹ times the gradient
 
     def _diagonal(
         self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
@@ -140,7 +140,7 @@ class ExtendedKalmanFilter(Transition):
         assert root is not None
         W = torch.cat([W, math.sqrt(rate) * root.to_dense()], 1)
         precision = LowRank(W, W.new_ones(W.shape[1])).add_diagonal(diagonal)
-        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with all of the batch: only the stored root is cut
+        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with the whole batch: only the stored root is truncated
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
@@ -152,15 +152,15 @@ class ExtendedKalmanFilter(Transition):
         return EmpiricalFisher(lin) if self.fisher == "empirical" else GGN(lin)
 
     def posterior(self, state: KalmanState, lin: Linearization) -> GaussianPosterior:
-        """Return N(mean, P⁻¹) as a posterior, with the interface of Laplace's.
+        """Return N(mean, P⁻¹) as a posterior, with the same methods as a Laplace posterior.
 
         Args:
-            state: from this filter's `init` or `update`.
+            state: the result of `init` or `update` of this filter.
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
 
         Raises:
-            TypeError, ValueError: another kind of state, or a linearisation of other parameters or at other weights.
+            TypeError, ValueError: another kind of state, or a linearisation with other parameters or other weights.
         """
         self._check_state(state)
         check_linearization(lin)
@@ -187,44 +187,45 @@ def ekf(
 ) -> ExtendedKalmanFilter:
     """Build the extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
 
-    At each batch, linearised at the present mean θ with the output Fisher H (the observation noise's inverse):
+    For each batch, linearised at the present mean θ with the output Fisher H (the observation noise's inverse):
 
         P ← (P⁻¹ + q I)⁻¹ + ε Σ_n J_nᵀH_nJ_n,    θ ← θ + ε P⁻¹ Σ_n ∇ log p(y_n | x_n, θ)
 
     Sums run over the batch: ε = 1 and one pass are Bayes' rule, which for a linear model under a Gaussian likelihood
-    is exact with form="dense", in any order of the batches: recursive least squares.
+    is exact with form="dense", in any order of the batches (recursive least squares).
 
     Args:
-        log_posterior: made by `co.sampling.log_posterior`: the network, its likelihood and the prior precision, with
-            which the first state starts. Its mean is the params given to `init`: the prior's mean for Bayes' rule.
-        form: the form of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which beyond its rank
-            keeps the exact diagonal of the rest (Chang et al. 2023), as `post.update(form="low_rank_diagonal")`.
-        fisher: "ggn", or "empirical": Σ g_n g_nᵀ of the gradients in place of the curvature (Duffield et al. 2024),
-            which does not estimate it: linear models then do not reach their posterior.
-        transition_noise: q ≥ 0, the variance by which each weight is expected to move between two batches.
+        log_posterior: the result of `co.sampling.log_posterior`: the network, its likelihood and the prior precision,
+            with which the first state starts. Its mean is the params passed to `init`: for Bayes' rule the prior's
+            mean.
+        form: the form of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which keeps the exact
+            diagonal of what exceeds its rank (Chang et al. 2023), as `post.update(form="low_rank_diagonal")` does.
+        fisher: "ggn", or "empirical" for Σ g_n g_nᵀ of the gradients instead of the curvature (Duffield et al. 2024).
+            The latter does not estimate the curvature, and linear models then do not reach their posterior.
+        transition_noise: q ≥ 0, the variance of the expected change of each weight between two batches.
         lr: ε > 0, a number or a schedule; the fraction with which a batch counts.
         rank: the rank of W, by default 10.
 
     Returns:
-        An `ExtendedKalmanFilter`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`; `co.sampling.run`
-        takes it.
+        An `ExtendedKalmanFilter` with `init(params)`, `update(state, batch)` and `posterior(state, lin)`, which
+        `co.sampling.run` accepts.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot hold.
+        TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot represent.
 
-    Cost of a step, after a first one that also checks the derivatives: for the diagonal one forward pass over the batch
-    and C + 1 backward passes (empirical: one); for the others a gradient and the N·C rows of J in the batch; for the
-    dense form D³/3 operations besides.
+    Cost of a step, after a first one that also checks the derivatives: for the diagonal form a forward pass over the
+    batch and C + 1 backward passes (empirical: one); for the other forms a gradient and the N·C rows of J in the batch;
+    for the dense form also D³/3 operations.
     """
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(
-            "ekf takes co.sampling.log_posterior(model, likelihood, ...), whose network it linearises, got "
+            "ekf needs co.sampling.log_posterior(model, likelihood, ...), whose network it linearises, got "
             f"{type(log_posterior).__name__}."
         )
     if rank is not None and form != "low_rank_diagonal":
-        raise ValueError(f"rank={rank!r} is for form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
+        raise ValueError(f"rank={rank!r} needs form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,

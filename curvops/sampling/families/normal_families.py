@@ -1,7 +1,7 @@
 """Families of normal distributions over the weights: their draws, densities and covariances.
 
-Each is a zero-mean normal on the vector of all weights, described by a few tensors; the mean is kept separately. The
-table `FAMILIES` names them: a new family is one class and one row.
+Each is a zero-mean normal distribution of the vector of all weights, described by a few tensors; the mean is kept
+separately. The table `FAMILIES` names them: a new family is one class and one row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 class GaussianFamily(ABC):
-    """A family of covariances Σ on vectors (d,) of a given structure."""
+    """A family of covariances Σ on vectors (d,) with a given structure."""
 
     @abstractmethod
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
@@ -49,13 +49,13 @@ class GaussianFamily(ABC):
         """Estimate the relative error of the precision, restricted to the parts that the family can make zero.
 
         With the residual u = Tᵀ∇ log(q/p) of draws z = T ε, the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
-        −log p (Stein 1981): the relative error of q's precision. The squares of an error add up over all but the first
-        dimension.
+        −log p (Stein 1981), which is the relative error of q's precision. The squares of an error add up over all
+        dimensions but the first.
         """
 
     @abstractmethod
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
-        """Return Σ, and Σ⁻¹ where it has a form of its own, with entry i at position order[i] of the vector."""
+        """Return Σ, and Σ⁻¹ if it has a form of its own, with entry i at position order[i] of the vector."""
 
 
 class DiagonalFamily(GaussianFamily):
@@ -112,7 +112,7 @@ class LowRankDiagonalFamily(GaussianFamily):
         self.rank = rank
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
-        small = 0.1 * scale / self.rank**0.5  # at U = 0 its gradient is zero in the mean
+        small = 0.1 * scale / self.rank**0.5  # at U = 0 the mean of its gradient is zero
         vectors = small * source.normal(like.new_empty(len(like) * self.rank)).view(-1, self.rank)
         return {"log_scale": torch.full_like(like, math.log(scale)), "vectors": vectors}
 
@@ -147,13 +147,13 @@ class LowRankDiagonalFamily(GaussianFamily):
 class KroneckerFamily(GaussianFamily):
     """The family Σ = (L Lᵀ) ⊗ (R Rᵀ) for each tensor, on its first dimension and the others; L Lᵀ for a vector.
 
-    The matrix normal of Louizos & Welling 2016. Tensors are independent of each other.
+    It is the matrix normal distribution of Louizos & Welling 2016. Tensors are independent of each other.
     """
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         found = {}
         for i, p, q, _ in factors(structure):
-            # The right factor of a vector would be 1 × 1, a second scale for the left one.
+            # The right factor of a vector would be 1 × 1, a second scale beside the left factor.
             of_each = math.log(scale) / (1 if q == 1 else 2)
             found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
             if q > 1:
@@ -223,12 +223,12 @@ RANK = 10
 
 
 def family_of(name: str, rank: object) -> GaussianFamily:
-    """Return the family of this name; raise ValueError for a rank that it does not have."""
+    """Return the family of this name; raise ValueError for a rank if the family has none."""
     kind = FAMILIES[name]
     if kind is LowRankDiagonalFamily:
         return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
     if rank is not None:
-        raise ValueError(f"rank={rank!r} is for family='low_rank_diagonal'; family={name!r} has no rank: leave it out.")
+        raise ValueError(f"rank={rank!r} needs family='low_rank_diagonal'; {name!r} has no rank: leave it out.")
     return kind()
 
 
@@ -238,7 +238,7 @@ def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def factors(structure: Structure) -> Iterator[tuple[int, int, int, slice]]:
-    """Yield the number of each tensor, its shape (p, q) as a matrix, q = 1 for a vector, and its part of the vector."""
+    """Yield the number of each tensor, its shape (p, q) as matrix (q = 1 for a vector), and its part of the vector."""
     start = 0
     for i, shape in enumerate(structure.shapes):
         p, q = shape[0] if shape else 1, shape[1:].numel()

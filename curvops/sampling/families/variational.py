@@ -1,4 +1,4 @@
-"""Variational inference: fitting the member of a family of normal distributions nearest to the posterior."""
+"""Variational inference: fitting the member of a family of normal distributions that is nearest to the posterior."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from curvops.sampling.samplers.torch_optimizer import Optimizer, OptimizerState
 from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
 
 SETTLED = 0.1
-"""The largest error of a settled fit: of its mean in standard deviations, of its precision relatively."""
+"""The largest error of a settled fit: of its mean in standard deviations, of its precision as a relative error."""
 AVERAGED = 3
-"""Power of the step that weights misfits in their average, so that early steps are forgotten."""
+"""The power of the step that weights misfits in their average, so that early steps are forgotten."""
 
 
 class FitEnding(Enum):
-    """The outcome of variational inference: whether it reached its optimum. The value is the remedy in plain words."""
+    """The outcome of variational inference: whether it reached its optimum; the value is the remedy in plain words."""
 
     SETTLED = (
         "Settled: the gradient, averaged over the last steps, leaves the mean less than 0.1 standard deviations and "
@@ -40,9 +40,9 @@ class FitEnding(Enum):
         "noise. Continue from this state, with a larger lr where the gradient keeps its sign."
     )
     SCATTERED = (
-        "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around the "
-        "optimum by more than a tenth of a standard deviation. Continue from this state with an lr that falls to zero, "
-        "lr=co.sampling.Cosine(lr, steps)."
+        "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around "
+        "the optimum by more than a tenth of a standard deviation. Continue from this state with an lr that falls "
+        "to zero, lr=co.sampling.Cosine(lr, steps)."
     )
     NOISY = (
         "The gradient's noise hides whether the fit has stopped moving. More steps, more draws= or larger batches help."
@@ -50,15 +50,15 @@ class FitEnding(Enum):
 
 
 class Unsettled(UserWarning):
-    """Warns that a variational fit is not known to be at its optimum."""
+    """A warning that a variational fit is not known to be at its optimum."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalState(OptimizerState):
     """The state of a variational fit: the mean as `theta`, the tensors of the covariance as `spread`.
 
-    average and square: averages, over steps, of the misfits of mean and covariance (zero at the optimum) and of their
-    squares; centre: averages of the tensors themselves. All averages weight the last steps most.
+    average and square: averages over steps of the misfits of mean and covariance (zero at the optimum) and of their
+    squares; centre: averages of the tensors themselves. All averages give the last steps the largest weight.
     """
 
     spread: dict[str, Tensor]
@@ -69,7 +69,7 @@ class VariationalState(OptimizerState):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class VariationalInfo(Info):
-    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats a point."""
+    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point."""
 
     nelbo: Float[Tensor, ""] | None = None
 
@@ -87,7 +87,7 @@ class Variational(Optimizer):
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
-            raise ValueError("variational inference makes one fit, not chains: give draws= for several draws a step.")
+            raise ValueError("variational inference makes one fit, not chains: pass draws= for several draws per step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
         kept: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
         return super()._initial_tensors(state, noise) | kept
@@ -114,11 +114,12 @@ class Variational(Optimizer):
 
         At the optimum of the family the expected gradient is zero. In units of the fit itself (standard deviations for
         the mean, relative errors for the precisions) it measures the distance from the optimum. It is averaged over the
-        steps, the last ones weighted most, and compared with its standard error, as a root mean square over the weights
-        and entry by entry. This holds for the average over these steps, so the state must also be near that average.
+        steps, with the largest weight on the last ones, and compared with its standard error, as a root mean square
+        over the weights and entry by entry. As this holds for the average over these steps, the state must also be
+        near it.
 
         Args:
-            state: from this method's `update`.
+            state: the result of `update` of this method.
         """
         self._check_state(state)
         steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights
@@ -145,7 +146,7 @@ class Variational(Optimizer):
     def gradients(
         self, state: VariationalState, batch: Any, numbers: Float[Tensor, "k m"]
     ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
-        """Return the NELBO at these standard normal numbers, its gradients in mean and spread, and residuals.
+        """Return the NELBO for these standard normal numbers, its gradients in mean and spread, and residuals.
 
         The residual of a draw is the gradient of log(q/p) in its standard normal numbers.
         """
@@ -173,17 +174,17 @@ class Variational(Optimizer):
         return info, of_mean, dict(zip(spread, of_spread)), of_numbers * (len(numbers) / temperature)
 
     def posterior(self, state: VariationalState, lin: Linearization) -> GaussianPosterior:
-        """Return N(mean, Σ) as a posterior, with the interface of Laplace's.
+        """Return N(mean, Σ) as a posterior, with the same methods as a Laplace posterior.
 
         Args:
-            state: from this method's `init` or `update`.
+            state: the result of `init` or `update` of this method.
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
 
         Raises:
-            TypeError, ValueError: another kind of state, or a linearisation of other parameters or at other weights.
+            TypeError, ValueError: another kind of state, or a linearisation with other parameters or other weights.
 
-        Warns with `Unsettled` where the fit is not known to be at its optimum, see `ending`.
+        Warns with `Unsettled` if the fit is not known to be at its optimum, see `ending`.
         """
         ending = self.ending(state)
         check_linearization(lin)
@@ -213,31 +214,32 @@ def vi(
     N(θ̄, τP⁻¹), the diagonal one to the variances τ/P_dd.
 
     Args:
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it.
-        family: "diagonal"; "dense", by a Cholesky factor; "low_rank_diagonal", U Uᵀ plus a diagonal; "kronecker", for
-            each tensor the Kronecker product of two covariances, for a vector one covariance.
-        optimizer: a class of torch.optim, which takes the gradients of the mean and of the family's parameters. Weight
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
+        family: "diagonal"; "dense", by a Cholesky factor; "low_rank_diagonal", U Uᵀ plus a diagonal; "kronecker", the
+            Kronecker product of two covariances for each tensor, one covariance for a vector.
+        optimizer: a class of torch.optim, which gets the gradients of the mean and of the family's parameters. Weight
             decay would shrink the covariance, too: AdamW needs weight_decay=0.
-        draws: the number of draws of the weights in a step, together where `torch.vmap` can; the gradient's variance
-            falls with it.
+        draws: the number of draws of the weights per step, together if `torch.vmap` can; the gradient's variance falls
+            with it.
         rank: the rank of U, by default 10.
-        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017), which stays unbiased
-            and has no noise where q is the posterior; False differentiates log q in all of its parameters.
-        initial_scale: the standard deviation of each weight at the start.
+        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017). The gradient stays
+            unbiased, and has no noise where q is the posterior; False differentiates log q in all of its parameters.
+        initial_scale: the initial standard deviation of each weight.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, where log_posterior does not carry it.
+        data_size: N, needed unless log_posterior carries it.
         options: options of the optimiser; `lr` may be a schedule.
 
     Returns:
-        A `Variational`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`; `co.sampling.run` takes it.
-        `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
+        A `Variational` with `init(params)`, `update(state, batch)` and `posterior(state, lin)`, which `co.sampling.run`
+        accepts. `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, and all that `optimizer` refuses.
+        TypeError, ValueError: an argument of another kind or out of range, and everything that `optimizer` refuses.
 
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
-    p² + q² a tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors a draw.
+    p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per
+    draw.
     """
     check_choice("family", family, FAMILIES)
     check_flag("stick_the_landing", stick_the_landing)

@@ -1,7 +1,7 @@
 """Conjugate linear regression as a change of variables, from standard normal numbers to posterior weights.
 
-For Y ~ N(Ψω, λ I) and ω ~ N(0, I), column by column, the posterior is N(μ, Σ), Σ = λ(λI + ΨᵀΨ)⁻¹ and μ = ΣΨᵀY/λ;
-T(φ) = μ + R φ with R Rᵀ = Σ. Each form has another root R and factorises another matrix. All are differentiable in Ψ
+For Y ~ N(Ψω, λ I) and ω ~ N(0, I), column by column, the posterior is N(μ, Σ), Σ = λ(λI + ΨᵀΨ)⁻¹ and μ = ΣΨᵀY/λ.
+T(φ) = μ + R φ with R Rᵀ = Σ; each form has another root R and factorises another matrix. All are differentiable in Ψ
 any number of times, also where singular values coincide, since they factorise by Cholesky.
 """
 
@@ -21,7 +21,7 @@ ReadoutWeights = Float[Tensor, "p k"]
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity T, the limit λ = ∞, in which the data change nothing."""
+    """The identity map T, the limit λ = ∞, in which the data change nothing."""
 
     def forward(
         self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
@@ -36,12 +36,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class FeatureSpace:
-    """T(φ) = L⁻ᵀ(L⁻¹ΨᵀY + √λ φ), by the Cholesky factor L Lᵀ = λI + ΨᵀΨ, (p, p); O(np² + p³) operations."""
+    """The map T(φ) = L⁻ᵀ(L⁻¹ΨᵀY + √λ φ), with the Cholesky factor L Lᵀ = λI + ΨᵀΨ, (p, p); O(np² + p³) operations."""
 
     level: float
 
     def factor(self, features: ReadoutFeatures) -> Float[Tensor, "p p"]:
-        """Return L."""
+        """Return the Cholesky factor L."""
         return factor(features.mT @ features, self.level)
 
     def posterior(
@@ -71,16 +71,18 @@ class FeatureSpace:
 
 @dataclass(frozen=True)
 class DataSpace:
-    """T by the root R = I − ΨᵀL⁻ᵀB⁻¹Ψ, L Lᵀ = S = λI + ΨΨᵀ (n, n), B = L + √λ I (Andrews 1968); O(n²p + n³) operations.
+    """The map T with the root R = I − ΨᵀL⁻ᵀB⁻¹Ψ, L Lᵀ = S = λI + ΨΨᵀ (n, n), B = L + √λ I (Andrews 1968).
 
-    R Rᵀ = Σ; the symmetric root of Σ differs by a rotation. It takes an eigendecomposition of S, which automatic
-    differentiation cannot differentiate where two eigenvalues are equal, for example where a point occurs twice.
+    It takes O(n²p + n³) operations.
+
+    R Rᵀ = Σ; the symmetric root of Σ differs from R by a rotation. It would need an eigendecomposition of S, which
+    automatic differentiation cannot differentiate where two eigenvalues are equal, for example if a point occurs twice.
     """
 
     level: float
 
     def factor(self, features: ReadoutFeatures) -> Float[Tensor, "n n"]:
-        """Return L."""
+        """Return the Cholesky factor L."""
         return factor(features @ features.mT, self.level)
 
     def posterior(
@@ -119,7 +121,7 @@ Conjugate = Identity | FeatureSpace | DataSpace
 
 
 def factor(gram: Float[Tensor, "m m"], level: float) -> Float[Tensor, "m m"]:
-    """Return L with L Lᵀ = gram + λI; NaN where it fails, so that a far proposal is rejected and not an error."""
+    """Return L with L Lᵀ = gram + λI; NaN where it fails, so that a far proposal is rejected instead of an error."""
     L, info = torch.linalg.cholesky_ex(gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     return L.masked_fill((info != 0)[..., None, None], math.nan)
 

@@ -14,18 +14,18 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
 
 FEWEST = 20.0
-"""The fewest effective draws: below, the few largest weights e^h dominate the estimate and it is too low."""
+"""The smallest number of effective draws; below, the largest weights e^h dominate the estimate and it is too low."""
 
 
 class FewEffectiveDraws(UserWarning):
-    """Warns that few draws of the prior carry nearly all of the weights e^h, so that a weighted mean is unreliable."""
+    """A warning that few draws of the prior carry nearly all weights e^h, so that a weighted mean is unreliable."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientGap(Summarised):
-    """E ‖∇ log p̃(φ) + φ‖² under p̃, 0 where p̃ is N(0, I): `total` over all weights, `readout` over the readout's.
+    """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I), in all and for the readout.
 
-    `readout` is None for a form without one.
+    `total` is over all weights, `readout` over those of the readout, and None for a form without one.
     """
 
     total: Estimate
@@ -66,8 +66,8 @@ def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
     if effective < FEWEST:
         warnings.warn(
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
-            f"deviation of h {float(ratios.std()):.1f} nats). Take more samples, a wider network, or draws of p̃ from a "
-            "sampler.",
+            f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
+            "a sampler.",
             FewEffectiveDraws,
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
 """Repriorisation of the readout, whose white weights become those of a linear regression on the last features.
 
-The density of the targets with these weights integrated out has a gradient in closed form, by an inverse, in a fraction
-of the time of differentiating a Cholesky factor.
+The density of the targets, with these weights integrated out, has a closed-form gradient by an inverse, at a fraction
+of the time that the derivative of a Cholesky factor takes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MappedWeights(NamedTuple):
 class Change(ABC):
     """A change of variables φ -> v of white weights, by a Gaussian model of `targets`.
 
-    `root` are the square roots of the points' weights, None where all are 1.
+    `root` are the square roots of the points' weights, None if all are 1.
     """
 
     problem: RepriorProblem
@@ -75,7 +75,7 @@ class Change(ABC):
 
 @dataclass(frozen=True, eq=False)
 class ReadoutMap(Change):
-    """A change of variables of the readout's blocks by `conjugate`; all other blocks stay as they are.
+    """A change of variables of the readout's blocks by `conjugate`; all other blocks are unchanged.
 
     It is block-triangular, so its determinant is that of the readout's block (Hron et al. 2022, section 3). Each
     method costs one forward pass.
@@ -98,7 +98,7 @@ class ReadoutMap(Change):
         return MappedWeights({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
 
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """Return φ, whose blocks of the readout are in closed form."""
+        """Return φ; the blocks of the readout have a closed form."""
         omega = self.conjugate.inverse(*self._regression(self.features(white)), self.readout.matrix(white))
         return {**white, **self.readout.blocks(omega)}
 
@@ -111,8 +111,8 @@ class ReadoutMap(Change):
 class ExactReadoutMap(ReadoutMap):
     """The change of variables at λ = σ² of real targets, where the readout's φ are N(0, I) and T need not be applied.
 
-    The density is N(φ; 0, I) times that of the targets with the readout integrated out: e^h in Hron et al. 2022,
-    section 3.
+    The density is N(φ; 0, I) times that of the targets with the readout integrated out, which is e^h in Hron et al.
+    2022, section 3.
     """
 
     conjugate: FeatureSpace | DataSpace
@@ -121,15 +121,15 @@ class ExactReadoutMap(ReadoutMap):
         """Return log p̃(φ). One forward pass."""
         if in_forward_mode():  # where PyTorch's own operations have all derivatives
             return super().log_density(phi)
-        noise = self.problem.log_likelihood(self.targets)  # at outputs equal to the targets
+        noise = self.problem.log_likelihood(self.targets)  # for outputs equal to the targets
         return log_normal(phi) + noise + log_marginal(self.conjugate, *self._regression(self.features(phi)))
 
 
 def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:
     """Return log N(Y; 0, S) − log N(0; 0, λI) over all columns, S = λI + ΨΨᵀ, in float64.
 
-    Differentiable in Ψ by reverse mode alone, any number of times: the forward derivatives of PyTorch (2.13) are wrong
-    for `cholesky_inverse`, and for any `Function` where forward modes are nested.
+    Differentiable in Ψ by reverse mode only, any number of times: the forward derivatives of PyTorch (2.13) are wrong
+    for `cholesky_inverse`, and for any `Function` if forward modes are nested.
     """
     value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
     return value
@@ -141,7 +141,9 @@ def in_forward_mode() -> bool:
 
 
 class _LogMarginal(Function):
-    """log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y as a function of Ψ, Y and Ψ's factor L, with gradient αμᵀ − k S⁻¹Ψ, α = S⁻¹Y.
+    """The function log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y of Ψ, Y and Ψ's factor L.
+
+    Its gradient is αμᵀ − k S⁻¹Ψ with α = S⁻¹Y.
 
     The gradient in Ψ includes the dependence through L. L is an argument so that the gradient, computed from Ψ and L by
     differentiable operations, can be differentiated again.

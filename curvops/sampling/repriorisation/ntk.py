@@ -19,7 +19,7 @@ from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
 from curvops.sampling.repriorisation.map import Change, MappedWeights
 
 MOST_STEPS = 20
-"""The most Newton steps of the inverse at each λ."""
+"""The maximum number of Newton steps of the inverse at each λ."""
 
 
 class Tangents(NamedTuple):
@@ -63,10 +63,11 @@ class SquaredIdentity(CurvedIdentity):
 class TangentMap(Change):
     """The change of variables T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
 
-    It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have one image, and a
+    It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have the same image, and a
     chain in φ would count that θ twice. `inverse(map(φ))` then finds another φ.
 
-    The derivative takes second derivatives of the network, the gradient of its determinant third ones, in reverse mode.
+    The derivative needs second derivatives of the network, and the gradient of its determinant third ones, in reverse
+    mode.
     """
 
     level: float
@@ -97,8 +98,8 @@ class TangentMap(Change):
             level = max(self.level, level / 4)
         raise ValueError(
             f"no φ with T(φ) equal to these weights was found: Newton's method leaves a gap of {gap:.2e}. The "
-            "tangent-kernel form is one to one only where the network is nearly linear: raise reg, take a wider "
-            "network, start from a φ (normal(1)) and not from weights, or use the readout's form."
+            "tangent-kernel form is one to one only where the network is nearly linear: raise reg, use a wider "
+            "network, start from a φ (normal(1)) instead of weights, or use the readout's form."
         )
 
     def _newton(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
@@ -125,7 +126,7 @@ class TangentMap(Change):
         max_matvecs: int | None,
         generator: torch.Generator | None,
     ) -> Estimate:
-        """Estimate log|det ∂T/∂φ|: log|det(I + H_α)| from products, its other terms, m × m, exactly."""
+        """Estimate log|det ∂T/∂φ|: log|det(I + H_α)| from products, and its other terms, m × m, exactly."""
         v = self._flat(phi).detach()
         at = Tangents(*(part.detach() for part in self._tangents(v, self.level)))
         product = self._curvature_product(v, at.alpha)
@@ -206,7 +207,7 @@ def _by_quadrature(
     max_matvecs: int | None,
     generator: torch.Generator | None,
 ) -> Estimate:
-    """Estimate log|det(I + H)| by quadrature, of I + H where positive definite, else of half its square's logarithm."""
+    """Estimate log|det(I + H)| by quadrature of I + H if positive definite, otherwise of its square."""
     for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
         lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
@@ -227,7 +228,7 @@ def _by_taylor(
     generator: torch.Generator | None,
     probes: int = 32,
 ) -> Estimate:
-    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v, v random signs, ‖H‖ < 1; the remainder is bounded."""
+    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v, v random signs, ‖H‖ < 1, with a bound on the remainder."""
     size = curved.shape[-1]
     largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("largest", "smallest")]
     radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)

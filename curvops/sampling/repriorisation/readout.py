@@ -1,4 +1,4 @@
-"""The last linear layer of a network: how it is found, verified by probes, and which features it receives."""
+"""The last linear layer of a network: how it is found and verified by probes, and which features it receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
 from curvops.network.model.model import places
 
-REMEDY = "let the network end with an nn.Linear whose output it returns, or sample all weights alike with form='ntk'"
+REMEDY = "let the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Readout:
     def features(
         self, model: Model, values: Mapping[str, Tensor], inputs: Inputs, scale: Mapping[str, Tensor]
     ) -> Float[Tensor, "n p"]:
-        """Return Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias comes last."""
+        """Return Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias is last."""
         h = inputs_of(self.layer, model, values, inputs)[0][0]
         columns = self.factors[0] * h * scale[self.weight][0]
         if self.bias is None:
@@ -80,11 +80,11 @@ def inputs_of(
 def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
     """Find the layer named `last`, or the one whose output the model returns; check that it is a linear readout.
 
-    Raises TypeError where the model is not a module or `last` not a name, ValueError for a layer that is not a linear
+    Raises TypeError if the model is not a module or `last` not a name, ValueError for a layer that is not a linear
     readout of the model: shared, called several times, partly frozen, or followed by another operation.
     """
     if model.module is None:
-        raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) give form='ntk'.")
+        raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")
     path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
     where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
     own = dict(layer.named_parameters(recurse=False))
@@ -100,8 +100,8 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
         if shared[known[at[name]]] > 1:
             others = [place for place, first in known.items() if first == known[at[name]] and place != at[name]]
             raise ValueError(
-                f"{where} shares its {name} with {', '.join(others)}, so that the outputs are not linear in it; give "
-                "the readout a weight of its own, or form='ntk'."
+                f"{where} shares its {name} with {', '.join(others)}, so the outputs are not linear in it; give the "
+                "readout its own weight, or use form='ntk'."
             )
     frozen = [at[name] for name in own if at[name] not in model.selection.names]
     if frozen:
@@ -134,7 +134,7 @@ def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
 
 @torch.no_grad()
 def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) -> Readout:
-    """Return the readout with its factors, measured at random weights and checked; two forward passes a parameter."""
+    """Return the readout with its factors, measured at random weights and checked; two forward passes per parameter."""
     values = model.values
     drawn = torch.Generator(model.theta.device).manual_seed(0)
     probes = {
@@ -161,23 +161,23 @@ def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) ->
             f"{tuple(offset.shape)}; expected (n, d), (C, d) and (n, C): {REMEDY}."
         )
     if not bool(h.isfinite().all()):
-        raise ValueError(f"{where} receives features with NaN or Inf; look at the weights before it.")
+        raise ValueError(f"{where} receives features with NaN or Inf; check the weights before it.")
     expected = {readout.weight: h @ W.mT}
     if readout.bias is not None:
         expected[readout.bias] = probes[readout.bias].expand_as(offset)
     factors, total = [], torch.zeros_like(offset)
     for name, product in expected.items():
         if not bool(product.any()):
-            raise ValueError(f"{where} receives features that are all zero; look at the weights before it.")
+            raise ValueError(f"{where} receives features that are all zero; check the weights before it.")
         found = outputs(**{name: probes[name]})[1].double()
         factor = float((found * product).sum() / product.double().square().sum())
-        factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding alone
+        factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding only
         total = total + factors[-1] * product
     together = outputs(**probes)[1]
     slack = model.eps**0.5 * (together.abs().max() + h.abs().max())
     if bool(((together - total).abs() > slack).any()) or bool((offset.abs() > slack).any()) or 0.0 in factors:
         raise ValueError(
-            f"{where} is not linear in its parameters, or another operation follows it: the outputs are not "
-            f"its inputs times its weight plus its bias; {REMEDY}."
+            f"{where} is not linear in its parameters, or another operation follows it: the outputs are not its "
+            f"inputs times its weight plus its bias; {REMEDY}."
         )
     return Readout(readout.path, readout.layer, readout.weight, readout.bias, (factors[0], (*factors, 1.0)[1]))

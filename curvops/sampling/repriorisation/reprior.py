@@ -29,19 +29,19 @@ from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
-"""The rough limit of numbers in memory for draws that are evaluated together."""
+"""About how many numbers may be in memory for draws that are evaluated together."""
 LOST_DIGITS = 0.05
-"""The largest κ eps of a matrix to be factorised: beyond, fewer than two digits would be left."""
+"""The largest κ eps of a matrix to be factorised; beyond it fewer than two digits would be left."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reprior:
-    """A change of variables θ = T(φ) of a network's weights, and the log posterior of φ; `reprior` makes it.
+    """A change of variables θ = T(φ) of a network's weights, with the log posterior of φ; made by `reprior`.
 
     φ and θ are mappings by parameter name, like the parameters. φ is also free of the prior's scale: the posterior of φ
-    is N(0, I) where the network is linear, and tends to it as the network becomes wider. Every sampler takes this
-    object as its `log_posterior`, with `batch=None`, and a chain may start at `params`. Everything is differentiable
-    and can be mapped over chains by `torch.vmap`.
+    is N(0, I) if the network is linear, and tends to it as the network becomes wider. Every sampler accepts this object
+    as its `log_posterior`, with `batch=None`, and a chain may start at `params`. Everything is differentiable and can
+    be mapped over chains by `torch.vmap`.
 
     form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
     data_size: N.
@@ -67,9 +67,9 @@ class Reprior:
         return Prior(one, torch.zeros_like(one))
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
-        """Return log p̃(φ)/N in nats, as samplers take it.
+        """Return log p̃(φ)/N in nats, as samplers need it.
 
-        With a batch (inputs, targets) the mean log-likelihood of its points replaces that of all data. T still depends
+        With a batch (inputs, targets), the mean log-likelihood of its points replaces that of all data. T still depends
         on all data, so a step costs no less.
         """
         if batch is None:
@@ -79,7 +79,7 @@ class Reprior:
         return self._problem.batch_mean(moved.white, batch) + prior / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """Return θ = T(φ), the weights that the network stores. One forward pass over all data."""
+        """Return θ = T(φ), the weights of the network, by one forward pass over all data."""
         return self._problem.theta(self._change.map(self._checked(phi)))
 
     def inverse(self, theta: Mapping[str, Tensor]) -> Blocks:
@@ -99,14 +99,14 @@ class Reprior:
         max_matvecs: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """Estimate `logdet` of the tangent-kernel form, with an error bar, where a matrix (D, D) is too large.
+        """Estimate `logdet` of the tangent-kernel form, with an error bar, for use where a (D, D) matrix is too large.
 
-        Only the term of I + H_α is estimated: "slq" takes its log-determinant, or half that of its square where it is
-        indefinite, by stochastic Lanczos quadrature; "taylor" takes the series with Hutchinson's probes, where
-        ‖H_α‖ < 1 (ValueError otherwise), cut where the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
+        Only the term of I + H_α is estimated: "slq" computes its log-determinant, or half that of its square if it is
+        indefinite, by stochastic Lanczos quadrature; "taylor" uses the series with Hutchinson's probes, which needs
+        ‖H_α‖ < 1 (ValueError otherwise) and stops once the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
         formed, and `minres` solves with I + H_α once for each output of each point.
 
-        Raises ValueError for other forms, whose log-determinant is exact at no cost, NotConverged where a solve fails.
+        Raises ValueError for other forms, whose exact log-determinant is free, and NotConverged if a solve fails.
         """
         check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
@@ -123,7 +123,7 @@ class Reprior:
         return -self._change.log_density(self._checked(phi))
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
-        """Draw φ ~ N(0, I) k times, {name: (k, *shape)}."""
+        """Draw k times φ ~ N(0, I), {name: (k, *shape)}."""
         check_generator(generator)
         k, theta = checked_count(k), self._problem.model.theta
         options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
@@ -133,22 +133,22 @@ class Reprior:
     def sample(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Return T(φ) of k draws φ ~ N(0, I), {name: (k, *shape)}: nearly posterior draws for a wide network.
 
-        They are exact for a linear model; `divergence` measures how far they are from the posterior otherwise, and
-        e^h (`log_ratio`) are their importance weights. k forward passes.
+        They are exact for a linear model; otherwise `divergence` measures how far they are from the posterior, and
+        e^h (`log_ratio`) are their importance weights. Costs k forward passes.
         """
         found: Blocks = self._over(self.map, self.normal(k, generator))
         return found
 
     @torch.no_grad()
     def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return h(φ) = log p̃(φ) − log N(φ; 0, I), constant where the posterior of φ is its prior; E e^h = p(y)."""
+        """Return h(φ) = log p̃(φ) − log N(φ; 0, I), a constant if the posterior of φ is its prior; E e^h = p(y)."""
         return -self.energy(phi) - log_normal(self._checked(phi))
 
     def divergence(self, samples: int = 1000, generator: torch.Generator | None = None) -> Estimate:
         """Estimate KL(N(0, I) ‖ p̃) = log E e^h − E h ≥ 0 in nats from draws of N(0, I) (Hron et al. 2022, theorem 2.1).
 
-        Where the standard deviation of h is many nats, few draws determine E e^h and the estimate is too low: it warns
-        with `FewEffectiveDraws`. One forward pass a draw.
+        If the standard deviation of h is many nats, few draws determine E e^h and the estimate is too low; this warns
+        with `FewEffectiveDraws`. Costs one forward pass per draw.
         """
         drawn = self.normal(_checked_samples(samples), generator)
         return divergence(self._over(self.log_ratio, drawn))
@@ -160,11 +160,11 @@ class Reprior:
         samples: int = 1000,
         generator: torch.Generator | None = None,
     ) -> GradientGap:
-        """Estimate E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1), 0 where p̃ is N(0, I).
+        """Estimate E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1), which is 0 if p̃ is N(0, I).
 
-        draws: φ from a sampler, {name: (k, *shape)}, nearly independent (the standard error assumes it). None takes
-        draws of N(0, I) with weights e^h and warns where few draws carry them (`FewEffectiveDraws`). At λ = σ² the
-        readout's part is 0 up to rounding. A gradient for each draw.
+        draws: φ from a sampler, {name: (k, *shape)}, nearly independent (as the standard error assumes). None uses
+            draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewEffectiveDraws`). At λ = σ² the
+            readout's part is 0 up to rounding. Costs a gradient per draw.
         """
         weighted = draws is None
         given = self.normal(_checked_samples(samples), generator) if draws is None else self._checked_draws(draws)
@@ -196,17 +196,17 @@ class Reprior:
             )
         if given.keys() != scale.keys():
             lacks, more = sorted(scale.keys() - given.keys()), sorted(given.keys() - scale.keys())
-            raise ValueError(f"{what} must name the parameters {list(scale)}: missing {lacks}, unknown {more}.")
+            raise ValueError(f"{what} must have the names {list(scale)}: missing {lacks}, unknown {more}.")
         for name, block in given.items():
             if not isinstance(block, Tensor) or block.shape != scale[name].shape:
                 got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
                 raise ValueError(
-                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; give several draws one "
+                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; pass several draws one "
                     "at a time, or by torch.vmap."
                 )
             if block.dtype != scale[name].dtype or block.device != scale[name].device:
                 raise ValueError(
-                    f"{what}[{name!r}] is {block.dtype} on {block.device}, the network {scale[name].dtype} on "
+                    f"{what}[{name!r}] is {block.dtype} on {block.device}, but the network is {scale[name].dtype} on "
                     f"{scale[name].device}; convert it."
                 )
         return given
@@ -214,7 +214,7 @@ class Reprior:
     def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
         """Evaluate a function at each of several draws and stack the results.
 
-        Many at a time by `torch.vmap`, or one by one where the model has an operation that cannot be mapped.
+        Evaluates many at a time by `torch.vmap`, or one by one if the model has an operation that cannot be mapped.
         """
         held = self._problem.num_data * self._problem.model.theta.numel() ** 0.5 + self._problem.model.theta.numel()
         try:
@@ -227,7 +227,7 @@ class Reprior:
             raise TypeError(f"draws must be a mapping of parameter names to tensors (k, *shape), got {draws!r}.")
         counts = {len(block) if block.ndim else 0 for block in draws.values()}
         if len(counts) != 1 or min(counts) < 2:
-            raise ValueError(f"draws must hold as many draws of each parameter, at least 2, got {sorted(counts)}.")
+            raise ValueError(f"draws must have equally many draws of each parameter, at least 2, got {sorted(counts)}.")
         self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
         return draws
 
@@ -250,36 +250,37 @@ def reprior(
 ) -> Reprior:
     """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
 
-    In θ = T(φ) the readout is a draw from the posterior of a linear regression on the last features, mean plus root
-    times φ; the weights before it keep their values. Markov chains in φ mix faster as the network becomes wider.
+    In θ = T(φ), the readout is a draw from the posterior of a linear regression on the last features, mean plus root
+    times φ; the weights before it are unchanged. Markov chains in φ mix faster as the network becomes wider.
 
         T(φ) = μ + Σ^½φ,   Σ = λ(λI + ΨᵀΨ)⁻¹,   μ = ΣΨᵀy/λ,   Ψ = features and a column for the bias, times A^-½
 
     Args:
         model: an `nn.Module` that ends with a linear layer, with any number of outputs C, with or without a bias.
             All parameters that require a gradient are inferred, the others stay fixed.
-        data: as `co.linearize` takes it. All of it is used at once, with (N, width) features in memory.
+        data: as in `co.linearize`. All of it is used at once, with (N, width) features in memory.
         noise: σ², the *variance* of real targets. For classes, the variance of the regression onto one-hot targets
-            less 1/C that defines T; it serves only as the default of reg=.
-        reg: λ > 0; None is σ², at which T is the exact conditional posterior of the readout. The posterior of θ = T(φ)
+            minus 1/C that defines T; it is only the default of reg=.
+        reg: λ > 0; None is σ², for which T is the exact conditional posterior of the readout. The posterior of θ = T(φ)
             is the same for every λ; towards `math.inf` T becomes the prior's scale alone, θ = A^-½φ.
-        form: "feature" factorises a matrix (width, width), "data" one (N, N); None takes the smaller. "ntk" changes all
-            weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its log-determinant
-            is exact and takes a matrix (D, D) of second derivatives, for networks of some hundred weights
-            (`estimated_logdet` for more). A linear model gets N(μ, Σ²) in place of N(μ, Σ). For small λ T may fold,
-            so that two φ have one image and a chain counts it twice: check that inverse(map(φ)) is φ, or raise reg.
+        form: "feature" factorises a matrix (width, width), "data" one (N, N); None uses the smaller one. "ntk" changes
+            all weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its
+            log-determinant is exact and needs a (D, D) matrix of second derivatives, for networks of some hundred
+            weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ T may
+            fold, so
+            that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or raise reg.
         last: the name of the readout's module; None finds it by running the model.
-        prior_precision: A as `co.laplace` takes it: a number, a vector (D,) or a mapping {glob: number}, with one value
-            for all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
-        likelihood: None is a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
+        prior_precision: A as in `co.laplace`: a number, a vector (D,) or a mapping {glob: number}, with one value for
+            all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
+        likelihood: None for a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
             `co.likelihoods.Categorical(...)` for classes.
-        weights: True where the third item of a batch holds the weights of its points.
+        weights: True if the third item of a batch holds the weights of its points.
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: all that `co.linearize` refuses (no points, targets of another shape, noise not positive, …);
-            λ that is not positive; a model without a linear readout, or with one that another layer shares;
-            features that are not finite; in float32, a regression that this dtype cannot solve.
+        ValueError: everything that `co.linearize` refuses (no points, targets of another shape, noise not positive, …);
+            λ that is not positive; a model without a linear readout, or with one that another layer shares; features
+            that are not finite; in float32, a regression that this dtype cannot solve.
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
@@ -287,7 +288,7 @@ def reprior(
     if form is not None:
         check_choice("form", form, get_args(Form))
     if last is not None and form == "ntk":
-        raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave one of them out.")
+        raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave out one of them.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
@@ -306,7 +307,7 @@ def reprior(
         if bool((scale != scale[:1]).any()):
             raise ValueError(
                 f"prior_precision differs between the rows of the readout's {name!r}, one for each output; one "
-                "factorisation serves all outputs, so give them one precision, or form='ntk'."
+                "factorisation serves all outputs, so use one precision for them, or form='ntk'."
             )
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
@@ -321,15 +322,15 @@ def reprior(
 
 
 def _likelihood(given: Any, noise: float | None) -> Any:
-    """Return the likelihood to give to `linearize`."""
+    """Return the likelihood to pass to `linearize`."""
     if given is None:
         if noise is None:
-            raise ValueError("noise is missing: the variance of the targets, or likelihood='classification'.")
+            raise ValueError("noise is missing: pass the variance of the targets, or likelihood='classification'.")
         return Gaussian(noise)
     if isinstance(given, Gaussian) and noise is not None:
-        raise ValueError("likelihood and noise both give a variance: leave one of them out.")
+        raise ValueError("likelihood and noise both give a variance: leave out one of them.")
     if given == "regression":
-        raise ValueError("likelihood='regression' would stand for a variance of 1: give noise=variance alone.")
+        raise ValueError("likelihood='regression' would mean a variance of 1: give noise=variance alone.")
     return given
 
 
@@ -340,10 +341,10 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
         return None
     if not isinstance(likelihood, Gaussian):
         raise TypeError(
-            f"reprior takes real targets with one noise variance, or classes, one position a point; got {likelihood}."
+            f"reprior needs real targets with one noise variance, or classes, one position per point; got {likelihood}."
         )
     if len(set(likelihood.noise.flatten().tolist())) > 1:
-        raise ValueError(f"reprior takes one noise variance for all outputs, got {likelihood.noise.tolist()}.")
+        raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
 
 

@@ -56,7 +56,7 @@ class RepriorProblem:
 
     @property
     def root(self) -> Float[Tensor, "N 1"] | None:
-        """√w for each point, 0 for points that do not count; None where all have weight 1."""
+        """√w for each point, 0 for points that do not count; None if all have weight 1."""
         counted = self.likelihood.counted(self.targets, self.weights)
         if self.weights is None and bool(counted.all()):
             return None
@@ -64,7 +64,7 @@ class RepriorProblem:
         return weights.sqrt().unsqueeze(1)
 
     def regression_targets(self) -> Float[Tensor, "N C"]:
-        """Return the targets of the Gaussian model that defines T: for classes, one-hot rows less 1/C."""
+        """Return the targets of the Gaussian model that defines T: for classes, one-hot rows minus 1/C."""
         if not isinstance(self.likelihood, Categorical):
             return self.targets
         assert self.model.layout is not None
@@ -80,7 +80,7 @@ class RepriorProblem:
         return torch.stack([scale.double().log().sum() for scale in self.scale.values()]).sum()
 
     def theta(self, white: Mapping[str, Tensor]) -> Blocks:
-        """Return the weights θ that the model stores."""
+        """Return the weights θ of the model."""
         return {name: scale * white[name] for name, scale in self.scale.items()}
 
     def white(self, theta: Mapping[str, Tensor]) -> Blocks:
@@ -88,7 +88,7 @@ class RepriorProblem:
         return {name: theta[name] / scale for name, scale in self.scale.items()}
 
     def outputs(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N C"]:
-        """Return f for all data. One forward pass."""
+        """Return f for all data, by one forward pass."""
         values = self.theta(white)
         return torch.cat([self.model(values, inputs) for inputs in self.inputs])
 
@@ -103,7 +103,7 @@ class RepriorProblem:
         assert layout is not None
         inputs, y = normalise(given), layout.targets(move_tensor(targets, theta.device, theta.dtype))
         if num_points(inputs) != len(y):
-            raise ValueError(f"the batch holds {num_points(inputs)} inputs and {len(y)} targets.")
+            raise ValueError(f"the batch has {num_points(inputs)} inputs, but {len(y)} targets.")
         f = self.model(self.theta(white), move(inputs, theta.device, theta.dtype))
         return self.likelihood.log_prob(f, y).double().mean()
 
@@ -115,14 +115,13 @@ def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
 
 
 def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float = 1.0) -> dict[str, float]:
-    """Return prior precisions fan_in/σ_w² for weights and 1/σ_b² for biases, by name: a `prior_precision=`.
+    """Return prior precisions fan_in/σ_w² for weights and 1/σ_b² for biases, by name, to pass as `prior_precision`.
 
     Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018) for the
     weights as the model stores them.
 
     Args:
-        model: a network of linear and convolutional layers, which are identified by their class. Frozen parameters are
-            left out.
+        model: a network of linear and convolutional layers, recognised by their class. Frozen parameters are left out.
         weight_std: σ_w; √2 keeps the size of activations through rectified layers.
         bias_std: σ_b.
 
@@ -138,7 +137,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
     found: dict[str, float] = {}
     module: Any = unwrap(model)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function give a mapping.")
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function pass a mapping.")
     sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
     known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
     biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
@@ -156,8 +155,8 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
             others.append(name)
     if others:
         raise ValueError(
-            f"{others} belong to no linear or convolutional layer, so that their fan-in is not known: give "
-            "prior_precision a mapping {glob: number} that names each parameter, these too."
+            f"{others} belong to no linear or convolutional layer, so their fan-in is unknown: pass prior_precision as "
+            "a mapping {glob: number} that names each parameter, these included."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Divergence of samplers: the energy is checked as they run, and the curvature says which steps are stable."""
+"""Divergence of samplers: energies are checked as they run, and the curvature determines the stable steps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.state import Info, State
 
 LOOK_EVERY = 20
-"""Steps between two looks, which wait for the device."""
+"""Steps between two checks, which wait for the device."""
 PATIENCE = 100
-"""Steps without one accepted proposal after which a Metropolis sampler is stuck."""
+"""Steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
 RUNAWAY = 100.0
-"""A bound in units of the thermal energy and the start's own size, which no stable sampler's fluctuations reach."""
+"""A bound, in units of the thermal energy and the start's own size, that no stable sampler's fluctuations reach."""
 POWER_STEPS = 20
-"""Power iterations for the largest curvature, two gradients each."""
+"""Power iterations for the largest curvature, at two gradients each."""
 DIFFERENCE = 1e-3
-"""Length of the differences of gradients that these take, relative to the parameters."""
+"""Length of the differences of gradients in these iterations, relative to the parameters."""
 
 
 class Watch:
     """A check of energies −log_posterior every few steps; it keeps the state before them, to measure curvature there.
 
-    On a quadratic of curvature h a step beyond the stability limit multiplies the energy each time: from 1.02 times
-    the limit on it passes any bound within 100 steps, while a stable sampler stays at its thermal energy 𝒯d/2.
+    On a quadratic of curvature h, a step beyond the stability limit multiplies the energy each time. From 1.02 times
+    the limit on, it exceeds any bound within 100 steps, while a stable sampler stays at its thermal energy 𝒯d/2.
     """
 
     def __init__(self, transition: Any) -> None:
@@ -39,21 +39,21 @@ class Watch:
         self._steps = 0
 
     def before(self, state: State, batch: Any) -> None:
-        """Note the state before a step, after a look at the energies every few steps."""
+        """Store the state before a step, after checking the energies every few steps."""
         if self._steps % LOOK_EVERY == 0:
             self._look(state)
             self._held = state.clone(), batch
         self._steps += 1
 
     def after(self, info: Info, adapted: Any, adapting: bool) -> None:
-        """Note the energy and the acceptance of a step."""
+        """Store the energy and the acceptance of a step."""
         self._energies.append(-info.log_posterior)
         if info.acceptance is not None and not adapting:
             self._accepted.append(info.acceptance)
             self._step_size = adapted.step_size(self._steps - 1)
 
     def finish(self, state: State) -> None:
-        """Look at the energies of the last steps."""
+        """Check the energies of the last steps."""
         self._look(state)
 
     def _look(self, state: State) -> None:
@@ -83,7 +83,7 @@ class Watch:
         if mean < 1e-3:
             raise Diverged(
                 f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
-                f"accepted (mean probability {mean:.2g}){self.remedy()} Or let a warm-up find it: "
+                f"accepted (mean probability {mean:.2g}){self.remedy()} Or let a warm-up find one: "
                 "run(..., warmup=500, target_acceptance=0.6)."
             )
 
@@ -96,7 +96,7 @@ class Watch:
         limit = self._transition.stability_limit(curvature)
         if limit is None:
             name, length = self._transition.step_length(int(state.step))
-            return f"; take a smaller step, {name}={length / 4:.2g}."
+            return f"; use a smaller step, {name}={length / 4:.2g}."
         return (
             f", where the largest curvature is {curvature:.3g} and steps up to {limit:.3g} are stable; try "
             f"step_size={limit / 2:.2g}."

@@ -1,4 +1,4 @@
-"""A posterior known by draws of the weights: predictions through the network itself, or through its linearisation."""
+"""A posterior given by draws of the weights: predictions through the network itself, or through its linearisation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ THROUGH = ("network", "linearization")
 
 @dataclass(frozen=True, eq=False)
 class EmpiricalPosterior(Predictive):
-    """Each of some draws of the weights with the same probability, made by `co.sampling.empirical`.
+    """The empirical distribution of draws of the weights, each equally probable; see `co.sampling.empirical`.
 
-    Every prediction is a mean over all of them; errors of such means take the draws' autocorrelation into account, and
-    how far the chains disagree. `predict` gives the outputs' mean and covariance as those of a normal distribution.
+    Every prediction is a mean over all draws; the errors of such means include the draws' autocorrelation and the
+    disagreement of the chains. `predict` returns the outputs' mean and covariance as those of a normal distribution.
     """
 
     lin: Linearization
@@ -40,13 +40,13 @@ class EmpiricalPosterior(Predictive):
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
-        """The mean of the draws; not the weights of the linearisation."""
+        """The mean of the draws, which is not the weights of the linearisation."""
         return self._mean
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Choose k of the draws at random, with replacement: independent draws of the empirical distribution.
 
-        Raises TypeError or ValueError for a k that is no whole number of draws, or a generator that is none.
+        Raises TypeError or ValueError unless k is a whole number of draws and generator a torch.Generator or None.
         """
         check_accuracy(rtol, generator)
         device = None if generator is None else generator.device
@@ -57,7 +57,7 @@ class EmpiricalPosterior(Predictive):
         return EmpiricalOutputs(self.lin, self.draws, self._error_of_mean, through=self.through)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
-        # Draws that the user gives count as independent, as those of `sample` are.
+        # Draws that the user passes count as independent, as those of `sample` are.
         return EmpiricalOutputs(self.lin, weights, through=self.through)
 
     def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
@@ -87,27 +87,28 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
     """Make the empirical posterior of draws of the weights, such as those of `co.sampling.run`.
 
     Args:
-        lin: the network, by `co.linearize`: its likelihood, and the weights θ̂ where outputs are linearised.
-        draws: what `run` returned; or {parameter name: tensor (chain, draw, *shape)} of all parameters that `lin`
-            selected, or vectors (chain, draw, D) in its order.
-        through: "network" predicts by the network at each draw, f(x, θ_k); "linearization" by f(x, θ̂) + J(x)(θ_k − θ̂),
-            for draws near θ̂ and as Laplace's posterior does.
+        lin: the network, by `co.linearize`: its likelihood, and the weights θ̂ at which outputs are linearised.
+        draws: the result of `run`; or {parameter name: tensor (chain, draw, *shape)} of all parameters that `lin`
+            selects, or vectors (chain, draw, D) in its order.
+        through: "network" predicts with the network at each draw, f(x, θ_k); "linearization" with f(x, θ̂) +
+            J(x)(θ_k − θ̂), for draws near θ̂, as a Laplace posterior does.
 
     Returns:
-        An `EmpiricalPosterior`, with the face of every posterior: `predict`, `functions`, `probabilities`,
+        An `EmpiricalPosterior` with the methods of every posterior: `predict`, `functions`, `probabilities`,
         `uncertainty`, `log_likelihood`, `sample`. The draws are copied into one matrix.
 
     Raises:
-        TypeError, ValueError: draws of other parameters, shapes or dtype, that are not finite, or one draw alone.
+        TypeError, ValueError: draws with other parameters, shapes or dtype, draws that are not finite, or a single
+        draw.
 
-    Cost of a prediction: a forward pass for each draw, many draws in one pass where `torch.func.vmap` can and as memory
-    has room for; a product with J(x) for each where linearised.
+    Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can and memory has
+    room; a product with J(x) for each draw if linearised.
     """
     check_linearization(lin)
     check_choice("through", through, THROUGH)
     rows, chains = _matrix(lin, draws)
     if len(rows) < 2:
-        raise ValueError("one draw has no spread: give several, or predict with the network itself, lin.predict(x).")
+        raise ValueError("one draw has no spread: pass several, or predict with the network itself, lin.predict(x).")
     return EmpiricalPosterior(lin, rows, chains, through, rows.mean(0))
 
 
@@ -116,6 +117,6 @@ def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
     if first.dtype != lin.theta.dtype:
-        raise ValueError(f"draws are {first.dtype}, the weights {lin.theta.dtype}; convert them with .to(lin.theta).")
+        raise ValueError(f"draws are {first.dtype}, but weights {lin.theta.dtype}; convert them with .to(lin.theta).")
     rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
     return rows.flatten(0, 1).to(lin.theta.device), len(first)

@@ -1,4 +1,4 @@
-"""Batches without end: passes over the data, one after the other, which a later run can continue."""
+"""Batches without end: passes over the data, one after the other, that a later run can continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class Feed:
-    """An endless sequence of batches. `position` says where it is, and `Feed(batches, position)` goes on from there.
+    """An endless sequence of batches; `Feed(batches, position)` continues from a `position`.
 
     batches: an iterable that can be read again (a list, a DataLoader), or None for a density without data.
     """
@@ -26,7 +26,7 @@ class Feed:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The number of batches given in this pass, and the state of the loader's generator where the pass began."""
+        """The number of batches used in this pass, and the state of the loader's generator when the pass began."""
         return {"index": self._index, "generator": self._generator}
 
     def next(self) -> Any:
@@ -46,8 +46,8 @@ class Feed:
             self._spec = spec
         elif spec != self._spec:
             raise ValueError(
-                f"batch {self._index} is of another structure than the first: {_describe(spec)} after "
-                f"{_describe(self._spec)}. All batches must hold the same things."
+                f"batch {self._index} has another structure than the first: {_describe(spec)} after "
+                f"{_describe(self._spec)}. All batches must contain the same items."
             )
         self._index += 1
         return batch
@@ -68,7 +68,7 @@ class Feed:
 
 
 def require_repeatable(batches: Any) -> None:
-    """Raise ValueError where passes are shuffled by a generator that a later run cannot restore."""
+    """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
         raise ValueError(
             "a checkpoint must find the same batches again, and this DataLoader shuffles by torch's default generator: "
@@ -81,15 +81,15 @@ def _checked(batches: Any) -> Iterable[Any] | None:
         return None
     if isinstance(batches, Iterator):
         raise TypeError(
-            f"batches are read again in every pass, but a {type(batches).__name__} can be read only once: give a list "
+            f"batches are read again in every pass, but a {type(batches).__name__} can be read only once: pass a list "
             "of batches or a DataLoader."
         )
     if isinstance(batches, Tensor) or (
         isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(part, Tensor) for part in batches)
     ):
         raise TypeError(
-            "batches is a tensor or one pair (inputs, targets): give an iterable of batches, [(inputs, targets)] where "
-            "each step takes all data."
+            "batches is a tensor or one pair (inputs, targets): pass an iterable of batches, [(inputs, targets)] if "
+            "each step uses all data."
         )
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.")

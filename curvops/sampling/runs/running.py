@@ -39,33 +39,35 @@ def run(
     progress: Progress = None,
     checkpoint: Place | None = None,
 ) -> Chain:
-    """Take steps of a sampler and keep draws.
+    """Take steps of a sampler, and return the draws.
 
     Args:
-        sampler: of `co.sampling`: a sampler, an optimiser, or `chains(sampler, k)` of one.
-        start: parameters, as `sampler.init` takes them, or the state of an earlier run, which stays as it is.
-        batches: a list of batches, a DataLoader or another iterable that can be read again; `[(X, y)]` takes all data
-            at each step. None where `log_posterior` needs none.
-        steps: after warm-up.
-        warmup: steps before, of which nothing is kept.
-        thin: steps between two draws: `steps // thin` are kept.
-        target_acceptance: with a warm-up of a Metropolis sampler, the mean acceptance probability that its step size
-            is set to, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. Some hundred steps
-            of a chain that is where its law is; one still on its way there has other step sizes.
-        generator: source of the state's generators where `start` are parameters.
-        progress: as everywhere: None, a flag or a function (what, done, total).
-        checkpoint: a folder for what is reached, also when the run is interrupted. The same call goes on from there
-            and ends with the same bits; the folder keeps the result, which a later call returns at once. Another
-            start, sampler, `co.sampling.log_posterior` or generator is refused; batches are not compared.
+        sampler: a sampler or optimiser of `co.sampling`, or `chains(sampler, k)` of one.
+        start: parameters, as for `sampler.init`, or the state of an earlier run, which is not changed.
+        batches: a list of batches, a DataLoader or another iterable that can be read again; `[(X, y)]` uses all data in
+            each step. None if `log_posterior` needs no batches.
+        steps: the number of steps after warm-up.
+        warmup: the number of steps before them, of which nothing is kept.
+        thin: steps between two draws; `steps // thin` draws are kept.
+        target_acceptance: for a Metropolis sampler with a warm-up, the mean acceptance probability to which its step
+            size is tuned, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. It takes some
+            hundred steps of a chain in equilibrium; a chain still on its way there has other step sizes.
+        generator: source of the state's generators if `start` are parameters.
+        progress: None, a flag or a function (what, done, total), as in other calls.
+        checkpoint: a folder for intermediate results, also written when the run is interrupted. The same call resumes
+            from there and gives bitwise the same draws; the folder keeps the result, which a later call returns at
+            once. Another start, sampler, `co.sampling.log_posterior` or generator is refused; batches are not
+            compared.
 
     Returns:
-        A `Chain`: draws (k, S, d), what each step said, the last state, and the sampler as warm-up left it.
+        A `Chain`: draws (k, S, d), the traces of all steps, the last state, and the sampler with its step size of
+        warm-up.
 
     Raises:
         Diverged: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
-            message names the step size to try.
+            message suggests a step size.
         TypeError, ValueError: arguments of another kind, batches that can be read only once or change their structure,
-            a checkpoint of another problem.
+            or a checkpoint of another problem.
         OSError: the checkpoint cannot be written.
     """
     if not isinstance(sampler, Transition):
@@ -77,8 +79,8 @@ def run(
     check_progress(progress)
     adaptation = _adaptation(sampler, target_acceptance, warmup)
     if isinstance(start, State) and generator is not None:
-        raise ValueError("start is a state, which holds its own generators: leave generator out.")
-    random = digest([start.random]) if isinstance(start, State) else seed_of(generator)  # before it is drawn from
+        raise ValueError("start is a state, which has its own generators: leave generator out.")
+    random = digest([start.random]) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     if checkpoint is not None:
@@ -105,7 +107,7 @@ class _RunState:
     """The state of a run, consistent whenever it is interrupted."""
 
     done: int
-    """Steps, those of warm-up included."""
+    """The number of steps, warm-up included."""
     state: Any
     draws: Tensor
     traces: dict[str, Tensor]
@@ -143,11 +145,11 @@ class _RunState:
         return vars(self) | {"state": state}
 
     def restore(self, record: Any) -> _RunState:
-        """Return the state that a record holds, with this one's structure."""
+        """Return the state of a record, with the structure of this one."""
         return from_record(_RunState, {**record, "state": replace(self.state, **record["state"])})
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
-        """Return the result."""
+        """Return the resulting chain."""
         adapted = _with_step_size(sampler, self.adaptation, False)
         traces = {name: self.traces.get(name) for name in TRACES}
         return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
@@ -156,9 +158,9 @@ class _RunState:
 def _take_steps(
     sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
 ) -> _RunState:
-    """Take all steps that are left."""
+    """Take all remaining steps."""
     total = warmup + reached.traces["log_posterior"].shape[1]
-    # Without a checkpoint nobody sees a state between two steps: they are made in place, on a copy.
+    # Without a checkpoint no state between two steps is visible: they are made in place, on a copy.
     inplace = not kept
     if inplace:
         reached = replace(reached, state=reached.state.clone())
@@ -173,8 +175,8 @@ def _take_steps(
                 batch = feed.next()
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError(
-                        "a pass gives more than one batch: samplers that accept or reject need all data at each step, "
-                        "[(X, y)]; for minibatches use sgld, sghmc or baoa."
+                        "a pass gives more than one batch: samplers that accept or reject need all data in each "
+                        "step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
                     )
                 watch.before(reached.state, batch)
                 state, info = adapted.update(reached.state, batch, inplace=inplace)
@@ -193,14 +195,12 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
     if target is None:
         return None
     if not sampler.metropolis:
-        raise ValueError(
-            f"target_acceptance is for Metropolis samplers (hmc, lmc, pcn); {type(sampler).__name__} is none."
-        )
+        raise ValueError(f"target_acceptance needs a Metropolis sampler (hmc, lmc, pcn), got {type(sampler).__name__}.")
     checked_number("target_acceptance", target, "(0, 1)")
     if warmup < 1:
-        raise ValueError("target_acceptance is reached in a warm-up: give warmup=, some hundred steps.")
+        raise ValueError("target_acceptance is reached in a warm-up: pass warmup=, some hundred steps.")
     if not isinstance(sampler.step_size, Constant):
-        raise ValueError("target_acceptance sets the step size, which follows a schedule here: give it as a number.")
+        raise ValueError("target_acceptance sets the step size, which follows a schedule here: pass a number.")
     return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
 
 
@@ -214,7 +214,7 @@ def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warm
 def _options(sampler: Transition) -> dict[str, str]:
     """Describe the sampler's options in text that is the same in every process.
 
-    A function given by the user is left out.
+    Functions given by the user are left out.
     """
     found = {"method": type(sampler).__name__}
     for each in fields(sampler):
@@ -229,22 +229,24 @@ def _options(sampler: Transition) -> dict[str, str]:
 
 
 DECAY = 0.75
-"""Moves and the shares of new trials in the mean fall as t^−.75 (Hoffman & Gelman 2014 forget old trials so, too)."""
+"""Moves, and the weights of new trials in the mean, fall as t^−.75 (so Hoffman & Gelman 2014 forget old trials)."""
 LARGEST_MOVE = 1.0
-"""A step of warm-up changes log ε by no more, however few proposals the target lets be rejected."""
+"""The largest change of log ε in a step of warm-up, however few rejections the target allows."""
 
 
 @dataclass(frozen=True)
 class StepSizeSearch:
-    """log ε follows the error of the acceptance probability, counted in the rarer outcome's probability at the target.
+    """A search for a step size: log ε follows the error of the acceptance, relative to the rarer outcome's probability.
 
-        log ε ← log ε − t^−¾ (a* − a)/min(a*, 1 − a*),    the result being the mean of trials, later ones counting more
+        log ε ← log ε − t^−¾ (a* − a)/min(a*, 1 − a*),    the result being a mean of trials, with larger weights for
+        later ones
 
-    Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is proportional
-    to ε³ of one leapfrog step and to ε of pCN, so that in these units the mean error has a slope of 1 to 3 in log ε at
-    any target (Garthwaite, Fan & Sisson 2016 divide by the slope likewise). That of plain a* − a is .06 at .98.
+    This is Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is
+    proportional to ε³ for one leapfrog step and to ε for pCN. In these units the mean error therefore has a slope of 1
+    to 3 in log ε at any target (Garthwaite, Fan & Sisson 2016 also divide by the slope); that of plain a* − a is .06 at
+    .98.
 
-    target: a*. most: log of the largest step size (1 for pCN).
+    target: a*. most: the log of the largest step size (1 for pCN).
     """
 
     target: float
@@ -266,7 +268,7 @@ class StepSizeSearch:
 
     @property
     def final(self) -> float:
-        """The step size after warm-up, the mean of trials with the later ones counting more."""
+        """The step size after warm-up, the mean of trials with larger weights for later ones."""
         return math.exp(self.log_mean)
 
     def update(self, acceptance: float) -> StepSizeSearch:
@@ -280,27 +282,27 @@ class StepSizeSearch:
 
 
 def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
-    """Return the sampler of k chains at once, whose states and infos have a first dimension of k.
+    """Return a sampler of k chains at once, whose states and infos have a first dimension of k.
 
-    Each chain draws from a generator of its own, seeded by `init`'s: the noise is bit for bit that of k single chains
-    with these generators, however they are computed. A schedule is one for all of them.
+    Each chain draws from its own generator, seeded by that of `init`: the noise is bit for bit that of k single chains
+    with these generators, however they are computed. All chains share a schedule.
 
     Args:
-        sampler: of `co.sampling`, of one chain.
+        sampler: a sampler of `co.sampling`, of one chain.
         k: the number of chains, at least 1.
-        vectorized: True computes all gradients together by `torch.vmap`, False one by one; None does the first where
-            `log_posterior` allows it, and else the second with a `NotVectorized` warning.
+        vectorized: True computes all gradients together by `torch.vmap`, False one by one. None computes them
+            together if `log_posterior` allows it, otherwise one by one with a `NotVectorized` warning.
 
     Raises:
-        TypeError, ValueError: k is no number of chains, or the sampler has chains already; at the first step, a module
-            that normalises by batch statistics.
+        TypeError, ValueError: k is not a number of chains, or the sampler already has chains; in the first step, a
+            module that normalises by batch statistics.
 
-    Cost: k times the memory of one; together, of a small network, far less than k times its time.
+    Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
     """
     if not isinstance(sampler, Transition):
-        raise TypeError(f"chains takes a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
+        raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
     if sampler.chains is not None:
-        raise ValueError(f"the sampler runs {sampler.chains} chains already; give the sampler of one.")
+        raise ValueError(f"the sampler runs {sampler.chains} chains already; pass the sampler of one.")
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)

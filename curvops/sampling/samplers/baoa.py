@@ -1,4 +1,4 @@
-"""BAOA, the splitting of Langevin dynamics whose positions are those of BAOAB, at one gradient a step."""
+"""BAOA, the splitting of Langevin dynamics with the positions of BAOAB, at one gradient per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from curvops.sampling.samplers.sghmc import MomentumSampler, friction
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BAOA(MomentumSampler):
-    """m += εDg; θ += ½εs m; m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ξ; θ += ½εs m."""
+    """The BAOA step: m += εDg; θ += ½εs m; m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ξ; θ += ½εs m."""
 
     def _step(self, state: MomentumState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
@@ -43,7 +43,7 @@ def baoa(
     data_size: int | None = None,
     preconditioner: Any = None,
 ) -> BAOA:
-    """BAOA (Leimkuhler & Matthews 2015), stochastic-gradient Langevin dynamics whose error is second order in ε.
+    """Build BAOA (Leimkuhler & Matthews 2015), stochastic-gradient Langevin dynamics with errors of second order in ε.
 
         m += ε D g,    θ += ½ε s m,    m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ ξ,    θ += ½ε s m
 
@@ -52,13 +52,13 @@ def baoa(
     `torch.optim.SGD(lr=½ε²s(1 + μ), momentum=μ)` with μ = e^{−αsε}.
 
     Args:
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule.
         alpha: α, the friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, where log_posterior does not carry it.
+        data_size: N, needed unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
     Raises:

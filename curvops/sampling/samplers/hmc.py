@@ -1,4 +1,4 @@
-"""Hamiltonian and underdamped Langevin Monte Carlo on all data: leapfrog steps, then accept or reject."""
+"""Hamiltonian and underdamped Langevin Monte Carlo on all data: leapfrog steps, then acceptance or rejection."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, ac
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LeapfrogState(MetropolisState, MomentumState):
-    """A state of `hmc` and `lmc`: momenta m and the gradient of `log_posterior` too, vectors as `theta` is."""
+    """A state of `hmc` and `lmc`, with momenta m and the gradient of `log_posterior`, vectors like `theta`."""
 
     gradient: Float[Tensor, "*k d"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Leapfrog(Metropolis):
-    """m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ; L times half–full–half; accept, or stay with −m. HMC is ρ = 1, LMC L = 1."""
+    """The step m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ, L leapfrog steps, accept or stay with −m; HMC is ρ = 1, LMC L = 1."""
 
     leapfrog_steps: int
     refreshment: float
@@ -80,28 +80,28 @@ def hmc(
     data_size: int | None = None,
     preconditioner: Any = None,
 ) -> Leapfrog:
-    """Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011): exact, on all data at each step.
+    """Build Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), which is exact, on all data in each step.
 
         m ~ N(0, 𝒯σ²D);  L times  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH})
 
-    with H = (−log_posterior + ½ s mᵀD⁻¹m)/𝒯, s = σ⁻², 𝒯 = τ/N. ε is in the units of the other samplers with momenta:
-    stable iff ε√(s h) < 2 on a Gaussian of curvature h of −log_posterior (of D^½ H D^½). D is the inverse mass, as in
-    `sghmc`, here positive definite. Batches must be all data: [(X, y)].
+    with H = (−log_posterior + ½ s mᵀD⁻¹m)/𝒯, s = σ⁻², 𝒯 = τ/N. ε has the units of the other samplers with momenta: it
+    is stable iff ε√(s h) < 2 on a Gaussian of curvature h of −log_posterior (of D^½ H D^½). D is the inverse mass, as
+    in `sghmc`, and must be positive definite. Batches must be all data: [(X, y)].
 
     Args:
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.7)` finds one.
         leapfrog_steps: L.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
-        data_size: N, where log_posterior does not carry it.
+        data_size: N, needed unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 
-    Cost: L gradients (and one where the batch is another than before), L + 1 products with D, a solve, a draw.
+    Cost: L gradients (and one if the batch has changed), L + 1 products with D, a solve, a draw.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     steps = checked_whole("leapfrog_steps", leapfrog_steps)
@@ -118,26 +118,26 @@ def lmc(
     data_size: int | None = None,
     preconditioner: Any = None,
 ) -> Leapfrog:
-    """Underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
+    """Build underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
 
         m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ;  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH}), else m ← −m
 
-    with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection, without which the law would be another.
+    with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection, without which the distribution would be wrong.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
         step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.9)` finds one. Stable iff
             ε√(s h) < 2.
-        refreshment: ρ in (0, 1], the share of new momentum at each step.
+        refreshment: ρ in (0, 1], the share of new momentum in each step.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, where log_posterior does not carry it.
-        preconditioner: D, as `hmc` takes it. Batches must be all data.
+        data_size: N, needed unless log_posterior carries it.
+        preconditioner: D, as in `hmc`. Batches must be all data.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 
-    Cost: a gradient (two where the batch is another than before), two products with D, a solve, a draw.
+    Cost: a gradient (two if the batch has changed), two products with D, a solve, a draw.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     share = checked_number("refreshment", refreshment, "(0, 1]")

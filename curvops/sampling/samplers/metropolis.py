@@ -33,11 +33,11 @@ class Metropolis(Transition):
     state_type: ClassVar[type[State]] = MetropolisState
     metropolis: ClassVar[bool] = True
     cold: ClassVar[str] = (
-        "temperature must be positive for a sampler that accepts or rejects; for temperature 0 take an optimiser."
+        "temperature must be positive for a sampler that accepts or rejects; for temperature 0 use an optimiser."
     )
 
     def _refresh(self, state: MetropolisState, batch: Any) -> None:
-        """Evaluate where the state does not hold the value for this function and batch."""
+        """Evaluate unless the state already has the value for this function and batch."""
         asked = [self.log_posterior, batch, _versions(batch)]
         if state.seen and all(old is new for old, new in zip(state.seen[:2], asked)) and state.seen[2] == asked[2]:
             return
@@ -60,14 +60,14 @@ class Metropolis(Transition):
 def accept_or_reject(
     energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor
 ) -> tuple[Tensor, Bool[Tensor, "*k"]]:
-    """Return the probability min(1, e^{−ΔH}) that a proposal is accepted, 0 where ΔH is NaN, and whether it is."""
+    """Return min(1, e^{−ΔH}), the probability to accept a proposal, 0 where ΔH is NaN, and whether it is accepted."""
     probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
     return probability, noise.uniform(like) < probability
 
 
 def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
-    """Write the proposal over the present values of those chains that accept it."""
-    if accepted.ndim == 0 and accepted.device.type == "cpu":  # nothing to wait for
+    """Write the proposal over the present values of the chains that accept it."""
+    if accepted.ndim == 0 and accepted.device.type == "cpu":  # no wait for the device
         if accepted:
             present.copy_(proposal)
         return
@@ -76,6 +76,6 @@ def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tens
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return the number of times that each tensor of the batch was written to."""
+    """Return how often each tensor of the batch was written to."""
     leaves = pytree.tree_leaves(batch)
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

@@ -1,4 +1,4 @@
-"""Preconditioned Crank–Nicolson: proposals that leave a Gaussian as it is, and need no gradient."""
+"""Preconditioned Crank–Nicolson: proposals that leave a Gaussian invariant and need no gradient."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, ac
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CrankNicolson(Metropolis):
-    """θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ, reversible under N(c, τC). `metric` is C, `mean` the vector c or 0-d."""
+    """The proposal θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ, reversible under N(c, τC); `metric` is C, `mean` is c."""
 
     mean: Tensor
     largest_step: ClassVar[float] = 1.0
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.mean.ndim and self.mean.shape != state.theta.shape[-1:]:
-            raise ValueError(f"mean has {len(self.mean)} entries, these params {state.theta.shape[-1]}.")
+            raise ValueError(f"mean has {len(self.mean)} entries, but params {state.theta.shape[-1]}.")
         return super()._initial_tensors(state, noise)
 
     def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
         return self.density.value(state.theta, state.structure, batch)
 
     def with_preconditioner(self, preconditioner: Any) -> NoReturn:
-        """Raises TypeError: C is the covariance of a Gaussian that the acceptance counts on, no preconditioner."""
-        raise TypeError("pcn has no preconditioner: give pcn(..., covariance=C), its proposals' own.")
+        """Raise TypeError: C is the covariance of a Gaussian in the acceptance rule, not a preconditioner."""
+        raise TypeError("pcn has no preconditioner: pass the proposals' covariance, pcn(..., covariance=C).")
 
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)
@@ -49,7 +49,7 @@ class CrankNicolson(Metropolis):
         theta = moved + c
         value = self.density.value(theta, state.structure, batch)
 
-        # log N(·; c, τC) is taken off log p/𝒯 at both ends, as a difference before it is summed.
+        # log N(·; c, τC) is subtracted from log p/𝒯 at both ends, as a difference before it is summed.
         prior = long_dot(moved - gap, C.solve(moved + gap)) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
         probability, accepted = accept_or_reject(energy_error, noise, theta)
@@ -67,22 +67,22 @@ def pcn(
     temperature: Any = 1.0,
     data_size: int | None = None,
 ) -> CrankNicolson:
-    """Preconditioned Crank–Nicolson (Cotter et al. 2013) on all data, which takes values of log_posterior alone.
+    """Build preconditioned Crank–Nicolson (Cotter et al. 2013) on all data, which uses only values of log_posterior.
 
         θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ,  accepted with min(1, e^{Δ}),  Δ = Δ log_posterior/𝒯 − Δ log N(·; c, τC)
 
-    for any Gaussian N(c, C): where that is the prior, Δ is the change of the log-likelihood alone, and the acceptance
-    does not fall with the number of parameters.
+    for any Gaussian N(c, C). If that is the prior, Δ is the change of the log-likelihood alone, and the acceptance does
+    not fall with the number of parameters.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, prior included.
         step_size: ε in (0, 1], a number or a schedule; 1 proposes draws of the Gaussian itself. `run(..., warmup=,
             target_acceptance=0.3)` finds one.
-        covariance: C, a number, a vector (d,) or an operator; None takes the prior's where `co.sampling.log_posterior`
-            made log_posterior, and I of a `co.sampling.reprior`.
-        mean: c, a number, a vector or a tree like the parameters; None takes the prior's, or 0.
+        covariance: C, a number, a vector (d,) or an operator; None uses the prior's if `co.sampling.log_posterior` made
+            log_posterior, and I for a `co.sampling.reprior`.
+        mean: c, a number, a vector or a tree like the parameters; None uses the prior's, or 0.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
-        data_size: N, where log_posterior does not carry it.
+        data_size: N, needed unless log_posterior carries it.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, or no covariance.
@@ -92,8 +92,8 @@ def pcn(
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):
         raise ValueError(
-            "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior where there is one. "
-            "Give a number, a vector (d,) or an operator."
+            "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior if there is one. "
+            "Pass a number, a vector (d,) or an operator."
         )
     if covariance is None:
         assert isinstance(prior, Prior)

@@ -1,4 +1,4 @@
-"""Stochastic-gradient Hamiltonian Monte Carlo, and the same with a thermostat for its friction."""
+"""Stochastic-gradient Hamiltonian Monte Carlo, with constant friction or with a thermostat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MomentumSampler(Transition):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SGHMC(MomentumSampler):
-    """θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
+    """The step θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
 
     beta: float = 0.0
     momentum_first: bool = False
@@ -77,12 +77,12 @@ class ThermostatState(MomentumState):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SGNHT(MomentumSampler):
-    """SGHMC with the thermostat x in place of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
+    """SGHMC with the thermostat x instead of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
 
     beta: float = 0.0
     state_type: ClassVar[type[State]] = ThermostatState
     cold: ClassVar[str] = (
-        "temperature=0: the thermostat of sgnht then only lowers the friction until it diverges; use sghmc at "
+        "temperature=0: the thermostat of sgnht would lower the friction until it diverges; use sghmc at "
         "temperature 0, or a positive temperature."
     )
 
@@ -118,27 +118,27 @@ def sghmc(
     momentum_first: bool = False,
     preconditioner: Any = None,
 ) -> SGHMC:
-    """Stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014; order of Duffield et al. 2024).
+    """Build stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014; order of Duffield et al. 2024).
 
         θ += ε s m,    m += ε D g − ε s α m + √(𝒯ε(2α − 𝒯εβ)) D^½ ξ,    s = σ⁻², 𝒯 = τ/N
 
-    with the old m in the first equation; `momentum_first` makes the second step first, so that the new one moves θ. A
+    with the old m in the first equation; `momentum_first` makes the second step first, so that the new m moves θ. A
     preconditioner D is the inverse mass: m stands for D times the momentum, m ~ N(0, 𝒯σ²D), and friction is
-    proportional to the mass, so that this is the sampler without D in the coordinates D^-½ θ.
+    proportional to the mass. This is the sampler without D in the coordinates D^-½ θ.
 
     At τ = 0 and m = 0 momentum first is `torch.optim.SGD(lr=ε²s, momentum=1 − εsα)`; the order of the paper uses each
     gradient one step later. On a Gaussian of curvature h (of D^½ H D^½) the paper's order is stable only if εh < α.
 
     Args:
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule.
         alpha: α, the friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, where log_posterior does not carry it.
-        beta: β, the variance of the gradient's noise over 𝒯², which is then taken off the noise injected.
-        momentum_first: the order.
+        data_size: N, needed unless log_posterior carries it.
+        beta: β, the variance of the gradient's noise over 𝒯², which is subtracted from the injected noise.
+        momentum_first: update m before θ.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
     Raises:
@@ -163,26 +163,26 @@ def sgnht(
     beta: float = 0.0,
     preconditioner: Any = None,
 ) -> SGNHT:
-    """Return the stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
+    """Build the stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
 
         θ += ε s m,    m += ε D g − ε s x m + √(𝒯ε(2α − 𝒯εβ)) D^½ ξ,    x += ε (s mᵀD⁻¹m/d − 𝒯)
 
     with the old m and x on the right, s = σ⁻², 𝒯 = τ/N and x₀ ~ N(α, 𝒯/d): the friction x rises until the momenta have
-    their temperature, whatever noise the gradient has. The mean is over all d coordinates. D is the inverse mass, as in
-    `sghmc`; here it must be positive definite.
+    their temperature, whatever the noise of the gradient. The mean is over all d coordinates. D is the inverse mass, as
+    in `sghmc`, and must be positive definite.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
         step_size: ε, a number or a schedule.
-        alpha: α, of the noise, and the mean of the first friction.
+        alpha: α in the noise, and the mean of the initial friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, where log_posterior does not carry it.
-        beta: β, as `sghmc` takes it.
-        preconditioner: D, as `sghmc` takes it.
+        data_size: N, needed unless log_posterior carries it.
+        beta: β, as in `sghmc`.
+        preconditioner: D, as in `sghmc`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, τ = 0 among them, where it would diverge.
+        TypeError, ValueError: an argument of another kind or out of range; τ = 0, for which it would diverge.
 
     Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
     """

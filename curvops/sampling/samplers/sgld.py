@@ -12,7 +12,7 @@ from curvops.sampling.core.transition import Transition, common_arguments
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SGLD(Transition):
-    """θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ."""
+    """The step θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ."""
 
     beta: float = 0.0
 
@@ -35,7 +35,7 @@ def sgld(
     beta: float = 0.0,
     preconditioner: Any = None,
 ) -> SGLD:
-    """Stochastic-gradient Langevin dynamics (Welling & Teh 2011).
+    """Build stochastic-gradient Langevin dynamics (Welling & Teh 2011).
 
         θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ,    𝒯 = τ/N
 
@@ -44,12 +44,12 @@ def sgld(
     𝒯/(h (1 − εh/2)), too large by the factor 1/(1 − εh/2).
 
     Args:
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule (`RobbinsMonro`, `Cosine`, any function of the step).
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, where log_posterior does not carry it.
-        beta: β, the variance of the gradient's noise over 𝒯², which is then taken off the noise injected.
+        data_size: N, needed unless log_posterior carries it.
+        beta: β, the variance of the gradient's noise over 𝒯², which is subtracted from the injected noise.
         preconditioner: D, an operator (d, d) with a square root, or a vector (d,); None is the identity.
 
     Raises:
@@ -62,10 +62,10 @@ def sgld(
 
 
 def deviation(variance: float, beta: float) -> float:
-    """Return the standard deviation of the noise injected; raise ValueError where the gradient's own exceeds it."""
+    """Return the standard deviation of the injected noise; raise ValueError if the gradient's own noise exceeds it."""
     if variance < 0:
         raise ValueError(
-            f"beta={beta:g}: the gradient's noise alone exceeds what this step size and temperature inject; take a "
+            f"beta={beta:g}: the gradient's noise alone exceeds what this step size and temperature inject; use a "
             "smaller beta or step_size."
         )
     return variance**0.5

@@ -1,4 +1,4 @@
-"""Any optimiser of torch under the samplers' protocol: no hidden state, functional or in place."""
+"""Any torch optimiser under the samplers' protocol: no hidden state, functional or in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OptimizerState(State):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Optimizer(Transition):
-    """An optimiser of torch, made anew at each step around the state's tensors."""
+    """A torch optimiser, built again in each step around the state's tensors."""
 
     make: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
@@ -37,15 +37,15 @@ class Optimizer(Transition):
         return {"slots": {}}
 
     def with_preconditioner(self, preconditioner: Any) -> NoReturn:
-        """Raises TypeError: the optimiser has steps of its own."""
-        raise TypeError("an optimiser of torch takes no preconditioner: use sgld or sghmc at temperature 0.")
+        """Raise TypeError: the optimiser has its own steps."""
+        raise TypeError("a torch optimiser takes no preconditioner: use sgld or sghmc at temperature 0.")
 
     def with_step_size(self, step_size: Any) -> Optimizer:
         """Return this optimiser with another `lr`; states stay valid."""
         return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
 
     def step_length(self, step: int) -> tuple[str, float]:
-        """Return "lr" and its value, the optimiser's own default where none is given."""
+        """Return "lr" and its value, by default the optimiser's own."""
         if self.scheduled:
             return "lr", self.step_size(step)
         return "lr", float(self.make([torch.zeros(1, requires_grad=True)], **self.options).defaults.get("lr", math.nan))
@@ -77,33 +77,34 @@ class Optimizer(Transition):
 
 
 def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **options: Any) -> Optimizer:
-    """Build an optimiser of torch that ascends `log_posterior`, under the samplers' protocol.
+    """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
-        make: its class, `torch.optim.AdamW`, or another function of (tensors, **options).
-        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
-            `co.sampling.log_posterior` makes it. The optimiser's own weight decay (AdamW has one unless weight_decay=0)
-            comes on top of the prior.
-        data_size: N, where log_posterior does not carry it; it changes no step.
-        options: of the optimiser; `lr` may be a schedule.
+        make: its class, such as `torch.optim.AdamW`, or another function of (tensors, **options).
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
+            `co.sampling.log_posterior` returns. The optimiser's own weight decay (AdamW has one unless weight_decay=0)
+            is added to the prior's.
+        data_size: N, needed unless log_posterior carries it; it changes no step.
+        options: options of the optimiser; `lr` may be a schedule.
 
     Raises:
-        TypeError, ValueError: no optimiser, options that it does not take, or one that calls the model itself (LBFGS).
+        TypeError, ValueError: not an optimiser, options that it does not have, or one that calls the model itself
+        (LBFGS).
 
-    Cost: a gradient and the optimiser's own step; making it anew takes some 50 µs.
+    Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
     """
     if not callable(make) or isinstance(make, torch.optim.Optimizer):
-        raise TypeError(f"optimizer takes a class, such as torch.optim.AdamW, and its options, got {make!r}.")
+        raise TypeError(f"optimizer needs a class, such as torch.optim.AdamW, and its options, got {make!r}.")
     if isinstance(make, type) and issubclass(make, torch.optim.LBFGS):
-        raise ValueError("LBFGS calls the model several times a step, which this protocol does not offer.")
+        raise ValueError("LBFGS calls the model several times per step, which this protocol does not allow.")
     lr = options.get("lr")
     scheduled = callable(lr)
     schedule: Schedule | float = as_schedule("lr", lr) if scheduled else 1.0
     trial = {**options, "lr": schedule(0)} if callable(schedule) else options
     made = make([torch.zeros(1, requires_grad=True)], **trial)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"{make!r} makes a {type(made).__name__}, no torch.optim.Optimizer.")
+        raise TypeError(f"{make!r} makes a {type(made).__name__}, which is not a torch.optim.Optimizer.")
     if data_size is None:
-        data_size = getattr(log_posterior, "data_size", 1)  # at temperature 0 it changes nothing
+        data_size = getattr(log_posterior, "data_size", 1)  # at temperature 0 it has no effect
     shared = common_arguments(log_posterior, schedule, 0.0, data_size, None)
     return Optimizer(**shared, make=make, options=dict(options), scheduled=scheduled)
