@@ -4,15 +4,19 @@ from typing import Any
 
 from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
+from curvops.gp.laplace_process import LaplaceProcess, ModeNotFound, laplace_gp
 from curvops.gp.mean import LinearizedMean
 from curvops.gp.reduced_posterior import ReducedPosterior, reduced_posterior
 
 __all__ = [
     "InfiniteWidthKernel",
     "LaplaceModel",
+    "LaplaceProcess",
     "LinearizedKernel",
     "LinearizedMean",
+    "ModeNotFound",
     "ReducedPosterior",
+    "laplace_gp",
     "reduced_posterior",
 ]
 

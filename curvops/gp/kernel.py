@@ -35,7 +35,8 @@ class LinearizedKernel(OperatorKernel):
     likelihoods with any optimiser. Rows are ordered point by point, as `MultitaskMultivariateNormal` interleaves them.
 
     The matrix of one set of points is J itself where it has fewer columns than rows (weight space), else the Gram
-    matrix, kept for the last inputs without a gradient; where the memory budget has no room for it, products with J.
+    matrix, kept for the last inputs without a gradient. Where the memory budget has no room for it, it is products with
+    J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if there are fewer weights than rows.
     Sums with a noise variance stay operators of curvops: solves and determinants are ours. gpytorch's own kernels of
     this one (`ScaleKernel`, sums, products) evaluate lazily by gpytorch's rules, under
     `gpytorch.settings.lazily_evaluate_kernels(False)` at once.
@@ -158,7 +159,7 @@ class LinearizedKernel(OperatorKernel):
             rows_of_J = left.formed().mT if left.is_recorded else self._kept.get("J", x1, x2, lambda: left.formed().mT)
             return LowRank(rows_of_J, self._entries())
         if rows * columns * (len(self.raw_prior_precision) + 1) > room:
-            return kernel
+            return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
             each = {name: scales[group] for name, group in self._group_of.items()}
@@ -183,9 +184,9 @@ class KeptMatrices:
     """The last matrix of each kind that needed passes of the network, for as long as the points are the same."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._entries: dict[str, tuple[Tensor, Tensor, Any]] = {}
 
-    def get(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def get(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Any]) -> Any:
         """Return `compute()`, or what it returned for these points before."""
         entry = self._entries.get(kind)
         if entry is None or not (same_points(entry[0], x1) and same_points(entry[1], x2)):

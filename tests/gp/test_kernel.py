@@ -1,6 +1,6 @@
 """A linearised network inside gpytorch against dense Jacobians and the linearised Laplace posterior.
 
-Tests `kernel.py`, `mean.py`, `operator_kernel.py`, `points.py`.
+Tests `kernel.py`, `mean.py`, `operator_kernel.py`, `points.py`, `weight_space_form.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd import gradcheck
 import curvops as co
 from curvops.gp import LinearizedKernel, LinearizedMean
 from curvops.linalg import Operator
+from curvops.operators.function_space import weight_space_form
 
 DOUBLE = torch.float64
 N, NOISE = 12, 0.3
@@ -249,3 +250,90 @@ def test_beyond_the_memory_budget_products_take_the_matrix_s_place(monkeypatch: 
     assert isinstance(lazy, co.TangentKernel)
     ones = torch.ones(2 * N, dtype=DOUBLE)
     torch.testing.assert_close(lazy @ ones, dense_kernel(lin, x, x, kernel) @ ones)
+
+
+def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.Linearization, Tensor, Tensor]:
+    """Return 8 weights and 600 rows, where memory has room for JᵀJ, and for neither J nor J Jᵀ."""
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 3, dtype=DOUBLE), torch.randn(300, 2, dtype=DOUBLE)
+    network = NETWORKS["fewer weights than rows"][0]().double()
+    lin = co.linearize(network, (x, y), co.likelihoods.Gaussian(NOISE))
+    monkeypatch.setattr(lin.memory, "room", lambda: 4000)
+    return lin, x, y
+
+
+@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.parametrize("task_noise", [False, True])
+@pytest.mark.parametrize("prior", ["scalar", "layers", "scaled"])
+def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(
+    prior: str, task_noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lin, x, y = few_weights(monkeypatch)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(2, has_task_noise=task_noise).double()
+    gp = Process(lin, x, y, likelihood, **PRIORS[prior])
+    streamed: list[bool] = []
+    for name in ("_sum", "_forms"):
+        walk = getattr(weight_space_form, name)
+        monkeypatch.setattr(weight_space_form, name, lambda *args, walk=walk: (streamed.append(True), walk(*args))[1])
+
+    def dense_value() -> Tensor:
+        K = dense_kernel(lin, x, x, gp.covar_module)
+        noise = likelihood.noise + (likelihood.task_noises if task_noise else torch.zeros(2, dtype=DOUBLE))
+        mean = gp.mean_module(x).flatten()
+        total = K + noise.repeat(300).diag()
+        return torch.distributions.MultivariateNormal(mean, total).log_prob(y.flatten())
+
+    marginal = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp.train())
+    value, expected = marginal(gp(x), y) * y.numel(), dense_value()
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(gp.parameters())
+    gradients = torch.autograd.grad(value, parameters)
+    for one, other in zip(gradients, torch.autograd.grad(expected, parameters)):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-8)
+    assert len(streamed) == 1 + task_noise  # JᵀN⁻¹J, and for more than one noise its derivative
+    marginal(gp(x), y)
+    assert len(streamed) == 1 + task_noise
+    gp.eval()
+    new = torch.randn(4, 3, dtype=DOUBLE)
+    with torch.no_grad():
+        K, cross = dense_kernel(lin, x, x, gp.covar_module), dense_kernel(lin, new, x, gp.covar_module)
+        noise = likelihood.noise + (likelihood.task_noises if task_noise else torch.zeros(2, dtype=DOUBLE))
+        solved = torch.linalg.solve(K + noise.repeat(300).diag(), cross.mT).mT
+        predicted = gp(new)
+        here = dense_kernel(lin, new, new, gp.covar_module) - solved @ cross.mT
+        gap = (y - gp.mean_module(x)).flatten()
+        torch.testing.assert_close(predicted.covariance_matrix, here, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(predicted.mean.flatten(), gp.mean_module(new).flatten() + solved @ gap)
+
+
+@pytest.mark.parametrize("noise", [0.3, 1e-6])
+@pytest.mark.parametrize("each", [False, True])
+def test_the_form_of_few_weights_is_the_matrix_s(noise: float, each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lin, *_ = few_weights(monkeypatch)
+    d = torch.linspace(1, 2, 600, dtype=DOUBLE) * noise if each else torch.tensor(noise, dtype=DOUBLE)
+    A = torch.linspace(0.5, 2, 8, dtype=DOUBLE)
+    P = co.TangentKernel(lin, A).add_diagonal(d)
+    J = lin.jacobian().to_dense()
+    dense = (J / A) @ J.mT + d.expand(600).diag()
+    b = torch.randn(600, 3, dtype=DOUBLE)
+    assert isinstance(P._closed_form(), weight_space_form.WeightSpaceForm)
+    solved = P.solve(b)
+    backward = (dense @ solved - b).norm() / (torch.linalg.matrix_norm(dense, 2) * solved.norm() + b.norm())
+    assert float(backward) < 1e-15
+    torch.testing.assert_close(P.logdet(), torch.logdet(dense), rtol=1e-9, atol=1e-8)
+    torch.testing.assert_close(P.inverse().diagonal(), torch.linalg.inv(dense).diagonal(), rtol=1e-6, atol=1e-8)
+    units = torch.eye(600, dtype=DOUBLE)
+    half = P.sqrt_inv_matmul(units[:, :4])
+    values, vectors = torch.linalg.eigh(dense)
+    torch.testing.assert_close(half, (vectors * values.rsqrt()) @ vectors[:4].mT, rtol=1e-4, atol=1e-5 / noise**0.5)
+
+
+def test_draws_of_the_form_of_few_weights_have_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    lin, *_ = few_weights(monkeypatch)
+    P = co.TangentKernel(lin, 2.0).add_diagonal(0.3)
+    directions = torch.linalg.eigh(P.to_dense())[1][:, ::75]
+    for operator in (P, P.inverse()):
+        drawn = directions.mT @ co.linalg.draw(operator, 4000, torch.Generator().manual_seed(0))
+        expected = (directions * (operator @ directions)).sum(0)
+        # Six standard errors of eight variances: a false alarm in 1e8.
+        assert bool(((drawn.square().mean(1) - expected).abs() < 6 * (2 / 4000) ** 0.5 * expected).all())

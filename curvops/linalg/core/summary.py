@@ -17,7 +17,7 @@ class Summarised:
     """A dataclass (with `repr=False`) that prints on one line: long tensors as their shapes, reasons counted."""
 
     def __repr__(self) -> str:
-        parts = (f"{field.name}={summary(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]
+        parts = (f"{field.name}={summary(getattr(self, field.name))}" for field in fields(self) if field.repr)  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 

@@ -195,6 +195,8 @@ class Operator(LinearOperator):
                 "every entry of the matrix; for the diagonal use add_diagonal("
                 f"{other if isinstance(other, numbers.Number) else 'v'})."
             )
+        if isinstance(other, ConstantDiagLinearOperator) and other.diag_values.ndim == 1:
+            return self.add_diagonal(other.diag_values.squeeze(0))
         if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
             return self.add_diagonal(other._diagonal())
         if isinstance(other, Tensor):

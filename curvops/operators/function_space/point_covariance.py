@@ -31,6 +31,7 @@ from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
 from curvops.network import Group, JacobianRows, Layer, row_blocks
+from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
@@ -87,7 +88,7 @@ def point_covariances(
     Cost: a forward pass, C backward passes (none for a last layer) and two rotations per layer (none for a diagonal P).
     A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, one applied at few positions the same
     for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks. Low rank adds
-    J U from the same a and δ.
+    J U from the same a and δ; a `DualInverse` takes Gram matrices alone.
     """
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
@@ -99,6 +100,8 @@ def point_covariances(
             found: Target | None = _sum_by_cholesky(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
             return None
+        elif isinstance(inverse, DualInverse):
+            found = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, LayerBlocksForm):
             found = _sum_over_layers(walk, InEigenbases(walk, form), shape)
         elif isinstance(form, DirectSumForm):
@@ -196,11 +199,28 @@ def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int,
     found, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
     added = added.unflatten(0, (-1, shape[1]))
     _add_products(found, added, added, alpha=parts.sign)
-    if parts.sign > 0:
-        return found
+    return found if parts.sign > 0 or _leaves_enough(found, total) else None
+
+
+def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
+    """J A⁻¹ Jᵀ less what the training points explain of it; None where the difference would cancel too many digits."""
+    explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.reciprocal()
+    if explained is None:
+        return None
+    total = _sum_over_layers(jacobian.passes, Elementwise(jacobian.passes, weights.expand(jacobian.shape[-1])), shape)
+    if total is None:
+        return None
+    found, start = total.clone(), 0
+    for part in explained:
+        _add_products(found[start : start + len(part)], part.to(total), part.to(total), alpha=-1)
+        start += len(part)
+    return found if _leaves_enough(found, total) else None
+
+
+def _leaves_enough(found: Target, total: Target) -> bool:
+    """Whether the difference leaves enough of each variance's digits."""
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
-    enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
-    return found if bool(enough.all()) else None
+    return bool((left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]).all())
 
 
 def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:

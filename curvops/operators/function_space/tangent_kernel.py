@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,10 +12,12 @@ from torch import Tensor
 from curvops.linalg import Diagonal
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
+from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.function_space.weight_space_form import WeightSpaceForm
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -27,8 +29,9 @@ class TangentKernel(UserOperator, Operator):
     Symmetric positive semi-definite where x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it where
-    points are few and weights many (function space). `to_dense`, the Gram matrix, costs a forward pass and C backward
-    passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
+    points are few and weights many (function space). Plus a positive diagonal it is solved exactly, by a D × D matrix,
+    where there are fewer weights than rows. `to_dense`, the Gram matrix, costs a forward pass and C backward passes on
+    each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
     own Jacobian takes its place where that is less work or A is not constant on the layer. Memory: as many rows as
     the budget has room for, and the Gram matrix.
 
@@ -44,6 +47,7 @@ class TangentKernel(UserOperator, Operator):
     """
 
     CARRIED = True  # it does not depend on the likelihood
+    _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 
     def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
         scale = read_precision("prior", prior, lin.model)
@@ -58,6 +62,11 @@ class TangentKernel(UserOperator, Operator):
     def prior(self) -> Tensor:
         """The prior precision A, 0-d or (D,)."""
         return self._args[2]
+
+    def keeping_in(self, store: dict[str, Tensor]) -> LinearOperator:
+        """Return the kernel with a place where what depends on its inputs alone stays for kernels of other priors."""
+        kind: Any = type(self)
+        return kind(*self._args, store=store)
 
     @property
     def psd(self) -> bool:

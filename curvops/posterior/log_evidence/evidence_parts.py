@@ -91,14 +91,27 @@ def find_evidence(
         reason = None if found.converged else found.reason
     ratio = log_ratio(terms, rtol, generator)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
-    scatter = terms.prior.quadratic(theta)
+    count = partial(count_parameters, terms, rtol, generator)
+    return add_up(log_likelihood, terms.prior.quadratic(theta), ratio, count, theta, mode, cache.power)
+
+
+def add_up(
+    log_likelihood: Tensor,
+    scatter: Tensor,
+    ratio: Estimate,
+    count: Callable[[], Estimate],
+    theta: Float[Tensor, " D"],
+    mode: str,
+    power: float = 1.0,
+) -> Evidence:
+    """Return the evidence that its parts add up to."""
     return Evidence(
         **_numbers(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
         log_likelihood=log_likelihood,
         scatter=scatter,
         log_determinant_ratio=ratio,
-        count=partial(count_parameters, terms, rtol, generator),
+        count=count,
         theta=theta,
         mode=mode,
-        power=cache.power,
+        power=power,
     )

@@ -5,6 +5,8 @@
 | N(θ*, T P⁻¹)                 | normal, with the covariance T J P⁻¹ Jᵀ                          | `NormalOutputs`  |
 | draws θ_k of it              | normal, with the mean of J z_k (J z_k)ᵀ over z_k = θ_k − θ*      | `DrawnOutputs`   |
 
+Where the Gaussian stands at a `step` from θ*, the mean of the outputs moves by J times it, and z_k start from there.
+
 `network_outputs` computes those of the network itself: many draws in one pass where `vmap` allows it.
 """
 
@@ -78,6 +80,11 @@ class OutputDistribution(ABC):
                 f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
             )
 
+    def mean_of(self, jacobian: Jacobian, step: Float[Tensor, " D"] | None) -> Float[Tensor, "N C"]:
+        """Return f* + J step."""
+        outputs = self.by_position(jacobian.outputs())
+        return outputs if step is None else outputs + self.by_position(jacobian._matmul(step))
+
     def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
         """Return outputs with a row for each position of a sequence."""
         return outputs.reshape(-1, self.lin.output_shape[-1])
@@ -85,18 +92,19 @@ class OutputDistribution(ABC):
 
 @dataclass(frozen=True, eq=False)
 class NormalOutputs(OutputDistribution):
-    """The normal outputs f* + J(θ − θ*) under θ ~ N(θ*, T P⁻¹)."""
+    """The normal outputs f* + J(θ − θ*) under θ ~ N(θ* + step, T P⁻¹)."""
 
     lin: Linearization
     inverse_for: Callable[[int, float | None], LinearOperator]
     """A function of a number of vectors and a relative residual that returns P⁻¹ for their products."""
     temperature: float
     error: ErrorOfMean = error_of_mean
+    step: Float[Tensor, " D"] | None = None
 
     def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        """Return f* and T J P⁻¹ Jᵀ, which is computed on first use."""
+        """Return the mean and T J P⁻¹ Jᵀ, which is computed on first use."""
         jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.by_position(jacobian.outputs()), self._covariance(jacobian, together, rtol)
+        return self.mean_of(jacobian, self.step), self._covariance(jacobian, together, rtol)
 
     def _covariance(self, jacobian: Jacobian, together: int | None, rtol: float | None) -> LinearOperator:
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
@@ -126,21 +134,22 @@ class NormalOutputs(OutputDistribution):
 
 @dataclass(frozen=True, eq=False)
 class DrawnOutputs(OutputDistribution):
-    """The outputs f* + J(θ_k − θ*) at draws θ_k of a Gaussian around θ*."""
+    """The outputs f* + J(θ_k − θ*) at draws θ_k of a Gaussian around θ* + step."""
 
     lin: Linearization
     weights: Float[Tensor, "k D"]
     error: ErrorOfMean = error_of_mean
+    step: Float[Tensor, " D"] | None = None
 
     def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        """Return f* and the mean over draws of the outer products of J(θ_k − θ*)."""
+        """Return the mean and the mean over draws of the outer products of J z_k."""
         jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.by_position(jacobian.outputs()), self.covariance_of(self._push(jacobian), together)
+        return self.mean_of(jacobian, self.step), self.covariance_of(self._push(jacobian), together)
 
     def functions(self, x: Any) -> Float[Tensor, "k N C"]:
         """Return f* + J(θ_k − θ*), jointly at all points."""
         jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.by_position(jacobian.outputs()) + self._push(jacobian)
+        return self.mean_of(jacobian, self.step) + self._push(jacobian)
 
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield the functions at all points together."""
@@ -156,9 +165,10 @@ class DrawnOutputs(OutputDistribution):
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
     def _push(self, jacobian: Jacobian) -> Float[Tensor, "k N C"]:
-        """Return the pushed deviations J(θ_k − θ*)."""
+        """Return the pushed deviations J z_k."""
         C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
-        return jacobian._matmul((self.weights - self.lin.theta).mT).mT.unflatten(1, (rows // C, C))
+        mean = self.lin.theta if self.step is None else self.lin.theta + self.step
+        return jacobian._matmul((self.weights - mean).mT).mT.unflatten(1, (rows // C, C))
 
 
 def gaussian_draws(

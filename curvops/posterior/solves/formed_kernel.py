@@ -19,31 +19,30 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate
-from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_bytes
+from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
-from curvops.linalg.core.vectors import check_finite, describe
+from curvops.linalg.core.vectors import check_finite
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
-from curvops.network import Batch, Exact
-from curvops.operators import GGN, Linearization
+from curvops.operators import GGN
 from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.solves.newton import Point, minimise
+from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
 
 NAME = "J Jᵀ"
-BESIDE = PRODUCT_VECTORS + 2
-"""Vectors of the size of the weights that the search for a mode needs: a product's, θ and θ − θ*."""
 MOST_STEPS = 50
 
 
 @dataclass(eq=False)
-class FormedKernel:
-    """K = J Jᵀ of one linearisation, in float64, with its spectrum, solves and mode."""
+class FormedKernel(TrainingOutputs):
+    """K = J Jᵀ of one linearisation, in float64, with the spectrum, solves and mode that follow from it.
 
-    lin: Linearization
+    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, with its solves and its mode alone.
+    """
 
     of_data: dict[str, Any] = field(default_factory=dict)
     """The store of K, shared by all likelihoods of these data."""
+    metric: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
 
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
@@ -67,7 +66,7 @@ class FormedKernel:
 
     def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
         J = self.lin.jacobian()
-        return self._take(gram_matrix(J, J, J.theta.new_ones(()), kept))
+        return self._take(gram_matrix(J, J, self.metric.to(J.theta), kept))
 
     def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
         """Store K in float64, counted against the budget, where other posteriors find it."""
@@ -76,29 +75,6 @@ class FormedKernel:
         keep(self.lin.jacobian(), K, K.nbytes)
         self.of_data[NAME] = K
         return K
-
-    @cached_property
-    def _batches(self) -> list[tuple[Batch, Tensor]]:
-        """The labels and the outputs f* of each batch, in float64; one pass over the data."""
-        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.passes.each(0)]
-
-    @property
-    def outputs(self) -> Float[Tensor, "N C"]:
-        """The outputs f* of all points."""
-        return torch.cat([own for _, own in self._batches])
-
-    def _by_batch(self, f: Float[Tensor, "N C"], function: Callable[[Tensor, Batch], Tensor]) -> list[Tensor]:
-        return [
-            function(part, batch)
-            for part, (batch, _) in zip(f.split([len(own) for _, own in self._batches]), self._batches)
-        ]
-
-    def _root(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "N C R"]:
-        """Return L of each point at these outputs."""
-        fisher = Exact(self.lin.likelihood)
-        columns = fisher.num_columns(self.lin.num_outputs)
-        parts = self._by_batch(f, lambda at, batch: fisher.columns(at, batch, 0, columns))
-        return torch.cat(parts, 1).permute(1, 2, 0)
 
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
         """Return Lᵀ K L. Memory: that matrix and Lᵀ K."""
@@ -113,7 +89,7 @@ class FormedKernel:
         """Eigenvalues and eigenvectors of SᵀS."""
         J, beside = self.lin.jacobian(), (KERNEL_COPIES - 1) * self.kernel.nbytes
         with torch.no_grad(), holding(J, beside):
-            values, vectors = torch.linalg.eigh(self._dual(self._root(self.outputs)))
+            values, vectors = torch.linalg.eigh(self._dual(self.root(self.outputs)))
         keep(J, vectors, beside)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
@@ -148,91 +124,38 @@ class FormedKernel:
 
         return apply
 
-    @torch.no_grad()
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
-        """Approximate the linear model's mode m + Jᵀu/α by Newton's method for u; return it and the products it took.
+        """Approximate the linear model's mode m + Jᵀu/α; return it with the products taken.
 
-        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs first come from K and
-        then from J itself, so that the mode is free of K's rounding. Cost: a factorisation per step, and at the end a
-        product.
+        Cost: a factorisation a step, in the end a product.
         """
-        mean, J = mean.expand_as(self.lin.theta), self.lin.jacobian()
-        products = 1
-        start = self._outputs_at(mean)
-        u = torch.zeros(len(self.kernel), dtype=torch.float64, device=self.kernel.device)
+        space = FormedSpace(self, prior)
+        found = find_dual_mode(space, mean, rtol, MOST_STEPS)
+        return found.theta, space.matvecs + 1
 
-        def by_kernel(u: Tensor) -> Tensor:
-            return start + (self.kernel @ u / prior).view_as(start)
-
-        def weights(u: Tensor) -> Tensor:
-            return mean + (J._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
-
-        def by_passes(u: Tensor) -> Tensor:
-            nonlocal products
-            products += 1
-            return self._outputs_at(weights(u))
-
-        with holding(J, BESIDE * vector_bytes(describe(J))):
-            for outputs in (by_kernel, by_passes):
-                point = _DualPoint(self, prior, start, outputs, u)
-                u = minimise(point, lambda at, _: self._step(at.outputs, at.gap, prior), rtol, MOST_STEPS)[0].u
-            return weights(u), products
-
-    def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
-        """Return the linear model's outputs."""
-        return self.outputs + self.lin.push(theta - self.lin.theta).double()
-
-    def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
-        """Return −log p(y | f) and its gradient, in float64."""
-        likelihood = self.lin.likelihood
-        logs = self._by_batch(f, lambda at, b: likelihood.log_prob(at, b.targets, b.weights).sum())
-        gradients = self._by_batch(f, lambda at, b: likelihood.residual(at, b.targets, b.weights))
-        return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
-
-    def _step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], prior: float) -> Float[Tensor, " NC"]:
-        """Return −(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
-        L = self._root(f)
-        n, _, r = L.shape
+    def factor(self, f: Float[Tensor, "N C"], prior: float) -> tuple[Float[Tensor, "N C R"], Float[Tensor, "NR NR"]]:
+        """Return L of each point at these outputs, and the Cholesky factor of I + LᵀKL/α."""
+        L = self.root(f)
         inner = self._dual(L).div_(prior)
         inner.diagonal().add_(1)
-        image = torch.einsum("ncr,nc->nr", L, (self.kernel @ gap / prior).view(n, -1)).reshape(-1, 1)
-        solved = torch.cholesky_solve(image, torch.linalg.cholesky(inner, out=inner)).view(n, r)
+        return L, torch.linalg.cholesky(inner, out=inner)
+
+
+class FormedSpace(FunctionSpace):
+    """The prior covariance K/α of a formed kernel."""
+
+    points: FormedKernel
+    is_formed = True
+
+    def __init__(self, kernel: FormedKernel, prior: float) -> None:
+        self.points, self._prior = kernel, prior
+        self.precision = (kernel.metric * prior).to(kernel.lin.theta)
+
+    def product(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
+        return self.points.kernel @ v / self._prior
+
+    def step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], rtol: float) -> Float[Tensor, " NC"]:
+        L, factor = self.points.factor(f, self._prior)
+        image = torch.einsum("ncr,nc->nr", L, self.product(gap).view_as(f)).reshape(-1, 1)
+        solved = torch.cholesky_solve(image, factor).view(len(L), -1)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
-
-
-class _DualPoint(Point):
-    """The dual objective −log p(y | f(u)) + ½uᵀ(f(u) − f(0)) at one u, with its gradient in the metric of K/α."""
-
-    def __init__(
-        self,
-        kernel: FormedKernel,
-        prior: float,
-        start: Float[Tensor, "N C"],
-        outputs_of: Callable[[Tensor], Tensor],
-        u: Float[Tensor, " NC"],
-    ) -> None:
-        self._given, self.u, self.outputs = (kernel, prior, start, outputs_of), u, outputs_of(u)
-        loss, residual = kernel.loss(self.outputs)
-        self.gap, self.eps = u + residual, torch.finfo(kernel.lin.theta.dtype).eps
-        self._value = float(loss + 0.5 * u @ (self.outputs - start).flatten())
-        self._tried: dict[float, _DualPoint] = {}
-        scale = float(residual.norm())
-        self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
-
-    @property
-    def loss(self) -> float:
-        return self._value
-
-    def slope(self, step: Tensor) -> float:
-        kernel, prior, *_ = self._given
-        return float(self.gap @ (kernel.kernel @ step)) / prior
-
-    def losses(self, step: Tensor) -> Callable[[float], float]:
-        def after(share: float) -> float:
-            self._tried = {share: _DualPoint(*self._given, self.u + share * step)}
-            return self._tried[share].loss
-
-        return after
-
-    def move(self, step: Tensor, share: float) -> _DualPoint:
-        return self._tried[share]

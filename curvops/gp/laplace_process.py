@@ -1,0 +1,262 @@
+"""Laplace's approximation in function space: a linearised network as a Gaussian process under any likelihood."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import checked_whole
+from curvops.linalg import Estimate, NotConverged, Reason
+from curvops.linalg.core.cache import carries_graph
+from curvops.linalg.core.memory import keep
+from curvops.linalg.core.solve_routes import KERNEL_COPIES
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.solvers.solve import default_rtol
+from curvops.operators import Linearization
+from curvops.operators.curvatures.ggn import DisplacedGGN
+from curvops.operators.function_space.dual_inverse import DualInverse
+from curvops.operators.linearized.user_operator import require_no_gradient
+from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import PrecisionTerms, read_prior
+from curvops.posterior.draws.deviations import draw_deviations
+from curvops.posterior.draws.noise import Noise, Systems
+from curvops.posterior.log_evidence.determinants import count_parameters, log_ratio
+from curvops.posterior.log_evidence.evidence_parts import Evidence, add_up
+from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.predictive import Predictive
+from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
+from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
+from curvops.posterior.solves.precision import inverse_for_rows
+from curvops.posterior.solves.streamed_space import StreamedSpace
+
+SPENT = "Newton's method spent its steps: raise maxiter, or take a larger prior precision."
+NO_DESCENT = (
+    "No step along Newton's direction lowers the loss, far above its rounding: take a larger prior precision, or "
+    "float64; of a likelihood that is not log-concave, another prior_mean."
+)
+NOT_FINITE = (
+    "The likelihood at the linear model's outputs for the prior mean, where the search starts, is NaN or Inf: take a "
+    "prior_mean nearer to the trained weights, or co.laplace, which starts at these."
+)
+REMEDIES = {Reason.ITERATION_LIMIT: SPENT, Reason.STAGNATION: NO_DESCENT, Reason.NON_FINITE: NOT_FINITE}
+
+
+class ModeNotFound(NotConverged):
+    """The mode of the outputs was not found to the tolerance; `reason`, `gradient` and `steps` say how far it came."""
+
+    def __init__(self, reason: Reason, gradient: float, steps: int, rtol: float) -> None:
+        self.reason, self.gradient, self.steps, self.rtol = reason, gradient, steps, rtol
+        RuntimeError.__init__(
+            self,
+            f"the mode was not found: after {steps} Newton steps the relative gradient is {gradient:.2e}, asked for "
+            f"{rtol:.2e}. {reason.name}: {REMEDIES.get(reason, reason.value)}",
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LaplaceProcess(Summarised, Predictive):
+    """The Gaussian approximation of a linearised network's outputs under its likelihood, made by `co.gp.laplace_gp`.
+
+    It predicts as the posterior N(θ̄, (J H J + A)⁻¹) of the weights does: θ̄ is the linear model's own mode, and H the
+    likelihood's Fisher at the linear model's outputs there. Immutable.
+    """
+
+    lin: Linearization
+    theta: Float[Tensor, " D"]
+    """θ̄ = m + A⁻¹Jᵀu, the weights of the mode."""
+    outputs: Float[Tensor, "N C"]
+    """The mode f + J(θ̄ − θ*) of the outputs at the training points; a sequence counts as T points."""
+    residual_weights: Float[Tensor, "N C"]
+    """u, the gradient of the log-likelihood at the mode: K u is what the data add to the prior mean."""
+    training_log_likelihood: Float[Tensor, ""]
+    """log p(y | f) at the mode, in nats."""
+    gradient: float
+    """‖u + r‖ / ‖r‖ at the end, r the residuals."""
+    reason: Reason
+    """CONVERGED, or PRECISION_LIMIT: as near as the dtype allows."""
+    steps: int
+    """The Newton steps."""
+    matvecs: int
+    """The products with J A⁻¹ Jᵀ or a curvature."""
+    is_formed: bool
+    """Whether the Gram matrix of the training points was formed."""
+    _terms: PrecisionTerms = field(repr=False)
+    _dual: tuple[Tensor, Tensor] | None = field(repr=False)
+    """The factor of I + LᵀKL and L, where the Gram matrix was formed."""
+
+    @property
+    def mean(self) -> Float[Tensor, " D"]:
+        """θ̄, the mean of the weights."""
+        return self.theta
+
+    @property
+    def precision(self) -> Any:
+        """P = JᵀHJ + A, (D, D), with H at the mode."""
+        return self._terms.precision
+
+    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
+        """Draw k weight vectors from N(θ̄, P⁻¹), as rows.
+
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the draws.
+            rtol: relative residual of each solve, far below the sampling error of k draws.
+
+        Raises:
+            NotConverged: rtol was not reached.
+            TypeError, ValueError: k is no whole number of draws, rtol not a positive number.
+        """
+        k = checked_count(k)
+        check_accuracy(rtol, generator)
+        noise, terms = Noise.draw(self.lin, k, generator), self._terms
+        if self._dual is None:
+            return self.theta + draw_deviations(terms, 1.0, k, noise, None, None, float(rtol)).draws
+        systems = Systems(terms, noise, range(k), "cg", terms.precision)
+        return self.theta + self._inverse(k, float(rtol))._matmul(systems.right_sides()).mT
+
+    def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
+        """Compute log p(data) under the approximation, in nats: log p(y | f) − ½ (uᵀKu + log det(I + LᵀKL)).
+
+        Exact for a Gaussian likelihood, whose `post.log_evidence(mode="linear")` it is. For others that has the
+        curvature at the network's own outputs, this at the linear model's mode (Rasmussen & Williams 2006, eq. 3.32).
+
+        Args:
+            rtol: relative accuracy of the log-determinant where it is estimated: the Gram matrix was not formed.
+            generator: source of the probes.
+
+        Raises:
+            TypeError, ValueError: an rtol that is not a positive number, a generator that is none.
+        """
+        check_accuracy(rtol, generator)
+        if self._dual is None:
+            asked = self._terms, rtol, generator
+            ratio, count = log_ratio(*asked), partial(count_parameters, *asked)
+        else:
+            factor = self._dual[0]
+            ratio, count = Estimate.exact(2 * factor.diagonal().log().sum()), partial(_count, factor)
+        scatter = self._terms.prior.quadratic(self.theta)
+        return add_up(self.training_log_likelihood, scatter, ratio, count, self.theta, "linear")
+
+    @property
+    def _step(self) -> Tensor:
+        return self.theta - self.lin.theta
+
+    def _outputs(self) -> NormalOutputs:
+        return NormalOutputs(self.lin, self._inverse, 1.0, step=self._step)
+
+    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
+        return DrawnOutputs(self.lin, weights, step=self._step)
+
+    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
+        if self._dual is None:
+            return inverse_for_rows(self._terms, rows, rtol)
+        return DualInverse(self.precision, *self._dual, rtol=rtol)
+
+
+def laplace_gp(
+    lin: Linearization,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    *,
+    rtol: float | None = None,
+    maxiter: int = 50,
+) -> LaplaceProcess:
+    """Approximate the linearised network's outputs under its likelihood by a Gaussian process at their mode.
+
+    The outputs f* + J(θ − θ*) with θ ~ N(m, A⁻¹) are a Gaussian process with the mean f* + J(m − θ*) and the kernel
+    J A⁻¹ J'ᵀ. Newton's method finds the mode of the N·C training outputs, for any likelihood of `co.linearize`; a
+    singular output Fisher, as a softmax has, takes no jitter. Predictions are those of the weights' posterior
+    N(θ̄, (JᵀHJ + A)⁻¹) at the linear model's mode θ̄ with the curvature there, and not at the network's weights as
+    `co.laplace` has it: the two agree where the network's weights are that mode.
+
+    Args:
+        lin: the linearised network, with its data and its likelihood.
+        prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
+        prior_mean: m, a number, a vector (D,) or such a mapping.
+        rtol: tolerance of the gradient u + r in the outputs, relative to the residuals r; None is 1e-6, in float64
+            1.5e-8.
+        maxiter: the most Newton steps.
+
+    Returns:
+        A `LaplaceProcess`, which predicts as posteriors do, and has the log evidence.
+
+    Raises:
+        ModeNotFound: the tolerance was not reached within maxiter steps, or no step lowers the loss; `reason` says why.
+        NotConverged: a system inside a step was not solved.
+        TypeError, ValueError: arguments of another kind or size; a prior precision that is an operator or an earlier
+            posterior; hyperparameters that require a gradient, which this has not.
+
+    Cost: where memory has room for five matrices of (N·C)² numbers in float64, and there are no more outputs in all
+    than weights: the Gram matrix, and a Cholesky factorisation each step; a prediction then takes the Gram matrix with
+    the training points. Elsewhere conjugate gradients on I + LᵀKL, or on JᵀHJ + A where that is smaller, at two passes
+    over the data each iteration; predictions as those of `co.laplace`.
+
+    Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
+    """
+    check_linearization(lin)
+    rtol = default_rtol(lin.theta.dtype) if rtol is None else rtol
+    check_accuracy(rtol)
+    most = checked_whole("maxiter", maxiter, 1)
+    require_no_gradient(lin.likelihood, "laplace_gp")
+    prior = read_prior(prior_precision, prior_mean, lin.model)
+    A = prior.diagonal
+    if A is None:
+        raise ValueError(
+            "laplace_gp takes a prior_precision that is a number, a vector or a mapping {glob: number}, got "
+            f"{type(prior_precision).__name__}; co.laplace takes operators and earlier posteriors."
+        )
+    if carries_graph((A, prior.mean)):
+        raise ValueError(
+            "prior_precision or prior_mean requires a gradient, which laplace_gp has not: detach it. The gradient of "
+            "co.laplace(lin, prior_precision=...).log_evidence() has it."
+        )
+    space = _space_for(lin, A)
+    found = find_dual_mode(space, prior.mean, float(rtol), most)
+    if not math.isfinite(found.gradient):
+        raise ModeNotFound(Reason.NON_FINITE, found.gradient, found.steps, rtol)
+    if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
+        raise ModeNotFound(found.reason, found.gradient, found.steps, rtol)
+    curvature = DisplacedGGN.at(lin, (found.outputs - space.points.outputs).to(lin.theta))
+    dual = None
+    if isinstance(space, FormedSpace):
+        L, factor = space.points.factor(found.outputs, 1.0)
+        keep(lin.jacobian(), factor, factor.nbytes + L.nbytes)
+        dual = factor, L
+    by_position = -1, lin.output_shape[-1]
+    return LaplaceProcess(
+        lin,
+        found.theta,
+        found.outputs.reshape(by_position),
+        found.u.reshape(by_position),
+        found.log_likelihood,
+        found.gradient,
+        found.reason,
+        found.steps,
+        space.matvecs,
+        space.is_formed,
+        PrecisionTerms(CurvatureCache(lin, curvature), prior),
+        dual,
+    )
+
+
+def _space_for(lin: Linearization, A: Tensor) -> FunctionSpace:
+    """Return function space with the Gram matrix formed, where memory has room for it and weights are not fewer."""
+    outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
+    if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
+        return FormedSpace(FormedKernel(lin, metric=A), 1.0)
+    return StreamedSpace(TrainingOutputs(lin), A)
+
+
+def _count(factor: Float[Tensor, "NR NR"]) -> Estimate:
+    """Return tr(P⁻¹G) = N·R − tr (I + LᵀKL)⁻¹."""
+    unit = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, unit, upper=False)
+    return Estimate.exact(len(factor) - inverse.square().sum())
