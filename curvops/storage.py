@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import version as installed
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from safetensors.torch import save as serialized
 from torch import Tensor
 
 CONTENTS = "curvops.json"
+WRITTEN_BY = f"curvops {version_of('curvops')}"
 LAYOUT = 1
 """The version of all that is not the tree."""
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
@@ -243,7 +244,7 @@ def _write(
     save_file(tensors, file)
     digest = _sha256(file)
     target = folder / f"tensors-{digest[:16]}.safetensors"
-    contents |= {"format": "curvops", "layout": LAYOUT, "written_by": f"curvops {installed('curvops')}"}
+    contents |= {"format": "curvops", "layout": LAYOUT, "written_by": WRITTEN_BY}
     contents["tensors"] = {"file": target.name, "sha256": digest}
     contents["sha256"] = _checksum(contents)
     text.write_text(json.dumps(contents, indent=1, allow_nan=False), encoding="utf-8")
@@ -348,7 +349,7 @@ def _require_readable(folder: Path, found: Mapping[str, Any], what: str, known: 
     if isinstance(number, int) and number > known:
         raise ValueError(
             f"{folder} was written by {found.get('written_by', 'a newer curvops')}, in {what} {number} of its format; "
-            f"this is curvops {installed('curvops')}, which reads up to {known}: upgrade it."
+            f"this is {WRITTEN_BY}, which reads up to {known}: upgrade it."
         )
 
 

@@ -25,6 +25,8 @@ from curvops.network.engines.proofs import _proofs  # noqa: E402
 
 def pytest_configure() -> None:
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # two test processes share the two cores
+    if not torch.cuda.is_available():  # torch's own notes the stack for each kind of device that might come: 1 ms
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

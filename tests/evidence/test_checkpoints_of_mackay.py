@@ -27,7 +27,7 @@ def setting(likelihood="classification", shift=0.0, mean=0.0):
 def tuned(folder, post=None, seed=0, draws=False, **options):
     """The posterior's hyperparameters, its steps, and what it draws."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    options = {"samples": 3, "steps": 4, "prior": "layer"} | options
+    options = {"samples": 3, "steps": 3, "prior": "layer"} | options
     found = co.evidence.mackay(post or setting(), generator=generator, checkpoint=folder, **options)
     how = found.tuning
     record = [found.prior_precision, [record_of(step) for step in how.steps], how.ending.name, how.targets]
@@ -38,7 +38,7 @@ RUNS = {
     "layers": lambda folder: tuned(folder, draws=True),
     "with the noise": lambda folder: tuned(folder, setting("regression"), tune_noise=True, samples=4),
     "in function space": lambda folder: tuned(folder, method="dual"),
-    "counted by a quadrature": lambda folder: tuned(folder, samples=None, prior="iso", steps=3),
+    "counted by a quadrature": lambda folder: tuned(folder, samples=None, prior="iso"),
 }
 LOST = {"counted by a quadrature": 30}
 """The products of a group of probes, which is made again as a whole; elsewhere what begins a run and its last step."""
