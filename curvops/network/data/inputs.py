@@ -11,7 +11,7 @@ itself, so that results and gradients belong to its present value. Data are not 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +39,8 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
 
 def normalise(x: object) -> Inputs:
     """Convert tensors or NumPy arrays to a tensor, tuple or dict of tensors. Raises TypeError for anything else."""
+    if isinstance(x, Tensor):
+        return x
     if isinstance(x, (tuple, list)):
         inputs: object = tuple(map(tensor_of, x))
     else:
@@ -55,18 +57,19 @@ def normalise(x: object) -> Inputs:
     )
 
 
-def components(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the inputs with the names that messages use for them."""
+def components(inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return the tensors of the inputs with the names that messages use for them."""
     if isinstance(inputs, Tensor):
-        yield "inputs", inputs
-    elif isinstance(inputs, tuple):
-        yield from ((f"inputs[{i}]", part) for i, part in enumerate(inputs))
-    else:
-        yield from ((f"inputs[{name!r}]", part) for name, part in inputs.items())
+        return [("inputs", inputs)]
+    if isinstance(inputs, tuple):
+        return [(f"inputs[{i}]", part) for i, part in enumerate(inputs)]
+    return [(f"inputs[{name!r}]", part) for name, part in inputs.items()]
 
 
 def num_points(inputs: Inputs) -> int:
     """Return the common leading dimension n. Raises ValueError when there is none."""
+    if isinstance(inputs, Tensor) and inputs.ndim:
+        return inputs.shape[0]
     first, *others = (tensor.shape[:1] for _, tensor in components(inputs))
     if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
@@ -84,7 +87,7 @@ def map_inputs(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
     """Return the points in a slice, as views, or those at given positions, as copies."""
-    return map_inputs(lambda tensor: tensor[index], inputs)
+    return inputs[index] if isinstance(inputs, Tensor) else map_inputs(lambda tensor: tensor[index], inputs)
 
 
 def first_of(inputs: Inputs) -> Inputs:
@@ -107,6 +110,8 @@ def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
     """Move the inputs to a device and cast floating tensors (no others) to ``dtype``; None leaves either unchanged."""
+    if isinstance(inputs, Tensor):
+        return move_tensor(inputs, device, dtype)
     return map_inputs(lambda tensor: move_tensor(tensor, device, dtype), inputs)
 
 
@@ -117,10 +122,15 @@ def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.
 
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError when a floating tensor holds NaN or Inf. Waits for the device once."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return
-    if not all(map(math.isfinite, extremes(tensor))):
+    if not is_finite(tensor):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds no NaN and no Inf. Waits for the device once."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return not tensor.is_complex() or bool(tensor.isfinite().all())
+    return all(map(math.isfinite, extremes(tensor)))
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:

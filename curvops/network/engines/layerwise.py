@@ -12,9 +12,8 @@ Fisher from residuals R is one a sample, whatever C.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
@@ -31,7 +30,7 @@ from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.rules import Local, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
-from curvops.network.model.model import Model
+from curvops.network.model.model import NOTHING, Model
 from curvops.network.model.parameters import Blocks, FlatLayout
 
 Owners = dict[nn.Module, dict[str, str]]
@@ -114,7 +113,7 @@ class Call:
     owner: nn.Module
     layer: Layer
     inputs: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    versions: list[int]
     kept: Tensor
     edge: GradientEdge
 
@@ -318,23 +317,14 @@ def owners_of(model: Model) -> Owners:
 
     A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
     """
-    if model.module is None:
-        return {}
-    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.paths:
-        for local, parameter in module.named_parameters(recurse=False):
-            holders[parameter].append((module, local))
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    owners: dict[nn.Module, dict[str, str]] = defaultdict(dict)
-    for parameter, places in holders.items():
-        if names[parameter] in model.selection.names and all(_is_served(*place) for place in places):
-            for module, local in places:
-                owners[module][local] = names[parameter]
-    return dict(owners)
-
-
-def _is_served(module: nn.Module, local: str) -> bool:
-    return rule_for(module) is not None or owns_projection(module, local)
+    ruled = {part for part in model.paths if rule_for(part) is not None}
+    left = set(model.selection.names)
+    left -= {name for part, local, name in model.places if part not in ruled and not owns_projection(part, local)}
+    owners: Owners = {}
+    for part, local, name in model.places:
+        if name in left:
+            owners.setdefault(part, {})[local] = name
+    return owners
 
 
 def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tuple[Tensor, list[Call], set[str]]:
@@ -354,19 +344,19 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
         rule = rule_of(type(module))
         assert rule is not None  # hooks are on such layers alone
-        points = output.ndim > 1 and len(output) == n
-        if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
+        node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
+        if not (points and len(given) == rule.operands and node is not None and _are_of(dtype, (output, *given))):
             misfits.update(names.values())
             return
-        with torch.set_grad_enabled(graph):
-            kept = rule.keep(module, *(given if graph else (a.detach() for a in given)))
+        kept = rule.keep(module, *(given if graph else [a.detach() for a in given]))
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        found.append((owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
+        found.append((owner, layer, tuple(given), _versions(given), kept, GradientEdge(node, output.output_nr)))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
+        named = [kwargs[name] for name in sorted(kwargs)] if kwargs else []
+        given = [value for value in (*args, *named) if value is not None]
         note(module, module, paths[module], owners[module], given, output)
 
     def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
@@ -380,14 +370,14 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
         for module in owners:
             if rule_of(type(module)) is not None:
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        with model.differentiating(), Projections(attentions, note_projection) if attentions else nullcontext():
+        with model.differentiating(), Projections(attentions, note_projection) if attentions else NOTHING:
             outputs = model(model.leaves(), inputs)
     finally:
         for handle in handles:
             handle.remove()
     behind, calls = _follow_reshapes(outputs.grad_fn), []
     for owner, layer, given, versions, kept, edge in found:
-        if isinstance(layer.rule, LinearRule) and any(edge.node is node for node in behind):
+        if edge.node in behind and isinstance(layer.rule, LinearRule):
             layer = replace(layer, is_last=True)
         calls.append(Call(owner, layer, given, versions, kept, edge))
         if _versions(given) != versions:
@@ -405,13 +395,13 @@ def _follow_reshapes(node: Node | None) -> list[Node]:
     return path
 
 
-def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
+def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
     """Return whether the tensors are of that dtype, or indices."""
-    return all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
+    return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
@@ -480,11 +470,11 @@ def sensitivities(
     with model.differentiating():
         if len(cotangents) == 1:
             found = torch.autograd.grad(outputs, edges, cotangents[0], **options)
-            return [None if g is None else (g if graph else g.detach()).unsqueeze(1) for g in found]
+            return [None if g is None else g.unsqueeze(1) for g in found]
         if outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
             with suppress(RuntimeError):  # an operation without a batching rule
                 found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
-                return [None if g is None else (g if graph else g.detach()).transpose(0, 1) for g in found]
+                return [None if g is None else g.transpose(0, 1) for g in found]
         each = (sensitivities(model, outputs, calls, cotangents[r : r + 1], graph) for r in range(len(cotangents)))
         return _gather(each, len(calls), len(cotangents), graph)
 

@@ -99,7 +99,7 @@ def structure_of(model: Model) -> Hashable:
     if model.module is None:
         return *shared, _Same(model._function)
     parts = tuple(_part(path, part) for part, path in model.paths.items())
-    return *shared, tuple(model._places.items()), parts
+    return *shared, tuple((model.paths[part], local, name) for part, local, name in model.places), parts
 
 
 def inputs_of(inputs: Any) -> Hashable:

@@ -31,7 +31,7 @@ class Calls:
 
     def arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments. Raises TypeError where the signature allows neither way."""
-        if not isinstance(inputs, Mapping | tuple | list):
+        if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Mapping | tuple | list):
             return (inputs,), {}
         form = _form(inputs)
         if form not in self._whole:

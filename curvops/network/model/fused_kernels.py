@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ ATTENTION = [
 
 
 def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
-    """Return contexts that keep these modules on kernels with derivatives of both modes, and restore the settings."""
-    settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
+    """Return contexts, beside `unfused`, that keep these modules on kernels with derivatives of both modes."""
+    settings: list[Callable[[], Any]] = []
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
     if any(isinstance(part, nn.RNNBase) for part in parts):
@@ -35,14 +35,24 @@ def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
 
 
 @contextlib.contextmanager
-def _unfused_attention() -> Iterator[None]:
-    """Do what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer."""
-    enabled = [get() for get, *_ in ATTENTION]
-    changed = [(choose, was) for was, (_, choose, wanted) in zip(enabled, ATTENTION) if was != wanted]
+def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
+    """Keep attention, which any code may call, on its kernel with forward mode, and enter further settings.
+
+    Does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
+    """
+    changed = []
     try:
-        for choose, was in changed:
-            choose(not was)
-        yield
+        for get, choose, wanted in ATTENTION:
+            if get() != wanted:
+                changed.append((choose, not wanted))
+                choose(wanted)
+        if not settings:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting())
+            yield
     finally:
         for choose, was in changed:
             choose(was)

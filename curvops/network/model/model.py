@@ -6,18 +6,18 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.data.inputs import Inputs, components, copy, first_of, normalise
+from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls, explain
-from curvops.network.model.fused_kernels import settings_for, stand_ins_for
+from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
@@ -25,6 +25,7 @@ from curvops.network.model.tangent_space import TangentSpace, tangent_space
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+NOTHING = contextlib.nullcontext()
 _PROCESS_LOCK = threading.RLock()
 """Held while any model takes derivatives; acquired after the model's own lock, never before it."""
 
@@ -46,15 +47,18 @@ class Model:
     @torch.no_grad()
     def __init__(self, source: Any, parameters: Any = None, last: Sequence[str] = ()) -> None:
         self.lock = threading.RLock()
-        self.module, function, tensors, trainable = _parts(source)
-        self._function = function
+        self.module, self._function, tensors = _parts(source)
+        trainable = list(tensors)
+        self.paths: dict[nn.Module, str] = {}
+        self.places: list[Place] = []
         self._buffers: Blocks = {}
         if self.module is not None:
             check_deterministic_modules(self.module)
             self.module = skeleton_of(self.module)
-            self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        self._places = {} if self.module is None else places(self.module)
-        self.paths = {} if self.module is None else {part: path for path, part in self.module.named_modules()}
+            self.paths = {part: path for path, part in self.module.named_modules()}
+            self.places, tensors, buffers = places(self.paths)
+            self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+            trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
@@ -64,7 +68,7 @@ class Model:
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         _require_finite([self._flat], chosen, "leave it out of the selection")
         _require_finite(self.frozen.values(), self.frozen, "load other weights")
-        self._views: tuple[Tensor | None, Blocks] = (None, {})
+        self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
@@ -85,11 +89,15 @@ class Model:
     @property
     def values(self) -> Blocks:
         """The selected parameters by name, views of the snapshot."""
-        flat, views = self._views
-        if flat is not self._flat:
+        return dict(self._views_now()[1])
+
+    def _views_now(self) -> tuple[Tensor | None, Blocks, Blocks]:
+        """Return the snapshot, its views by name, and these as leaves: nothing is ever accumulated in leaves."""
+        if self._views[0] is not self._flat:
             views = self.selection.named(self._flat)
-            self._views = self._flat, views
-        return dict(views)
+            leaves = {name: value.detach().requires_grad_() for name, value in views.items()}
+            self._views = self._flat, views, leaves
+        return self._views
 
     def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
         """Return the selected parameters by name, with entries outside a subnetwork as in the snapshot."""
@@ -140,7 +148,7 @@ class Model:
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
-        return {name: value.detach().requires_grad_() for name, value in self.values.items()}
+        return dict(self._views_now()[2])
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
         """Return the outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
@@ -249,12 +257,23 @@ class Model:
         if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
+        for stand_in in self._stand_ins:
+            run = partial(_within, stand_in, run)
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
-        with self.lock, own_randomness(self._flat.device), contextlib.ExitStack() as stack:
-            for stand_in in self._stand_ins:
-                stack.enter_context(stand_in())
-            with _fill(self.module, {place: tensors[name] for place, name in self._places.items()}):
+        with self.lock, own_randomness(self._flat.device):
+            # As `torch.func.functional_call` does, which walks to each place by its path.
+            slots = [
+                (part._parameters if local in part._parameters else part._buffers, local, name)
+                for part, local, name in self.places
+            ]
+            before = [held[local] for held, local, _ in slots]
+            try:
+                for held, local, name in slots:
+                    held[local] = tensors[name]
                 return run()
+            finally:
+                for (held, local, _), tensor in zip(slots, before):
+                    held[local] = tensor
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -262,15 +281,8 @@ class Model:
 
         Torch keeps the choice of kernels and the nesting of dual numbers per process, so one thread at a time enters.
         """
-        with (
-            self.lock,
-            _PROCESS_LOCK,
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            contextlib.ExitStack() as stack,
-        ):
-            for setting in self._settings:
-                stack.enter_context(setting())
+        # Inference mode off, even where it is: that switches forward mode on, which custom functions switch off.
+        with self.lock, _PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._settings):
             yield
 
     @torch.inference_mode(False)
@@ -289,30 +301,16 @@ class Model:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_views": (None, {})}
+        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_views": (None, {}, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
 
 
-@contextlib.contextmanager
-def _fill(module: nn.Module, tensors: Blocks) -> Iterator[None]:
-    """Put these tensors at their places in the module for a while, as `torch.func.functional_call` does."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for place, tensor in tensors.items():
-            *path, local = place.split(".")
-            part: Any = module
-            for name in path:  # what `get_submodule` does, in a fifth of its time
-                part = part._modules[name]
-            held: dict[str, Any] = part._parameters if local in part._parameters else part._buffers
-            before.append((held, local, held[local]))
-            held[local] = tensor
-        yield
-    finally:
-        for held, local, tensor in before:
-            held[local] = tensor
+def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
+    with context():
+        return run()
 
 
 def tensors_of(source: Any) -> Blocks:
@@ -320,11 +318,12 @@ def tensors_of(source: Any) -> Blocks:
 
     Buffers that are not persistent are left out: a model computes them itself, and no file of weights holds them.
     """
-    module, _, tensors, _ = _parts(source)
+    module, _, tensors = _parts(source)
     if module is None:
         return tensors
     computed = _computed_buffers(module)
-    return tensors | {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+    kept = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+    return dict(module.named_parameters()) | kept
 
 
 def _computed_buffers(module: nn.Module) -> set[str]:
@@ -338,25 +337,39 @@ def _computed_buffers(module: nn.Module) -> set[str]:
 
 def _require_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> None:
     """Raise ValueError, with the name of the parameter, where one of these tensors, which hold all, is not finite."""
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        name = next(name for name, tensor in named.items() if not bool(tensor.isfinite().all()))
+    if not all(map(is_finite, tensors)):
+        name = next(name for name, tensor in named.items() if not is_finite(tensor))
         raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or {remedy}.")
 
 
-def places(module: nn.Module) -> dict[str, str]:
-    """Return every place that holds a parameter or buffer, once, with the first name of the tensor there.
+class Place(NamedTuple):
+    """A module that holds a parameter or buffer, the name there, and the first name of that tensor in the model."""
+
+    part: nn.Module
+    local: str
+    name: str
+
+
+def places(paths: Mapping[nn.Module, str]) -> tuple[list[Place], Blocks, Blocks]:
+    """Return every place that holds a parameter or buffer, once; all parameters, and all buffers, by their first name.
 
     `functional_call` could tie the names itself, but leaves a module under two names holding the tensors of the call.
     """
     names: dict[int, str] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        names[id(tensor)] = name
-    found = {}
-    for path, part in module.named_modules():
-        for local, held in (*part._parameters.items(), *part._buffers.items()):
-            if held is not None:
-                found[f"{path}.{local}" if path else local] = names[id(held)]
-    return found
+    found: list[Place] = []
+    parameters: Blocks = {}
+    buffers: Blocks = {}
+    for part, path in paths.items():
+        for named, tensors in ((parameters, part._parameters), (buffers, part._buffers)):
+            for local, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                name = names.get(id(tensor))
+                if name is None:
+                    name = names[id(tensor)] = f"{path}.{local}" if path else local
+                    named[name] = tensor
+                found.append(Place(part, local, name))
+    return found, parameters, buffers
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
@@ -413,19 +426,17 @@ def unwrap(model: Any) -> Any:
     return model if inner is None or hooked else unwrap(inner)
 
 
-def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:
-    """Return the module, the function, all named tensors, and the trainable names."""
+def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
+    """Return the module, or the function and its tensors by name."""
     source = unwrap(source)
     if isinstance(source, nn.Module):
-        tensors: dict[str, Tensor] = dict(source.named_parameters())
-        trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        return source, None, tensors, trainable
+        return source, None, {}
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
         function, tensors = unwrap(source[0]), dict(source[1])
         bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if bad:
             raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
-        return None, function, tensors, list(tensors)
+        return None, function, tensors
     raise TypeError(
         f"model must be an nn.Module or a pair (function(params, inputs), params mapping), got {type(source).__name__}."
     )
@@ -443,8 +454,10 @@ def _versions(inputs: Inputs) -> list[int]:
 
 def _recordable(inputs: Any) -> Any:
     """Return the inputs, copied where they were made in inference mode and are now to be differentiated."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
     if isinstance(inputs, Mapping):
         return {name: _recordable(part) for name, part in inputs.items()}
     if isinstance(inputs, tuple | list):
         return tuple(_recordable(part) for part in inputs)
-    return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
+    return inputs

@@ -30,7 +30,7 @@ DEEPEST = 4
 
 def skeleton_of(module: nn.Module) -> nn.Module:
     """Return a copy of the module with settings of its own and shared parameters and buffers, to be called instead."""
-    held = (*module.parameters(), *module.buffers())
+    held = [t for part in module.modules() for t in (*part._parameters.values(), *part._buffers.values())]
     found: nn.Module = _Copier(held).of(module)
     return found
 
@@ -38,8 +38,8 @@ def skeleton_of(module: nn.Module) -> nn.Module:
 class _Copier:
     """A copier that copies each object once, so that shared and circular references stay so."""
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
-        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+    def __init__(self, held: Iterable[Tensor | None]) -> None:
+        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
         self.alive: list[Any] = []  # a temporary's id would be used again
 
     def of(self, value: Any) -> Any:
@@ -97,7 +97,8 @@ class _Copier:
         for name, part in _slots(value).items():
             object.__setattr__(other, name, self.of(part))  # the object may be frozen
         if hasattr(value, "__dict__"):
-            other.__dict__.update({name: self.of(part) for name, part in vars(value).items()})
+            parts = vars(value).items()
+            other.__dict__.update({name: part if type(part) in NUMBERS else self.of(part) for name, part in parts})
 
     def _container(self, value: Any) -> Any:
         try:
@@ -171,9 +172,12 @@ def _is_pythons(kind: type, name: str) -> bool:
 
 def _slots(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots, by name."""
-    kinds = (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind))
-    names = [n for kind in kinds for n, member in kind.items() if isinstance(member, MemberDescriptorType)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {}
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            names = (name for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType))
+            found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found
 
 
 class TensorUse(TorchFunctionMode):

@@ -46,7 +46,7 @@ def rule_of(kind: type) -> Rule | None:
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of a layer, None where there is none: a subclass, a parametrised or a hooked layer may do anything."""
     rule = rule_of(type(layer))
-    own = {name for name, _ in layer.named_parameters(recurse=False)}
-    if rule is None or not own <= {"weight", "bias"} or layer._forward_hooks or layer._forward_pre_hooks:
+    if rule is None or layer._forward_hooks or layer._forward_pre_hooks:
         return None
-    return rule if rule.supports(layer) else None
+    own = {name for name, parameter in layer._parameters.items() if parameter is not None}
+    return rule if own <= {"weight", "bias"} and rule.supports(layer) else None
