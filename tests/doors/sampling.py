@@ -771,7 +771,11 @@ DOORS = [
                 ValueError,
                 "noise is a variance",
             ),
-            "a parameter alone": (lambda: EKF.init({"weight": START["weight"]}), ValueError, "params must have the names"),
+            "a parameter alone": (
+                lambda: EKF.init({"weight": START["weight"]}),
+                ValueError,
+                "params must have the names",
+            ),
             "parameters in another order": (
                 lambda: EKF.init(dict(reversed(START.items()))),
                 ValueError,

@@ -262,7 +262,7 @@ class Model:
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         with self.lock, own_randomness(self._flat.device):
             # As `torch.func.functional_call` does, which walks to each place by its path.
-            slots = [
+            slots: list[tuple[dict[str, Any], str, str]] = [
                 (part._parameters if local in part._parameters else part._buffers, local, name)
                 for part, local, name in self.places
             ]

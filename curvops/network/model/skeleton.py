@@ -172,7 +172,7 @@ def _is_pythons(kind: type, name: str) -> bool:
 
 def _slots(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots, by name."""
-    found = {}
+    found: dict[str, Any] = {}
     for kind in type(value).__mro__:
         if "__slots__" in vars(kind):
             names = (name for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
-from curvops.network.model.model import places
 
 REMEDY = "let the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
 
@@ -94,7 +93,7 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
     if len(matrices) != 1 or len(vectors) > 1 or len(own) != len(matrices) + len(vectors):
         shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in own.items()) or "no parameters"
         raise ValueError(f"{where} has {shapes}; expected a weight (C, d) and at most a bias (C,): {REMEDY}.")
-    known = places(model.module)
+    known = {f"{model.paths[part]}.{local}".lstrip("."): name for part, local, name in model.places}
     shared = Counter(known.values())
     for name in own:
         if shared[known[at[name]]] > 1:
