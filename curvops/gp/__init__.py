@@ -6,7 +6,7 @@ from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.laplace_process import LaplaceProcess, ModeNotFound, laplace_gp
 from curvops.gp.mean import LinearizedMean
-from curvops.gp.reduced_posterior import ReducedPosterior, reduced_posterior
+from curvops.gp.reduction import ReducedPosterior, reduced_posterior
 
 __all__ = [
     "InfiniteWidthKernel",

@@ -165,6 +165,7 @@ def test_what_is_left_out_bounds_the_distance_from_the_exact_posterior(problem, 
         assert 0 < float(divergence) <= t / 2
         found = float(post.log_evidence(mode="map"))
         assert found - t / 2 <= evidence <= found
+        assert float(post.log_evidence_bound()) == pytest.approx(found - t / 2, rel=1e-12)
         ratios = torch.linalg.eigvals(torch.linalg.inv(P) @ torch.linalg.inv(S)).real
         assert 1 / post.factor <= float(ratios.min()) and float(ratios.max()) <= post.factor
         below = torch.linalg.eigvalsh(torch.linalg.inv(P) - post.without_rest().covariance.to_dense())
