@@ -60,7 +60,7 @@ class ExtendedKalmanFilter(Transition):
         wanted = list(self._target.params)
         tree = state.structure.unflatten(state.theta)
         if not isinstance(tree, dict) or list(tree) != wanted:
-            raise ValueError(f"params must name {wanted}, in this order: start from log_posterior.params.")
+            raise ValueError(f"params must have the names {wanted}, in this order: start from log_posterior.params.")
         return {"precision": self._prior_precision(state.theta)}
 
     def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
