@@ -1,7 +1,7 @@
-"""Linear algebra with matrices known by their products: any LinearOperator or tensor, and nothing of networks."""
+"""Linear algebra with matrices known by their products: any LinearOperator or tensor, without any networks."""
 
 from curvops.linalg.operators.base import (
-    Operator,  # first: importing it closes the cycle of operators and their algebra
+    Operator,  # first: its import closes the cycle of operators and their algebra
 )
 
 # isort: split

@@ -1,1 +1,1 @@
-"""The parts that every algorithm shares: vectors, results, limits, memory."""
+"""The parts shared by every algorithm: vectors, results, limits, memory."""

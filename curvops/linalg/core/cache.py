@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 Value = TypeVar("Value")
 SHORT = 256
-"""A vector of so many numbers is compared by value, too."""
+"""A vector of up to this many numbers is compared by value, too."""
 
 
 def carries_graph(tensors: Sequence[Tensor]) -> bool:
@@ -22,29 +22,29 @@ def carries_graph(tensors: Sequence[Tensor]) -> bool:
 
 
 def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError where a gradient is asked for that `what` lacks: it would silently be zero."""
+    """Raise ValueError where a gradient is needed that `what` lacks: it would silently be zero."""
     if carries_graph(tensors):
         raise ValueError(
             f"{what} has no gradient for the tensors that its matrix is made of, and one of them requires a gradient "
-            "(the likelihood's noise or a prior precision, say): detach it, or build it under torch.no_grad()."
+            "(the likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
         )
 
 
 def require_first_derivative() -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded: what it lacks would be taken for zero.
+    """Raise RuntimeError in a backward pass that is itself recorded: a missing derivative would be taken for zero.
 
-    torch's `once_differentiable` raises where the incoming gradient has a graph alone: the second derivative of a sum
-    would be zero without a word.
+    torch's `once_differentiable` raises only where the incoming gradient has a graph: the second derivative of a sum
+    would silently be zero.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "products, solves, determinants and draws of operators have first derivatives alone: differentiate them "
+            "products, solves, determinants and draws of operators have first derivatives only: differentiate them "
             "without create_graph=True."
         )
 
 
 class _DifferentiableOnce(Function):
-    """The identity, whose backward pass is not to be recorded."""
+    """The identity, whose backward pass must not be recorded."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class _DifferentiableOnce(Function):
 
 
 def differentiable_once(value: Tensor) -> Tensor:
-    """Return the value, whose second derivatives raise as `require_first_derivative` does."""
+    """Return the value, with second derivatives that raise as `require_first_derivative` does."""
     found: Tensor = _DifferentiableOnce.apply(value)  # type: ignore[no-untyped-call]
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A value with the tensors it came from: holding them keeps their addresses from being used again."""
+    """A value with the tensors it came from; a reference to them keeps their addresses from being used again."""
 
     value: Any
     sources: tuple[Tensor, ...]
@@ -84,7 +84,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class Cache:
-    """The factorisations and the preconditioner of one operator, dropped by pickling and copying."""
+    """The factorisations and the preconditioner of one operator; pickling and copying drop them."""
 
     preconditioner: Any = None
     columns: int = 0
@@ -94,10 +94,10 @@ class Cache:
     def get_or_compute(
         self, name: str, tensors: Sequence[Tensor], compute: Callable[[], Value], watched: Sequence[Tensor] = ()
     ) -> Value:
-        """Return `compute()`, computed once for these tensors, or afresh where a graph is recorded through them.
+        """Return `compute()`, computed once for these tensors, or again where a graph is recorded through them.
 
-        Tensors are compared by storage and version; short vectors (a noise, a prior) and those `watched` also by their
-        values, which catches changes that leave the version as it was (`.data`, fused optimisers).
+        Tensors are compared by storage and version; short vectors (a noise, a prior) and those in `watched` also by
+        their values, which catches changes that leave the version unchanged (`.data`, fused optimisers).
         """
         if carries_graph(tensors):
             return compute()
@@ -116,7 +116,7 @@ class Cache:
             return entry.value
 
     def get(self, name: str, tensors: Sequence[Tensor]) -> Any:
-        """Return the value kept for these tensors, None where there is none."""
+        """Return the value kept for these tensors, or None."""
         with self.lock:
             entry = self._entries.get(name)
             return entry.value if entry is not None and entry.fits(tensors, _short_vectors(tensors)) else None

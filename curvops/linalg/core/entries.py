@@ -1,4 +1,4 @@
-"""Rows, columns and the diagonal of a matrix, where they are cheaper to get than by products."""
+"""Rows, columns and the diagonal of a matrix, where they are cheaper than by products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from curvops.progress import as_step
 
 @singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """Return the map index -> A[index, :], dense (b, n); of other `vectors` an object with ``@`` and ``diagonal()``.
+    """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.
 
-    A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
+    Rows of a tensor cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
     one transposed product each.
     """
     if isinstance(A, Tensor):
@@ -34,7 +34,7 @@ def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
 
 
 def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """Return A[:, index]: read off a tensor, one product each for an operator without a cheaper way."""
+    """Return A[:, index], read from a tensor, or by one product each for an operator without a cheaper way."""
     if isinstance(A, Tensor):
         return as_step(len(index), columns, A.detach(), index)
     if hasattr(A, "_columns"):

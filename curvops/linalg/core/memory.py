@@ -1,8 +1,8 @@
 """The bytes that an algorithm's vectors may take: a caller's budget, or the rest of the networks' budgets.
 
-The `memories` of an operator are the budgets that products with it draw on. An operator that is not made from a network
-has none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm
-fail: the least that it needs is always allowed, and only the rest is cut.
+The `memories` of an operator are the budgets that its products draw on. An operator that is not made from a network has
+none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm fail:
+the minimum that it needs is always allowed, and only the rest is limited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Multiply: TypeAlias = Callable[[Vectors], Vectors]
 Attempted = TypeVar("Attempted")
 
 CALLER_VECTORS = 3
-"""The vectors of a block solve (`SOLVE_VECTORS` in all) that its caller holds."""
+"""The vectors of a block solve (out of `SOLVE_VECTORS`) that its caller holds."""
 PRODUCT_VECTORS = 4
 """Vectors per column that a product works with, besides its argument and its result."""
 
@@ -34,7 +34,7 @@ class Memory(Protocol):
     """A budget of bytes shared by several users."""
 
     def room(self) -> int:
-        """Return the bytes that are left for vectors."""
+        """Return the bytes left for vectors."""
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
         """Count ``nbytes`` bytes as used inside a `with` block."""
@@ -43,7 +43,7 @@ class Memory(Protocol):
         """Count ``nbytes`` bytes as used for as long as the owner exists."""
 
     def expect_many(self) -> None:
-        """Announce more products than were made so far: an engine that pays off over many serves the next."""
+        """Announce more products than were made so far: an engine that pays off over many then serves the next ones."""
 
 
 Memories = frozenset[Memory]
@@ -55,12 +55,12 @@ def memories_of(A: Any) -> Memories:
 
 
 def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
-    """Return the bytes given, else those left to A's networks, at least ``least``; None where nothing limits."""
+    """Return the given bytes, otherwise those left to A's networks, at least ``least``; None where nothing limits."""
     return room_in(memories_of(A), least) if memory_budget is None else memory_budget
 
 
 def room_in(memories: Memories, least: int) -> int | None:
-    """Return the bytes that all of these budgets have left, at least ``least``."""
+    """Return the bytes left in all of these budgets, at least ``least``."""
     return max(least, min(memory.room() for memory in memories)) if memories else None
 
 
@@ -68,9 +68,9 @@ def room_in(memories: Memories, least: int) -> int | None:
 def working(
     A: Any, memory_budget: int | None, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[tuple[Multiply, int | None]]:
-    """Yield A's product and the bytes for vectors beside it: those given, else those left to A's networks.
+    """Yield A's product and the bytes for vectors beside it: the given bytes, otherwise those left to A's networks.
 
-    In the second case the bytes are held meanwhile and suffice for ``least`` vectors at least, and blocks are
+    In the second case the bytes count as used meanwhile and suffice for at least ``least`` vectors, and blocks are
     multiplied in parts, whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
     out of memory is repeated with half of the columns at a time.
     """
@@ -87,7 +87,7 @@ def working(
 
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:
-    """Return ``multiply`` for blocks of any width, at most ``width`` columns at a time; halved out of memory."""
+    """Return ``multiply`` for blocks of any width, at most ``width`` columns at a time, halved when out of memory."""
     attempt = Halving("multiplied").attempt
 
     def apply(V: Vectors) -> Vectors:
@@ -145,7 +145,7 @@ def longest(A: Any) -> int:
 
 
 def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
-    """Return how many of ``count`` columns go through block solves together, and the bytes to hold beside."""
+    """Return how many of ``count`` columns go through block solves at once, and the bytes to hold beside them."""
     memories = memories_of(A) if memories is None else memories
     if not memories:
         return max(1, count), 0
@@ -155,31 +155,31 @@ def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[i
 
 
 def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
-    """Return how many of ``count`` columns of ``column_bytes`` bytes run together, at least one."""
+    """Return how many of ``count`` columns of ``column_bytes`` bytes run at once, at least one."""
     return max(1, count if room is None else min(count, room // max(1, column_bytes)))
 
 
 NO_ROOM = (
-    "Not even one column fits: give linearize a smaller memory_budget, so that less is kept of the data, "
-    "linearise on smaller batches, or free what else is in memory."
+    "Not even one column fits: pass linearize a smaller memory_budget, so that less is kept of the data, linearise "
+    "on smaller batches, or free other memory."
 )
 
 
 class BlockHalved(UserWarning):
-    """Memory did not suffice for a block of columns: they are solved for, or multiplied, in smaller blocks."""
+    """A warning that memory did not suffice for a block of columns, which is now split into smaller blocks."""
 
 
 @dataclass
 class Halving:
-    """Work on columns together that may run out of memory; one warning says what is then done with half of them."""
+    """Work on several columns that may run out of memory; one warning says that half of them are used from then on."""
 
     what: str
     told: bool = False
 
     def attempt(self, work: Callable[[int, int], Attempted], start: int, stop: int) -> Attempted | None:
-        """Return the outcome of the work on these columns, None where half of them are to be tried.
+        """Return the outcome of the work on these columns, or None if half of them are to be tried.
 
-        Raises OutOfMemoryError, with what to do, where memory does not suffice for one column.
+        Raises OutOfMemoryError, with the remedy, where memory does not suffice for one column.
         """
         try:
             return work(start, stop)
@@ -188,11 +188,11 @@ class Halving:
                 raise
             if stop - start <= 1:
                 raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
-        # Here the error is gone, and with it the tensors that its traceback held.
+        # The error is gone here, and with it the tensors that its traceback held.
         if not self.told:
             warnings.warn(
-                f"out of memory with {stop - start} columns together: {(stop - start) // 2} are {self.what} at a "
-                "time, or fewer where that is still too many. A memory_budget avoids such failed attempts.",
+                f"out of memory with {stop - start} columns at once: {(stop - start) // 2} are {self.what} at a time "
+                "from now on, or fewer if that is still too many. A memory_budget avoids such failed attempts.",
                 BlockHalved,
                 stacklevel=5,
             )

@@ -39,10 +39,10 @@ def _inverse(L: Tensor) -> Tensor:
 
 
 def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
-    """Return an orthonormal basis of the range of X, dependent and zero columns left out.
+    """Return an orthonormal basis of the range of X, without dependent and zero columns.
 
-    ``gram_host`` is XᵀX on the host, so that the rank is decided without another transfer. Where X is too ill
-    conditioned for its Gram matrix to decide, Householder and the singular values of R do.
+    ``gram_host`` is XᵀX on the CPU, so that the rank is decided without another transfer. Where X is too ill
+    conditioned for its Gram matrix, Householder and the singular values of R decide.
     """
     eps = torch.finfo(X.dtype).eps
     sizes = gram_host.diagonal().clamp_min(0).sqrt()
@@ -51,7 +51,7 @@ def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"])
         return part(X, 0, 0)
     scale = 1 / sizes[kept]
     values, vectors = torch.linalg.eigh(scale[:, None] * gram_host[kept][:, kept] * scale)
-    # The Gram matrix is exact to float64; its eigenvalues are squares of the singular values wanted.
+    # The Gram matrix is exact to float64; its eigenvalues are the squares of the singular values.
     if len(kept) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2:
         W = torch.zeros(len(sizes), len(kept), dtype=torch.float64)
         W[kept] = scale[:, None] * vectors / values.sqrt()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Disjoint sets of positions that together cover a vector, each a range or an index tensor. See `partition`."""
+    """Disjoint sets of positions that together cover a vector, each a range or an index tensor; see `partition`."""
 
     parts: tuple[range | Tensor, ...]
 
@@ -23,7 +23,7 @@ class Partition:
 
     @property
     def size(self) -> int:
-        """Length n of the vector."""
+        """The length n of the vector."""
         return sum(self.sizes)
 
     @cached_property
@@ -46,7 +46,7 @@ class Partition:
         ]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put parts together again, the inverse of `split`."""
+        """Join the parts again, the inverse of `split`."""
         if self._by_start is not None:
             return torch.cat([parts[i] for i in self._by_start], dim=-1)
         return torch.cat(list(parts), dim=-1).index_select(-1, self._places)
@@ -56,12 +56,12 @@ class Partition:
         return [part.mT for part in self.split(block.mT)]
 
     def join_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put parts of columns together again, the inverse of `split_columns`."""
+        """Join the parts of columns again, the inverse of `split_columns`."""
         return self.join([part.mT for part in parts]).mT
 
     @cached_property
     def _by_start(self) -> list[int] | None:
-        """The order of the parts where all are ranges."""
+        """The order of the parts, if all of them are ranges."""
         starts = [part.start for part in self.parts if isinstance(part, range)]
         return sorted(range(len(starts)), key=starts.__getitem__) if len(starts) == len(self.parts) else None
 
@@ -92,7 +92,7 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
         wrong = (every != torch.arange(n)).nonzero().squeeze(1)
         raise ValueError(
             f"positions must be disjoint and cover 0..{n - 1} ({n} in all); "
-            f"sorted, they hold {int(every[wrong[0]])} where {int(wrong[0])} belongs."
+            f"sorted, they have {int(every[wrong[0]])} in place of {int(wrong[0])}."
         )
     return Partition(parts)
 
@@ -123,14 +123,14 @@ def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
 def _as_part(positions: Tensor | range, which: int, device: torch.device | None) -> range | Tensor:
     if isinstance(positions, range):
         if positions.step != 1 or not len(positions):
-            raise ValueError(f"positions of block {which} must be a range of step 1 that is not empty: {positions}.")
+            raise ValueError(f"positions of block {which} must be a non-empty range of step 1, got {positions}.")
         return positions
     if positions.ndim != 1 or positions.dtype != torch.long or not len(positions):
         raise ValueError(
-            f"positions of block {which} must be a LongTensor (p,) that is not empty, got {positions.dtype} of shape "
+            f"positions of block {which} must be a non-empty LongTensor (p,), got {positions.dtype} of shape "
             f"{tuple(positions.shape)}."
         )
-    middle = len(positions) // 2  # rules out most that are not consecutive without a pass over them
+    middle = len(positions) // 2  # rules out most others without a pass over them
     start, stop = int(positions[0]), int(positions[-1]) + 1
     consecutive = stop - start == len(positions) and int(positions[middle]) == start + middle
     if not consecutive or not bool((positions[1:] > positions[:-1]).all()):

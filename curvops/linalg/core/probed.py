@@ -1,4 +1,4 @@
-"""A matrix as randomised algorithms use it: its products, random vectors of its size, and their cost."""
+"""A matrix in the form of randomised algorithms: its products, random vectors of its size, and their cost."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ProbeKind: TypeAlias = Literal["signs", "spherical"]
 
 UNLIMITED = 10**12
 BLOCK = 32
-"""The number of streamed probes that run together where memory allows."""
+"""The number of streamed probes that run at once if memory allows."""
 STREAMED = 6
 """The number of vectors that each streamed probe takes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The tolerance of an estimate, the most products it takes, the bytes of its vectors; None is no limit."""
+    """The tolerance of an estimate, its largest number of products, and the bytes of its vectors; None for no limit."""
 
     rtol: float | None = None
     matvecs: int | None = None
     memory: int | None = None
 
     def check(self, least: int) -> None:
-        """Raise ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
+        """Raise ValueError for a tolerance that is not positive, or for a budget too small for an error bar."""
         check_limits(self.rtol, None, self.matvecs, self.memory, sampled=True)
         if self.matvecs is not None and self.matvecs < least:
             raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {self.matvecs}.")
@@ -49,7 +49,7 @@ class Limits:
 
     @property
     def tolerated(self) -> float:
-        """The relative error that rounding may leave in an exact value: rtol where it was given."""
+        """The relative error that rounding may leave in an exact value: rtol if it was given."""
         return ROUNDING_SEEN if self.rtol is None else float(self.rtol)
 
     @property
@@ -58,7 +58,7 @@ class Limits:
         return UNLIMITED if self.matvecs is None else self.matvecs
 
     def allow_dense(self, n: int) -> bool:
-        """Return whether n rows are few enough, and memory suffices, to form and decompose the matrix."""
+        """Return whether n is small enough, and memory large enough, to form and decompose the matrix."""
         few = n <= (EXACT_SIZE if self.matvecs is None else self.matvecs)
         return few and (self.memory is None or 16 * n * n <= self.memory)
 
@@ -80,26 +80,26 @@ class Probed:
         return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
 
     def after(self, matvecs: int) -> Probed:
-        """Return the matrix with the limits left after ``matvecs`` products."""
+        """Return the matrix with the limits that remain after ``matvecs`` products."""
         return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
 
     def with_half_memory(self) -> Probed:
-        """Return the matrix with half of its memory, the other half being used beside."""
+        """Return the matrix with half of its memory; the other half is used elsewhere."""
         memory = self.limits.memory
         return self if memory is None else replace(self, limits=replace(self.limits, memory=memory // 2))
 
     @property
     def block(self) -> int:
-        """The number of streamed probes that run together."""
+        """The number of streamed probes that run at once."""
         return columns_at_a_time(BLOCK, STREAMED * vector_bytes(self.facts), self.limits.memory)
 
     def stream(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
-        """Draw random signs, ``count`` columns in all, a block at a time."""
+        """Draw random signs, ``count`` columns in total, a block at a time."""
         for start in range(0, count, self.block):
             yield self.probes(min(self.block, count - start))
 
     def capacity(self, vectors: float) -> int | None:
-        """Return how many times ``vectors`` vectors fit in memory; None for any number."""
+        """Return how many times ``vectors`` vectors fit into memory; None for any number."""
         if self.limits.memory is None or not vectors:
             return None
         return int(self.limits.memory / (vectors * self.facts.rows * self.facts.dtype.itemsize))
@@ -109,6 +109,6 @@ class Probed:
 def probing(
     A: Matrix, generator: torch.Generator | None, limits: Limits, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[Probed]:
-    """Yield A, or ``multiply`` in place of its product, within the bytes given or those that `working` finds."""
+    """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
     with working(A, limits.memory, least, multiply) as (multiply, room):
         yield Probed(multiply, describe(A), generator, replace(limits, memory=room))

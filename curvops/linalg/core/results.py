@@ -23,7 +23,7 @@ from curvops.linalg.core.vectors import Vectors
 
 
 class Reason(Enum):
-    """Why an algorithm stopped. The value is the remedy, in plain sentences."""
+    """The reason why an algorithm stopped; the value is the remedy, in plain sentences."""
 
     CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
@@ -33,13 +33,13 @@ class Reason(Enum):
     )
     ITERATION_LIMIT = (
         "The iteration limit was reached before the tolerance. "
-        "Raise maxiter, or steps (spectral_density), or accept what was reached; solves converge faster with a larger "
-        "prior (add_diagonal) or a preconditioner (cg, minres), as curvops.linalg.nystrom."
+        "Raise maxiter, or steps (spectral_density), or accept the accuracy reached; solves converge faster with a "
+        "larger prior (add_diagonal) or a preconditioner (cg, minres) such as curvops.linalg.nystrom."
     )
     STAGNATION = (
-        "The residual stopped shrinking far above the rounding level. "
-        "Check that the operator is deterministic and symmetric; lsmr and svds need a transposed product that is the "
-        "adjoint instead. A larger prior (add_diagonal) or a preconditioner (cg, minres) makes it better conditioned."
+        "The residual stopped shrinking far above the rounding level. Check that the operator is deterministic and "
+        "symmetric (for lsmr and svds, that its transposed product is the adjoint). A larger prior (add_diagonal) "
+        "or a preconditioner (cg, minres) improves the conditioning."
     )
     NOT_POSITIVE_DEFINITE = (
         "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "
@@ -62,7 +62,7 @@ class Reason(Enum):
         "For more directions, use another start vector."
     )
     RANK_CAPPED = (
-        "The memory or product budget capped the rank or depth before the aim was reached. Raise memory_budget, "
+        "The memory or product budget limited the rank or depth before the goal was reached. Raise memory_budget, "
         "max_rank (nystrom) or max_matvecs (eigsh, svds, apply_function, trace, diagonal, logdet) where they were "
         "set; or accept the smaller basis."
     )
@@ -73,17 +73,17 @@ class Reason(Enum):
         "(apply_function, logdet)."
     )
     MATVEC_LIMIT = (
-        "The products of max_matvecs were spent before the error bar met rtol. "
-        "Raise max_matvecs, or accept the error bar as it is."
+        "All products of max_matvecs were spent before the error bar met rtol. "
+        "Raise max_matvecs, or accept the present error bar."
     )
     BUDGET_SPENT = (
-        "No tolerance was set: the products of the budget were spent, and the error bar shows the accuracy reached. "
+        "No tolerance was set: the whole budget was spent, and the error bar shows the accuracy reached. "
         "For a given accuracy, set rtol."
     )
 
 
 class PrecisionLimit(UserWarning):
-    """The dtype of an operand may hold too few digits for a result in closed form."""
+    """A warning that the dtype of an operand may have too few digits for a result in closed form."""
 
 
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
@@ -95,7 +95,7 @@ def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
 
 
 def join_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
-    """Put the columns of several histories side by side; the last row of a shorter one is repeated."""
+    """Put the columns of several histories side by side, repeating the last row of shorter ones."""
     steps = max(map(len, histories))
     return torch.cat([torch.cat([one, one[-1:].expand(steps - len(one), -1)]) for one in histories], 1)
 
@@ -113,7 +113,7 @@ class Reasoned:
     def failures(self, kind: str, measure: str, errors: Tensor, remedies: Mapping[Reason, str] | None = None) -> str:
         """Describe how many columns failed, the worst of their errors, and the remedy of each reason.
 
-        `remedies` replace the texts of reasons that name options which the caller's users cannot set.
+        `remedies` replace the texts of reasons that name options which users of the caller cannot set.
         """
         remedies = remedies or {}
         failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
@@ -133,13 +133,13 @@ class Solution(Summarised, Reasoned):
     """The solution of A x = b, with one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
-    ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products seen.
+    ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products made.
     ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
     ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
     ``exact_matvecs`` counts those of them that iterative refinement took in float64.
     ``groups`` is the number of groups of columns, solved one after another, into which the memory budget split them.
-    ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products where a solver answers least-squares problems (lsmr; minres
-    for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
+    ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products for least-squares problems (lsmr; minres for columns that
+    are SINGULAR, NaN otherwise): at rounding level, r is the smallest possible.
     """
 
     x: Vectors
@@ -158,8 +158,8 @@ class Solution(Summarised, Reasoned):
         """Return self if every column is accepted.
 
         Args:
-            rtol: the tolerance asked for.
-            remedies: texts by reason, where the options that a reason names are not the caller's.
+            rtol: the tolerance of the solve.
+            remedies: texts by reason, for callers whose users cannot set the options that a reason names.
 
         Raises:
             NotPositiveDefinite: a column failed because the operator is not positive definite.
@@ -172,34 +172,34 @@ class Solution(Summarised, Reasoned):
 
 
 def accept(solution: Solution, rtol: float) -> Vectors:
-    """Return x where every column is accepted, else raise; a precision limit is accepted with a warning."""
+    """Return x if every column is accepted, else raise an error; accept a precision limit with a warning."""
     if Reason.PRECISION_LIMIT in solution.reasons:
         warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
     return solution.raise_if_failed(rtol).x
 
 
 class NotConverged(RuntimeError):
-    """A solve failed; ``solution`` holds the state reached."""
+    """Raised when a solve failed; ``solution`` holds the state reached."""
 
     def __init__(self, solution: Solution, rtol: float, remedies: Mapping[Reason, str] | None = None) -> None:
         self.solution = solution
         self.rtol = rtol
-        measure = f"true relative residual {{}} at iteration {solution.iterations}, asked for {rtol:.2e}"
+        measure = f"true relative residual {{}} at iteration {solution.iterations}, where rtol={rtol:.2e}"
         super().__init__(solution.failures("columns", measure, solution.relative_residuals, remedies))
 
 
 class NotPositiveDefinite(NotConverged, NotPSDError):
-    """A solve met a direction of non-positive curvature."""
+    """Raised when a solve found a direction of non-positive curvature."""
 
 
 class NotPositiveSemidefinite(NotPSDError, ValueError):
-    """A matrix that must be positive semidefinite, or positive definite, is not."""
+    """Raised for a matrix that must be positive semidefinite, or positive definite, and is not."""
 
 
 def indefinite(finding: str) -> NotPositiveSemidefinite:
-    """Return the error that reports what shows a matrix to be indefinite, with the remedy."""
+    """Return the error that reports why a matrix is known to be indefinite, with the remedy."""
     return NotPositiveSemidefinite(
-        f"{finding} Add a prior precision (add_diagonal, or shift= where a call takes it) that is large enough, or use "
+        f"{finding} Add a prior precision (add_diagonal, or shift= where a call has it) that is large enough, or use "
         "a positive semidefinite approximation of the matrix."
     )
 
@@ -208,9 +208,9 @@ def caution(samples: int) -> float:
     """Return the factor that widens Student's t for few probes, whose zᵀAz are skewed.
 
     In the worst case, one dominant direction, zᵀAz is χ² with one degree of freedom. Student's t of K such samples
-    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and the error falls as 1/K; widened by this factor it covers 93 % at
-    every K. Sampling that ends at a tolerance needs the factor twice: it ends sooner where the samples happen to be
-    small, and then their mean and their spread are small together.
+    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and its error falls as 1/K; widened by this factor it covers 93 % at
+    every K. Sampling that ends at a tolerance needs the factor twice: it ends sooner if the samples happen to be small,
+    and then their mean and their spread are small together.
     """
     return 1 + 6 / max(samples, 1)
 
@@ -221,11 +221,11 @@ class Estimate(Summarised):
 
     ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means a value without probes, exact but
     for rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound. ``bias_bound`` bounds the error that more
-    probes would not remove. The interval multiplies the standard error by ``inflation`` where it is known to run low,
-    as for leave-one-out estimates of diagonals, and Student's t by ``widening`` for few, skewed samples (`caution`),
-    for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape. ``matvecs``
-    counts products of the operator with one vector. ``reason`` is CONVERGED where rtol was met or the value is exact,
-    else the limit that ended the sampling, with its remedy.
+    probes would not remove. The interval multiplies the standard error by ``inflation`` where that is known to be too
+    small, as for leave-one-out estimates of diagonals, and Student's t by ``widening`` for few, skewed samples
+    (`caution`), for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape.
+    ``matvecs`` counts products of the operator with one vector. ``reason`` is CONVERGED if rtol was met or the value is
+    exact, otherwise the limit that ended the sampling, with its remedy.
     """
 
     value: Float[Tensor, "*shape"]
@@ -241,7 +241,7 @@ class Estimate(Summarised):
     def exact(
         cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
     ) -> Estimate:
-        """Make an estimate of a value without probes; where rounding decides, its bound is the standard error."""
+        """Make an estimate of a value without probes; if rounding decides, its bound is the standard error."""
         stderr = torch.zeros_like(value)
         if reason is Reason.PRECISION_LIMIT:
             stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
@@ -256,9 +256,9 @@ class Estimate(Summarised):
         matvecs: int = 0,
         size: Tensor | float | None = None,
     ) -> Estimate:
-        """Make an estimate of a value without probes that rounding can have changed by `error`.
+        """Make an estimate of a value without probes that rounding may have changed by `error`.
 
-        Its reason is PRECISION_LIMIT where the error exceeds rtol of `size`, by default of the value (2-norms).
+        Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default of the value (2-norms).
         """
         error = torch.as_tensor(error).detach().to(value).expand_as(value)
         whole = torch.as_tensor(value.detach() if size is None else size, dtype=torch.float64)
@@ -267,9 +267,9 @@ class Estimate(Summarised):
         return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
-        """Return the value of a single number; ValueError for an array of them."""
+        """Return the value of a single number; raise ValueError for an array."""
         if self.value.ndim:
-            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is not a single number; take its value.")
+            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is not a single number; use its value.")
         return float(self.value)
 
     def __repr__(self) -> str:
@@ -284,7 +284,7 @@ class Estimate(Summarised):
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return the interval of Student's t with samples − 1 degrees of freedom, widened, plus the bias bound.
 
-        One sample has no spread to estimate, so its interval is the whole line.
+        One sample shows no spread, so its interval is the whole line.
 
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
@@ -306,7 +306,7 @@ class Estimate(Summarised):
         return spread <= goal and float(torch.linalg.vector_norm(bias.expand_as(self.value))) <= goal
 
     def __add__(self, constant: float | Tensor) -> Estimate:
-        """Shift the estimate by a known constant; the error bar stays."""
+        """Shift the estimate by a known constant, with the same error bar."""
         return replace(self, value=self.value + constant)
 
     def __mul__(self, factor: float) -> Estimate:
@@ -320,7 +320,7 @@ class Estimate(Summarised):
 
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:
-    """Add two independent estimates: variances add up, and the fewer probes give the degrees of freedom."""
+    """Add two independent estimates: variances add up, and the fewer probes set the degrees of freedom."""
     samples = [each.samples for each in (one, other) if each.samples]
     failed = [each.reason for each in (one, other) if each.reason is not Reason.CONVERGED]
     return Estimate(
@@ -338,12 +338,12 @@ AnyPairs = TypeVar("AnyPairs", bound="Pairs")
 
 
 class Pairs(Reasoned):
-    """A result of vectors in pairs, each with its true residual."""
+    """A result of pairs of vectors, each with its true residual."""
 
     residuals: Float[Tensor, " k"]
 
     def raise_if_failed(self: AnyPairs) -> AnyPairs:
-        """Return self if every pair converged or is as accurate as the dtype allows, else raise RuntimeError."""
+        """Return self if every pair converged or is as accurate as the dtype allows, otherwise raise RuntimeError."""
         if self.accepted:
             return self
         raise RuntimeError(self.failures("pairs", "true residual {}", self.residuals))
@@ -353,8 +353,8 @@ class Pairs(Reasoned):
 class Eigenpairs(Summarised, Pairs):
     """Eigenvalues and eigenvectors as columns, with the residual ‖Av − λv‖ and a reason for each pair.
 
-    ``history`` holds the recursion's residuals of the pairs wanted, best first, one row per check until all were found
-    (of the inverse, in the interior); inf for pairs that the space did not have yet.
+    ``history`` holds the recursion's residuals of the wanted pairs, best first, one row per check until all were found
+    (in the interior, those of the inverse); inf for pairs that the space did not contain yet.
     """
 
     values: Float[Tensor, " k"]
@@ -398,21 +398,21 @@ class FunctionProduct(Summarised, Reasoned):
 
     @property
     def converged(self) -> Bool[Tensor, " K"]:
-        """Which columns reached the tolerance."""
+        """Whether each column reached the tolerance."""
         return converged(self.reasons)
 
     def raise_if_failed(self, rtol: float) -> FunctionProduct:
-        """Return self if every column is accepted, else raise FunctionNotConverged."""
+        """Return self if every column is accepted, otherwise raise FunctionNotConverged."""
         if self.accepted:
             return self
         raise FunctionNotConverged(self, rtol)
 
 
 class FunctionNotConverged(RuntimeError):
-    """A function of a matrix was not computed to the tolerance; ``product`` holds the state reached."""
+    """Raised when a function of a matrix did not reach the tolerance; ``product`` holds the state reached."""
 
     def __init__(self, product: FunctionProduct, rtol: float) -> None:
         self.product = product
         self.rtol = rtol
-        measure = f"estimate of the relative error {{}} at iteration {product.iterations}, asked for {rtol:.2e}"
+        measure = f"estimate of the relative error {{}} at iteration {product.iterations}, where rtol={rtol:.2e}"
         super().__init__(product.failures("columns", measure, product.error_estimates))

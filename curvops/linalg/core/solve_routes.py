@@ -1,6 +1,6 @@
-"""How a system A X = B is solved: the one table of routes, from facts to what is taken, what it costs and why.
+"""How a system A X = B is solved: a single table of routes, from facts to a choice, its cost and its reason.
 
-`routes` and `determinants` are pure functions of a `System`, so that a rule is one line here, whoever asks: `solve` of
+`routes` and `determinants` are pure functions of a `System`, so that a rule is one line here for all uses: `solve` of
 any operator, draws and covariances of a posterior, its evidence. The first possible route is taken.
 """
 
@@ -11,51 +11,51 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 DENSE_SIZE = 256
-"""A matrix of so many rows is formed to be solved with, whoever's it is: no dearer than iterating, with every
+"""Up to this many rows, any matrix is formed to be solved with: it costs no more than iterating, and has every
 gradient."""
 EXACT_SIZE = 256
-"""An estimator without a budget forms a matrix of so many rows, and its value is exact."""
+"""Up to this many rows, an estimator without a budget forms the matrix, and its value is exact."""
 DENSE_BLOCK = 2048
-"""A matrix of so many rows is formed once where it serves many later answers: a block beside others that have closed
-forms, a posterior's curvature under many right-hand sides. Where one is at hand, it is factorised, in float64."""
+"""Up to this many rows, a matrix is formed once if it serves many later answers: a block beside others that have
+closed forms, a posterior's curvature under many right-hand sides. An existing matrix is factorised, in float64."""
 WHOLE = 1024
-"""A curvature of so many rows is decomposed for its determinants: probes take 300 to 500 products for one prior
-precision, the whole spectrum as many as rows for all of them, and is exact."""
+"""Up to this many rows, a curvature is decomposed for its determinants: probes take 300 to 500 products for one prior
+precision; the whole spectrum takes as many as rows, serves all of them, and is exact."""
 MOST_MATVECS = 4000
-"""An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
-Where probes fail within them, as many rows as that are decomposed."""
+"""An evidence is worth no more products than this: beyond them its error bar is accepted, and the estimate's reason
+says so. If probes fail within them, a matrix of up to this many rows is decomposed."""
 MOST_SOLVES = 200
-"""Solves that the effective dimension under a prior operator may take, one for each probe."""
+"""The number of solves for the effective dimension under a prior operator, one for each probe."""
 PRODUCTS_A_SOLVE = 8
-"""Products that a column of a block solve takes at least: from rows / 8 columns on, forming the matrix is cheaper."""
+"""The least products of a column of a block solve: from rows / 8 columns on, forming the matrix is cheaper."""
 GRADIENTS_A_SOLVE = 2.0 * PRODUCTS_A_SOLVE
-"""Gradients that solving for one draw takes at least."""
+"""The least gradients of a solve for one draw."""
 MOST_GRADIENTS = 200.0
-"""Gradients that J Jᵀ may cost for determinants of one prior precision, by probes 300 to 500 products, or if asked."""
+"""The largest cost of J Jᵀ in gradients for determinants: of one prior precision (probes: 300–500), or if asked."""
 MOST_OUTPUTS = 6144
-"""So many outputs in all are decomposed in minutes, in five matrices of 300 MB."""
+"""Up to this many outputs in total are decomposed in minutes, in five matrices of 300 MB."""
 FEWER_OUTPUTS = 4
-"""So many times fewer outputs than weights make function space the smaller one, its tighter tolerance counted."""
+"""The ratio of weights to outputs from which on function space is smaller, its tighter tolerance included."""
 KERNEL_COPIES = 5
-"""Matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and the two that LAPACK works in; later K
-and these vectors, and two in a step of Newton's method."""
+"""Matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and two for LAPACK; later K and these
+vectors, and two in a step of Newton's method."""
 FORMED_COPIES = 4
 """Matrices of n² numbers in float64 of a formed operator: itself, plus a shift, its factor, and work."""
 SOLVE_VECTORS = 16
-"""Vectors a column of what ends in a block solve: the right-hand side, the solution, and the solver's."""
+"""Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
 SKETCH_SERVES = 4
-"""A sketch serves so many times the columns that it was made for: more of them would pay for a larger one."""
+"""A sketch serves up to this many times the columns that it was made for; more would justify a larger one."""
 UNEVEN = 4.0
-"""A sketch made for one vector of prior precisions serves others that differ from it by factors as uneven as this."""
+"""A sketch made for one vector of prior precisions serves others that differ from it by factors up to this uneven."""
 RESOLVED = 1000
-"""Units of J Jᵀ's rounding that a prior precision must be for what is solved with it to be right to three digits."""
+"""The least prior precision, in units of J Jᵀ's rounding, for which solutions are right to three digits."""
 EPOCHS = 100
-"""Passes over the data of stochastic descent, unless asked otherwise."""
+"""The default number of passes over the data of stochastic descent."""
 
 SKETCHED = "cg with a sketch"
-NO_GRADIENT = "a gradient is recorded, which it has not"
+NO_GRADIENT = "a gradient is recorded, which it does not have"
 METHODS = {
     "closed form": ("closed form", "formed matrix"),
     "cg": ("closed form", "dense", "formed matrix", SKETCHED, "cg"),
@@ -72,40 +72,40 @@ class Posterior:
     name: str = "the curvature"
     psd: bool = True
     scalar: bool = True
-    """Whether the prior precision A is one number."""
+    """Whether the prior precision A is a single number."""
     diagonal: bool = True
     """Whether it is a number or a vector."""
     root_columns: int = 0
-    """Columns N·R of the curvature's square root by points; 0 where it has none."""
+    """The number N·R of columns of the curvature's square root by points; 0 without one."""
     outputs: int = 0
-    """N·C."""
+    """The number N·C of outputs."""
     gram_cost: float | int = math.inf
     """Gradients that forming J Jᵀ takes; ∞ where the curvature is not the exact GGN of these data alone."""
     resolved: bool = True
-    """False where the prior precision is known to lie within the rounding of J Jᵀ."""
+    """False if the prior precision is known to be below the rounding of J Jᵀ."""
     budget: float | int = math.inf
     """The linearisation's whole memory budget."""
     formed: bool = False
-    """Whether the curvature is formed as a matrix for earlier systems."""
+    """Whether earlier systems have formed the curvature as a matrix."""
     decomposed: bool = False
     """Whether all eigenvalues of G are known."""
     prepared: bool = False
-    """Whether a quadrature that reaches this prior precision is."""
+    """Whether a quadrature that covers this prior precision is known."""
 
 
 @dataclass(frozen=True)
 class System:
-    """The facts about A X = B that decide how it is solved: sizes, structure, memory in bytes, the method asked for."""
+    """The facts about A X = B that decide how it is solved: sizes, structure, memory in bytes, the requested method."""
 
     rows: int
     columns: int = 1
     square: bool = True
     longest: int = 0
-    """Numbers of the longest vector in a product, where that is more than rows."""
+    """The length of the longest vector in a product, if that is more than rows."""
     itemsize: int = 8
     closed_form: bool = False
     at_hand: bool = False
-    """Whether the matrix exists, and need not be formed."""
+    """Whether the matrix exists and need not be formed."""
     symmetric: bool = True
     definite: bool = True
     """Whether A is to be solved by CG, for which negative curvature is an error."""
@@ -114,29 +114,29 @@ class System:
     recorded: bool = False
     """Whether a gradient is recorded through A."""
     room: float | int = math.inf
-    """Bytes that are left for vectors and for what is formed."""
+    """The bytes left for vectors and formed matrices."""
     asked: str | None = None
-    """The method that draws of a posterior are asked for by."""
+    """The requested method for draws of a posterior."""
     posterior: Posterior | None = None
 
     @property
     def small(self) -> bool:
-        """Whether the matrix is formed, or at hand, and factorised by every solve."""
+        """Whether the matrix is formed, or exists, and is factorised by every solve."""
         return self.rows <= (DENSE_BLOCK if self.at_hand else DENSE_SIZE)
 
     @property
     def may_be_formed(self) -> bool:
-        """Whether it is large enough to gain from being formed once, and small enough to be."""
+        """Whether it is large enough to gain from being formed once, and small enough to be formed."""
         return DENSE_SIZE < self.rows <= DENSE_BLOCK
 
     def vectors(self, length: int = 0) -> int:
-        """Return the bytes of a block solve with vectors of that length, by default the longest."""
+        """Return the bytes of a block solve with vectors of this length, by default the longest."""
         return SOLVE_VECTORS * self.columns * (length or max(self.rows, self.longest)) * self.itemsize
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way to solve, the products that it takes at least (of J Jᵀ, gradients), its bytes, and what is in its way."""
+    """A way to solve: the products it takes at least (for J Jᵀ, gradients), its bytes, and why it is not possible."""
 
     name: str
     products: float | int
@@ -145,22 +145,22 @@ class Route:
 
     @property
     def method(self) -> str:
-        """The method's name, with a sketch or without."""
+        """The name of the method, with a sketch or without."""
         return "cg" if self.name == SKETCHED else self.name
 
     @property
     def possible(self) -> bool:
-        """Whether nothing is in its way."""
+        """Whether there is no obstacle."""
         return not self.why_not
 
 
 def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tuple[bool, str]) -> Route:
-    """Return a route, closed for the first of the obstacles that there is."""
+    """Return a route, with the first obstacle that applies."""
     return Route(name, products, nbytes, next((why for there, why in obstacles if there), ""))
 
 
 def routes(system: System) -> tuple[Route, ...]:
-    """Return all routes in order of preference; for a posterior whose method is given, the routes of that method."""
+    """Return all routes in order of preference, for a posterior with a given method those of that method."""
     if system.posterior is None:
         return tuple(_operator_routes(system))
     found, asked = _posterior_routes(system, system.posterior), system.asked
@@ -168,12 +168,12 @@ def routes(system: System) -> tuple[Route, ...]:
 
 
 def chosen(found: tuple[Route, ...]) -> Route | None:
-    """Return the first possible route; None where none is."""
+    """Return the first possible route, or None."""
     return next((route for route in found if route.possible), None)
 
 
 def _operator_routes(s: System) -> Iterator[Route]:
-    least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares are lsmr's")
+    least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares need lsmr")
     yield _closed_form(s)
     yield _dense(s)
     yield from _conjugate_gradients(s, not_square, (not s.definite, "not known to be positive semidefinite"))
@@ -188,9 +188,9 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
     yield _dense(s)
     yield _formed_matrix(s, p)
     most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
-    yield _formed_kernel(s, p, most, (not p.resolved, "the prior precision lies within the rounding of J Jᵀ"))
+    yield _formed_kernel(s, p, most, (not p.resolved, "the prior precision is below the rounding of J Jᵀ"))
     obstacles = (
-        (not p.root_columns, f"needs the curvature's square root by points, which {p.name} has not"),
+        (not p.root_columns, f"needs the curvature's square root by points, which {p.name} does not have"),
         (s.recorded, "gives no gradient for the prior precision or the noise"),
     )
     dual = _route(
@@ -206,7 +206,7 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
 
 
 def _conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> Iterator[Route]:
-    """Yield block CG with a sketch, tried where there is a positive shift and grown while it pays, and without."""
+    """Yield block CG with a sketch, used if there is a positive shift and grown while it pays off, and without."""
     least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
     yield _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
     yield _route("cg", least, s.vectors(), *obstacles)
@@ -219,7 +219,7 @@ def _closed_form(s: System) -> Route:
 
 def _dense(s: System) -> Route:
     most = DENSE_BLOCK if s.at_hand else DENSE_SIZE
-    obstacles = (not s.square, "least squares are lsmr's"), (not s.small, f"more than {most:,} rows")
+    obstacles = (not s.square, "least squares need lsmr"), (not s.small, f"more than {most:,} rows")
     return _route("dense", 0 if s.at_hand else s.rows, 2 * s.itemsize * s.rows**2, *obstacles)
 
 
@@ -246,11 +246,11 @@ def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstac
         "formed kernel",
         p.gram_cost,
         nbytes,
-        (not p.scalar, "the prior precision is not one number"),
-        (p.gram_cost == math.inf, "it is formed layer by layer, for the exact GGN of these data alone"),
+        (not p.scalar, "the prior precision is not a single number"),
+        (p.gram_cost == math.inf, "it needs layer rules for all weights, and the exact GGN of these data only"),
         (s.recorded, NO_GRADIENT),
-        (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in all"),
-        (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights an output"),
+        (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in total"),
+        (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights per output"),
         (nbytes > p.budget // 2, "half of the memory budget has no room for it"),
         (p.gram_cost > most_gradients, f"J Jᵀ takes more than {most_gradients:.0f} gradients"),
         *obstacles,
@@ -279,22 +279,22 @@ def determinants(system: System) -> tuple[Route, ...]:
 
 
 def products_of_probes(rows: int) -> int:
-    """Return how many products probes for a determinant may take: fewer than rows where all eigenvalues come next."""
+    """Return how many products probes for a determinant may take: fewer than rows if all eigenvalues come next."""
     return MOST_MATVECS if rows > MOST_MATVECS else max(4, rows // 2)
 
 
 def decomposes(system: System) -> bool:
-    """Return whether the matrix is decomposed where probes did not reach the tolerance."""
+    """Return whether the matrix is decomposed if probes do not reach the tolerance."""
     p = system.posterior or Posterior()
     return p.scalar and system.rows <= MOST_MATVECS and 2 * 8 * system.rows**2 <= p.budget
 
 
 @dataclass(frozen=True)
 class SolvePlan:
-    """How each kind of question is answered and why; printing it shows a table for each."""
+    """How each kind of question is answered, and why; printing it shows a table for each."""
 
     tables: Mapping[str, tuple[Route, ...]]
-    """The routes in order of preference, the first possible one taken, by the name of the question."""
+    """By the name of the question, the routes in order of preference; the first possible one is taken."""
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -316,4 +316,4 @@ def _table(question: str, found: tuple[Route, ...]) -> str:
 
 
 def _number(count: float | int) -> str:
-    return f"{count:,.0f}" if count < math.inf else "not known"
+    return f"{count:,.0f}" if count < math.inf else "unknown"

@@ -1,4 +1,4 @@
-"""The data an operator sums over, and how many times it counts them, which its entries do not show."""
+"""The data an operator sums over, and how often it counts them, which its entries do not show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sources:
     """The data of an operator by name, with the factor of each; equal names are the same data.
 
     `partial`: the data of a further part are unknown. `detached`: a part was detached from the weights at which it was
-    made. `repeated`: several terms of a sum have the same data, so that their factor is no temperature.
+    made. `repeated`: several terms of a sum have the same data, so that their factor is not a temperature.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:
 
 
 def merge_sources(*sources: Sources | None) -> Sources | None:
-    """Return the sources of a sum, in which a term of unknown sources adds no data, as a prior."""
+    """Return the sources of a sum in which a term of unknown sources, such as a prior, adds no data."""
     known = [found for found in sources if found is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -56,7 +56,7 @@ def merge_sources(*sources: Sources | None) -> Sources | None:
 
 
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
-    """Return the sources of a sum of operators, in which a term of unknown sources may have further data."""
+    """Return the sources of a sum of operators in which a term of unknown sources may have further data."""
     found = [sources_of(term) for term in terms]
     total = merge_sources(*found)
     return total if total is None or None not in found else replace(total, partial=True)

@@ -1,4 +1,4 @@
-"""The meaning of an operator's rows and columns, so that different vectors of equal length never mix."""
+"""The meaning of an operator's rows and columns, which keeps different vectors of equal length from being mixed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @runtime_checkable
 class Space(Protocol):
-    """A vector space with a meaning of its own (the weights of one network at one point, say)."""
+    """A vector space with its own meaning, such as the weights of one network at one point."""
 
     def difference(self, other: Any) -> str | None:
-        """Say in a clause why vectors of the other space are not vectors of this one; None where they are."""
+        """Return a clause that says why vectors of the other space are not vectors of this one; None where they are."""
         ...
 
     def join(self, other: Any) -> Any:
-        """Return the space with the facts known of either, where the two do not differ."""
+        """Return the space with the facts known about either, if the two do not differ."""
         ...
 
     def part(self, indices: Tensor) -> Any:
@@ -25,7 +25,7 @@ class Space(Protocol):
         ...
 
     def detached(self) -> Any:
-        """Return the space without the point at which it was made, which then no longer tells it from others."""
+        """Return the space without the point at which it was made, which no longer distinguishes it from others."""
         ...
 
 
@@ -34,7 +34,7 @@ Spaces = tuple[Space | None, Space | None]
 
 
 def common(*spaces: Space | None) -> Space | None:
-    """Join all that is known of these spaces, None where nothing is; raise ValueError where two of them differ."""
+    """Join all that is known about these spaces, None if nothing is; raise ValueError where two of them differ."""
     found: Space | None = None
     for space in spaces:
         if found is None or space is None or space is found:

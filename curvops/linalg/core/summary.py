@@ -14,7 +14,7 @@ PRINTED = 8
 
 
 class Summarised:
-    """A dataclass (with `repr=False`) that prints on one line: long tensors as their shapes, reasons counted."""
+    """A dataclass (with `repr=False`) that prints on one line: long tensors as shapes, reasons with their counts."""
 
     def __repr__(self) -> str:
         parts = (f"{field.name}={summary(getattr(self, field.name))}" for field in fields(self) if field.repr)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Symmetry and definiteness of a matrix: by its tags, and by tests that tell their lack from rounding errors.
+"""Symmetry and definiteness of a matrix: by its tags, and by tests that distinguish a lack of it from rounding.
 
-Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. With
-k random vectors it shows √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, and all of it where A is formed.
+There is one rule for symmetry: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the
+images. With k random vectors it shows √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, and all of it if A is formed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from curvops.linalg.core.results import Reason
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
 TILE = 256
-"""Columns that are mirrored at a time."""
+"""How many columns are mirrored at a time."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -33,8 +33,8 @@ def is_psd(A: Any) -> bool:
 def skew_tolerance(eps: float) -> float:
     """Return the relative difference of uᵀAv and vᵀAu beyond which rounding at ``eps`` does not explain it.
 
-    It is relative to the size of A: 5e-6 in float64, for operators that work in lower precision inside, and 1.2e-4 in
-    float32, whose products may end a longer computation, or come from a device that multiplies with fewer digits.
+    It is relative to the size of A: 5e-6 in float64, for operators that use lower precision inside, and 1.2e-4 in
+    float32, whose products may end a longer computation or come from a device that multiplies with fewer digits.
     """
     return max(LEAST_SKEW, ROUNDING_UNITS * eps)
 
@@ -58,14 +58,14 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
     if not dense.numel() or not bool((torch.linalg.cholesky_ex(dense).info != 0).any()):
         return False
     if not bool(dense.isfinite().all()):
-        return False  # non-finite matrices have a reason of their own
+        return False  # non-finite matrices have their own reason
     values = torch.linalg.eigvalsh(dense)
     noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(-1)
     return bool((values[..., 0] < -noise).any())
 
 
 def mirror(total: Tensor) -> Tensor:
-    """Copy what is above the diagonals of (g, p, p) below them, in place; return diagonals (g, p) as they are."""
+    """Copy the entries above the diagonals of (g, p, p) below them, in place; return diagonals (g, p) unchanged."""
     p = total.shape[-1]
     for start in range(0, p if total.ndim == 3 else 0, TILE):
         here, after = slice(start, start + TILE), slice(start + TILE, None)

@@ -1,4 +1,4 @@
-"""Columns of zeros, NaN or Inf: left out before an algorithm works on right-hand sides, put back after it."""
+"""Columns of zeros, NaN or Inf: removed before an algorithm works on right-hand sides, and put back after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvops.linalg.core.vectors import Vectors, columns, largest, part, put, pu
 
 @dataclass(frozen=True, eq=False)
 class UsableColumns:
-    """The columns of a block that an algorithm can use, and the reasons of the others; on the host."""
+    """The columns of a block that an algorithm can use, and the reasons for the others, on the CPU."""
 
     heights: Float[Tensor, " K"]
     """Largest absolute entry of each column."""
@@ -25,7 +25,7 @@ class UsableColumns:
 
     @classmethod
     def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
-        """Find the usable columns by their largest entries: one small transfer."""
+        """Find the usable columns by their largest entries, with one small transfer."""
         heights = largest(B).cpu()
         reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
         reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
@@ -37,12 +37,12 @@ class UsableColumns:
         return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
 
     def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
-        """Put a number for each usable column in its place, 0 for the others."""
+        """Put a number for each usable column in its place, and 0 for the others."""
         every = torch.zeros(len(self.heights), dtype=torch.float64)
         return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
 
     def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
-        """Put answers in their places among zero (or NaN) columns, and list the columns that are not finite."""
+        """Put solutions in their places among zero (or NaN) columns, and list the columns that are not finite."""
         every = zero_block(X, len(self.heights))
         put_columns(every, self.live, X)
         for j, reason in self.reasons.items():

@@ -3,9 +3,9 @@
 A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``, so that a column is contiguous.
 Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
 
-Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
-function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); the
-primitives that create blocks (``like``) for a subclass of `Description`, too; and for your operators `product`,
+Other storage, such as blocks sharded over devices, changes no algorithm. Each primitive is a `functools.singledispatch`
+function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``); the
+primitives that create blocks (``like``) also for a subclass of `Description`; and for your operators `product`,
 `transposed_product`, and `describe`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype)``
 and ``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may
 be blocks of any type. `tests/linalg/split.py` is an example.
@@ -27,7 +27,7 @@ from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
-"""A function applied to each entry on its own, to eigenvalues, say."""
+"""A function applied to each entry on its own, for example to eigenvalues."""
 CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
 
@@ -37,7 +37,7 @@ else:
 
     @runtime_checkable
     class Vectors(Protocol):
-        """A block of long vectors, or one: a tensor, or any type that the primitives are registered for."""
+        """A block of long vectors, or a single one: a tensor, or any type for which the primitives are registered."""
 
         shape: Any
         dtype: torch.dtype
@@ -45,7 +45,7 @@ else:
 
 
 class Description(NamedTuple):
-    """The facts that an algorithm needs of a matrix before it multiplies by it: size, dtype and device."""
+    """The facts about a matrix that an algorithm needs before it multiplies: size, dtype and device."""
 
     rows: int
     columns: int
@@ -68,7 +68,7 @@ def describe(A: Matrix) -> Description:
     if not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {A.shape[0]} x {A.shape[1]}.")
     if not A.dtype.is_floating_point:
-        raise TypeError(f"A must have a real floating dtype, got {A.dtype}.")
+        raise TypeError(f"A must have a real floating-point dtype, got {A.dtype}.")
     require_precision(A.dtype)
     return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
 
@@ -78,8 +78,8 @@ def require_precision(dtype: torch.dtype) -> None:
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
             f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
-            "convert the operator with op.to(torch.float32), or linearise a model in single precision (model.float()). "
-            "Its products work as it is."
+            "convert the operator with op.to(torch.float32), or linearise a model in single precision "
+            "(model.float()). Its products work in this dtype."
         )
 
 
@@ -100,7 +100,7 @@ def describe_square(A: Matrix) -> Description:
 @count_products
 @singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """Return the map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
+    """Return the map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without a graph."""
     if isinstance(A, Tensor):
         dense = A.detach()
         return lambda V: dense @ V
@@ -110,7 +110,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
 @count_products
 @singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """Return the map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
+    """Return the map U -> Aᵀ U on blocks (m, K), under the same conditions as ``product``."""
     if isinstance(A, Tensor):
         dense = A.detach().mT
         return lambda U: dense @ U
@@ -129,12 +129,12 @@ def _without_graph(multiply: Callable[[Tensor], Tensor], rows: int) -> Callable[
 
 
 def as_columns(B: Vectors) -> Vectors:
-    """Return a vector (n,) as a block of one column, and a block as it is."""
+    """Return a vector (n,) as a block of one column, and a block unchanged."""
     return B.unsqueeze(1) if B.ndim == 1 else B
 
 
 def shaped_as(X: Float[Vectors, "n k"], B: Vectors) -> Vectors:
-    """Return X, or its only column as a vector (n,) where B is one."""
+    """Return X, or its only column as a vector (n,) if B is one."""
     return X if B.ndim == 2 else X.squeeze(1)
 
 
@@ -144,7 +144,7 @@ def _length(like: Vectors | Description) -> int:
 
 @singledispatch
 def empty_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
-    """Return an uninitialised block of k contiguous columns: like those of a block, or as a matrix takes them."""
+    """Return an uninitialised block of k contiguous columns, like those of a block or the arguments of a matrix."""
     return torch.empty(k, _length(like), dtype=like.dtype, device=like.device).mT
 
 
@@ -168,7 +168,7 @@ def put(X: Float[Tensor, "n k"], start: int, V: Float[Tensor, "n j"]) -> None:
 
 @singledispatch
 def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
-    """Write X C over the first k ≤ j columns of X, with little memory of its own."""
+    """Write X C over the first k ≤ j columns of X, using little memory."""
     small = C.to(X)
     rows = max(1, CHUNK // max(1, X.shape[1]))
     for i in range(0, len(X), rows):
@@ -200,9 +200,9 @@ def random_block(
 
 
 def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a generator seeded by the given one that shares no numbers with another of the same seed.
+    """Return a generator, seeded by the given one, that shares no numbers with another of the same seed.
 
-    Probes that are correlated with a sketch are biased, and a caller may give both the same seed.
+    Probes that are correlated with a sketch are biased, and a caller may pass both the same seed.
     """
     check_generator(generator)
     if generator is None:
@@ -213,13 +213,13 @@ def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None
 
 @singledispatch
 def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """Return the chosen columns of X, contiguous; the index may stay on the host."""
+    """Return the chosen columns of X, contiguous; the index may stay on the CPU."""
     return X.mT[index.to(X.device)].mT
 
 
 @singledispatch
 def put_columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"], V: Float[Tensor, "n j"]) -> None:
-    """Write V over the chosen columns of X; the index may stay on the host."""
+    """Write V over the chosen columns of X; the index may stay on the CPU."""
     X.mT[index.to(X.device)] = V.mT
 
 
@@ -237,7 +237,7 @@ def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.
 
 
 def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
-    """Yield the identity that A of these facts multiplies, ``width`` columns at a time."""
+    """Yield the identity of the size of A, ``width`` columns at a time."""
     n, dtype, device = facts.columns, facts.dtype, facts.device
     for first in range(0, n, width):
         yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
@@ -276,7 +276,7 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:
-    """Yield slices of rows of X: temporaries made from one stay small beside a vector, however many the columns."""
+    """Yield slices of rows of X whose temporaries stay small beside a vector, for any number of columns."""
     step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
@@ -284,7 +284,7 @@ def _chunks(X: Tensor) -> Iterator[slice]:
 
 @singledispatch
 def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """Return X with zero in place of NaN and Inf."""
+    """Return X with zeros instead of NaN and Inf."""
     return torch.where(torch.isfinite(X), X, 0.0)
 
 
@@ -339,7 +339,7 @@ def plus(Y: Float[Tensor, "n k"], X: Float[Tensor, "n k"], c: Float[Tensor, " k"
 
 @singledispatch
 def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
-    """Return the thin QR of a block however ill conditioned, r = min(n, k). R is float64."""
+    """Return the thin QR of a block, however ill conditioned, with r = min(n, k). R is float64."""
     Q, R = torch.linalg.qr(X)
     return as_block(Q), R.double()
 
@@ -348,16 +348,16 @@ def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Te
 def project_out(
     W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
 ) -> tuple[Float[Tensor, "n j"], Float[Tensor, "j used"]]:
-    """Subtract from column i of W its projection on orthonormal basis ``which[i]``: Gram–Schmidt, twice.
+    """Subtract from column i of W its projection on orthonormal basis ``which[i]``, by Gram–Schmidt, twice.
 
-    The Gram–Schmidt is the classical one. ``store`` holds bases of ``room`` columns one after another, the first
-    ``used`` columns of each filled. Returns the components of W along them, too.
+    This is classical Gram–Schmidt. ``store`` holds bases of ``room`` columns one after another, of which the first
+    ``used`` columns are filled. Also returns the components of W along them.
     """
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
         found, along = _subtract_projections(rows, bases[:, :used])
         return found.mT, along
-    # One after the other: the bases of some vectors are no part of the store without a copy.
+    # One after the other: the bases of some vectors are not a part of the store without a copy.
     parts = [_subtract_projections(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
     found, along = (torch.cat(part) for part in zip(*parts))
     return found.mT, along

@@ -1,4 +1,4 @@
-"""The number of products an estimator is given: a budget at once, or more until its error bar meets a tolerance."""
+"""The number of products of an estimator: a budget at once, or more until its error bar meets a tolerance."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXACT = "exact"
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
 LEAST_VECTORS = 12
-"""Vectors kept by the fewest products that give an error bar, for the estimator that keeps most."""
+"""Vectors kept by the smallest number of products with an error bar, for the estimator that keeps most."""
 
 
 @runtime_checkable
 class Estimator(Protocol):
-    """An estimator that can be given more products and keeps what it has.
+    """An estimator that can continue with more products and keeps the earlier ones.
 
     ``least`` products are needed for an error bar; ``first`` are spent before a tolerance is tested; ``held`` is the
     number of vectors of length n that it keeps per product.
@@ -37,14 +37,14 @@ class Estimator(Protocol):
     held: float
 
     def spend(self, matvecs: int) -> None:
-        """Continue until at most ``matvecs`` products have been spent in all."""
+        """Continue until at most ``matvecs`` products have been spent in total."""
 
     def estimate(self) -> Estimate:
-        """Return the estimate from the products spent, its reason left open."""
+        """Return the estimate from the products spent, without a reason yet."""
 
 
 def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a product to raise ValueError where a result is not finite. One small transfer a block."""
+    """Wrap a product to raise ValueError where a result is not finite, at one small transfer per block."""
 
     def apply(V: Tensor) -> Tensor:
         result = multiply(V)
@@ -59,7 +59,7 @@ Family = TypeVar("Family", bound=Estimator)
 
 @dataclass(frozen=True, eq=False)
 class Quantity(Generic[Family]):
-    """A number that estimators give of a matrix: its name, its methods, and its computation without an error."""
+    """A number that estimators compute for a matrix: its name, its methods, and its exact computation."""
 
     name: str
     families: Mapping[str, Callable[[Probed], Family]]
@@ -68,7 +68,7 @@ class Quantity(Generic[Family]):
     def estimate(
         self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None, progress: Progress
     ) -> tuple[Estimate, Family | None]:
-        """Return the estimate and its estimator, or None in its place where the exact value was taken."""
+        """Return the estimate and its estimator, or None in its place if the exact value was computed."""
         check_choice("method", method, (*self.families, EXACT))
         with (
             torch.no_grad(),
@@ -83,7 +83,7 @@ class Quantity(Generic[Family]):
 
 
 def _most(method: str, whole: int, limits: Limits) -> int | None:
-    """Return the most products that an estimate takes; None where only its tolerance ends it."""
+    """Return the largest number of products of an estimate; None if only its tolerance ends it."""
     if method == EXACT:
         return whole
     if limits.rtol is None:
@@ -94,7 +94,7 @@ def _most(method: str, whole: int, limits: Limits) -> int | None:
 def spend_budget(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
     """Spend the budget (128 products by default), or with ``rtol`` grow until the error bar meets it.
 
-    The exact value is taken where it costs no more: with a budget of as many products as A has columns, or where growth
+    The exact value is computed if it costs no more: with a budget of as many products as A has columns, or when growth
     reaches that number. With rtol and no budget there is no other limit.
 
     Raises:
@@ -111,7 +111,7 @@ def spend_budget(estimator: Estimator, exact: Callable[[Probed], Estimate], prob
         return exact(probed)
     room = probed.capacity(estimator.held)
     if room is not None and room < estimator.least:
-        raise ValueError(f"memory_budget has room for {room} products' vectors, {estimator.least} are needed.")
+        raise ValueError(f"memory_budget has room for the vectors of {room} products; {estimator.least} are needed.")
     if rtol is None:
         assert max_matvecs is not None
         budget = max_matvecs if room is None else min(max_matvecs, room)

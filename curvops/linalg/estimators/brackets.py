@@ -1,4 +1,4 @@
-"""Sums of functions of eigenvalues by stochastic Lanczos quadrature: one run serves every scalar shift.
+"""Sums of functions of eigenvalues by stochastic Lanczos quadrature; one run serves every scalar shift.
 
 For positive semidefinite G and a random probe z, Lanczos turns zᵀf(G)z into an integral with m nodes. Two rules
 bracket it where the even derivatives of f are negative and the odd ones positive, as for log(1 + x/μ) and x/(x + μ):
@@ -25,7 +25,7 @@ from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import LockStep
 
-# Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
+# Eigenvalues are known to this many units of rounding of the largest, the error of the products.
 ROUNDING_UNITS = 2.0
 
 
@@ -33,12 +33,11 @@ ROUNDING_UNITS = 2.0
 class SpectralQuadrature:
     """Nodes and weights of Gauss and Gauss–Radau quadratures of a spectrum, one row per probe.
 
-    Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own
-    sum is known exactly and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without
-    a sketch.
-    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim; an
-    estimate has a reason of its own where a tolerance was set, by ``rtol`` of the value plus ``known``. ``rounding``
-    is the size of the errors that the products' dtype leaves in the eigenvalues.
+    Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation Ĝ whose
+    sum is known exactly and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. They are empty
+    without a sketch. ``reason`` is CONVERGED, or RANK_CAPPED if the memory or product budget ended the depth too
+    early; an estimate has its own reason if a tolerance was set, by ``rtol`` of the value plus ``known``.
+    ``rounding`` is the size of the errors in the eigenvalues from the products' dtype.
     """
 
     gauss_nodes: Float[Tensor, "K m"]
@@ -71,7 +70,7 @@ class SpectralQuadrature:
 
         The value is the middle of the bracket. ``bias_bound`` is half its mean width plus the effect of rounding of the
         products, which changes each eigenvalue by ``rounding``, counted by the weights. The control variate is used
-        where it lowers the variance between probes.
+        if it lowers the variance between probes.
         """
         upper, lower = self.bracket(f)
         middle, half = (upper + lower) / 2, ((upper - lower) / 2).clamp_min(0).mean()
@@ -90,8 +89,8 @@ class SpectralQuadrature:
     def _top_weight_error(self, f: ScalarFunction) -> Tensor:
         """Return the error of the largest eigenvalue's weight, in units of the sum.
 
-        The weight's expectation is known: the multiplicity, a whole number. Where one eigenvalue dominates, zᵀf(G)z is
-        about χ² with one degree of freedom, and where it happens to be small, so is its spread between probes, and the
+        The expectation of the weight is known: the multiplicity, a whole number. If one eigenvalue dominates, zᵀf(G)z
+        is about χ² with one degree of freedom; if it happens to be small, so is its spread between probes, and the
         tolerance ends the run too early. The spread about the known expectation, which is added to the spread about
         the mean, is not small then. 0 unless all probes found the same eigenvalue.
         """
@@ -135,7 +134,7 @@ def share(mu: float) -> ScalarFunction:
 
 
 def stack(estimates: list[Estimate]) -> Estimate:
-    """Join estimates from the same probes to one of shape (m,); the reason is the first not CONVERGED."""
+    """Join estimates from the same probes into one of shape (m,); the reason is the first that is not CONVERGED."""
     first = estimates[0]
     failed = [e.reason for e in estimates if e.reason is not Reason.CONVERGED]
     value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
@@ -151,14 +150,14 @@ def single(estimate: Estimate) -> Estimate:
 
 
 def positive(shift: float | int | Tensor) -> float | int | Tensor:
-    """Return a positive shift; raise ValueError for any other."""
+    """Return a positive shift; raise ValueError for any other value."""
     if not bool(shift > 0):
         raise ValueError(f"shift must be positive, got {float(shift)}.")
     return shift
 
 
 class Rules(NamedTuple):
-    """The quadrature rules of one probe, nodes clamped at 0, and the extreme Ritz values before clamping."""
+    """The quadrature rules of one probe with nodes clamped at 0, and the extreme Ritz values before clamping."""
 
     gauss: Tensor
     gauss_weights: Tensor
@@ -181,22 +180,22 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     lowest, highest, m = float(nodes[0]), float(nodes.abs().amax()), len(T)
     beta = float(run.betas[k, m - 1])
     noise = 1e3 * run.eps * max(scale, highest)
-    # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G: an image without curvature disproves it.
+    # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image without curvature disproves it.
     if lowest < -noise or (highest == 0 and beta > noise):
         raise indefinite(
             f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
-            "Lower lower_bound where one was given."
+            "If a lower_bound was given, lower it."
         )
     gauss = nodes.clamp_min(0), size * V[0].square()
     if beta == 0 or highest == 0:
         return Rules(*gauss, *gauss, lowest, highest)
-    # A node slightly below 0 bounds as well, and T minus it stays regular when 0 is itself a Ritz value.
+    # A node slightly below 0 also bounds, and T minus it stays regular when 0 is itself a Ritz value.
     below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())
     last = torch.zeros(m, dtype=torch.float64)
     last[-1] = beta**2
     found, info = torch.linalg.solve_ex(T - below * torch.eye(m, dtype=torch.float64), last)
     if int(info) or not math.isfinite(float(found[-1])):
-        # Rounding in T put a Ritz value there, as steps within an exact null space do: go past it.
+        # Rounding in T put a Ritz value there, as in steps within an exact null space: go past it.
         below -= m * run.eps * highest
         found = torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)
     corner = below + float(found[-1])

@@ -1,7 +1,7 @@
-"""The gradient of an estimate for the tensors inside A, as that of Σ lᵀ A r over pairs of fixed vectors.
+"""The gradient of an estimate for the tensors inside A, as the gradient of Σ lᵀ A r over pairs of fixed vectors.
 
-For tr A the pairs are the probes; for log det A they are A⁻¹z and z, so that d log det A = tr(A⁻¹ dA) is estimated
-with the probes and solves of the value.
+For tr A the pairs are the probes. For log det A they are A⁻¹z and z, so that d log det A = tr(A⁻¹ dA) is estimated with
+the probes and solves of the value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 
 def needs_gradient(A: Matrix) -> bool:
-    """Return whether a gradient for a tensor inside A is asked for."""
+    """Return whether a gradient for a tensor inside A is needed."""
     tensors = (A,) if isinstance(A, Tensor) else A.representation()
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -34,7 +34,7 @@ def needs_gradient(A: Matrix) -> bool:
 def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estimate:
     """Attach to the estimate's value the gradient d value = Σ lᵀ dA r over the blocks of ``pairs(A)``.
 
-    ``pairs`` is called in the backward pass, if there is one, and gives blocks (l, r).
+    ``pairs`` is called in the backward pass, if there is one, and returns blocks (l, r).
     """
     if not needs_gradient(A):
         return estimate
@@ -49,8 +49,8 @@ def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estima
 def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> VectorPairs:
     """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
 
-    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos gives (P^-½(A + shift I)P^-½)⁻¹z
-    approximately; conjugate gradients continue from there to a relative residual of 1e-6, in the backward pass.
+    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos approximates (P^-½(A + shift
+    I)P^-½)⁻¹z; conjugate gradients continue from there to a relative residual of 1e-6, in the backward pass.
 
     Raises:
         NotConverged: a solve fails, in the backward pass.

@@ -1,4 +1,4 @@
-"""The spectrum of a matrix small enough to be formed: one eigendecomposition for every shift."""
+"""The spectrum of a matrix small enough to be formed; one eigendecomposition serves every shift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curvops.linalg.estimators.brackets import ROUNDING_UNITS, SpectralQuadratur
 
 @dataclass(frozen=True, eq=False)
 class DenseSpectrum:
-    """Eigenvalues of A − bound I and eigenvectors, float64; ``eps`` is the rounding of A's dtype."""
+    """Eigenvalues of A − bound I and eigenvectors in float64; ``eps`` is the rounding of A's dtype."""
 
     values: Float[Tensor, " n"]
     vectors: Float[Tensor, "n n"]
@@ -36,7 +36,8 @@ class DenseSpectrum:
         values, n = self.values, len(self.values)
         lowest, size = float(values[0]), float(values.abs().amax())
         delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
-        # With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be told from zero.
+        # With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished
+        # from zero.
         if mu > 0 and lowest >= -n * self.eps * size:
             delta, values = max(delta, -lowest), values.clamp_min(0)
         elif lowest + mu <= n * self.eps * size:
@@ -55,11 +56,11 @@ class DenseSpectrum:
         Raises:
             NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
         """
-        _ = self._logdet(mu, rtol)  # refuses an indefinite matrix
+        _ = self._logdet(mu, rtol)  # raises for an indefinite matrix
         size = float(self.values.abs().amax())
         near = self.values.abs() <= len(self.values) * self.eps * size
         values = torch.where(near, self.values.clamp_min(0), self.values)
-        # An eigenvalue near zero cannot be told from zero, whatever its computed value.
+        # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
         delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
         of = share(mu)
         least = torch.minimum(values, (values - delta).clamp_min(0))
@@ -71,12 +72,12 @@ class DenseSpectrum:
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
 
     def _clamp(self) -> Float[Tensor, " n"]:
-        """Return the eigenvalues; where none is clearly negative, those within rounding of zero are at least 0."""
+        """Return the eigenvalues; unless one is clearly negative, those within rounding of zero are raised to 0."""
         noise = len(self.values) * self.eps * float(self.values.abs().amax())
         return self.values.clamp_min(0) if float(self.values[0]) >= -noise else self.values
 
     def semidefinite_part(self) -> Float[Tensor, "n n"]:
-        """Return A − bound in float64, without the negative eigenvalues that rounding left."""
+        """Return A − bound in float64, without the negative eigenvalues due to rounding."""
         return (self.vectors * self._clamp()) @ self.vectors.mT
 
     def plus_diagonal(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
@@ -96,7 +97,7 @@ class DenseSpectrum:
 
 
 def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
-    """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""
+    """Form A by n products and decompose it; raise ValueError where it is not finite or not symmetric."""
     n, _, dtype, device = facts
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
     check_finite(dense)
@@ -110,13 +111,13 @@ class KnownSpectrum(SpectralQuadrature):
     """All eigenvalues of a positive semidefinite matrix as a quadrature whose sums are exact to rounding."""
 
     def trace(self, f: ScalarFunction) -> Estimate:
-        """Compute tr f(G); the bias bound is what rounding of the products can have changed."""
+        """Compute tr f(G); the bias bound is the possible effect of rounding of the products."""
         value, bias = f(self.gauss_nodes).sum(), self._rounding_effect(f)
         return Estimate.rounded(value, bias, self.rtol or 0.0, self.matvecs)
 
 
 def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> KnownSpectrum:
-    """Compute the eigenvalues of positive semidefinite G by n products; those within rounding of zero are 0.
+    """Compute the eigenvalues of positive semidefinite G by n products; those within rounding of zero become 0.
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue is clearly below zero.
@@ -146,6 +147,6 @@ def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
         if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
             raise indefinite(
                 "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
-                "that is rounding or less."
+                "at or below rounding."
             )
     return 2 * pivots.log().sum(-1)

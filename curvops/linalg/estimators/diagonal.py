@@ -44,7 +44,7 @@ def diagonal(
 
     Args:
         A: (n, n). "xdiag" also multiplies by Aᵀ.
-        method: "xdiag" (any A, two products a probe), "xnysdiag" (positive semidefinite A, one product a probe),
+        method: "xdiag" (any A, two products per probe), "xnysdiag" (positive semidefinite A, one product per probe),
             "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
         rtol: add probes until ‖stderr‖, inflated, is at most rtol ‖value‖; earlier products are kept.
         max_matvecs: as in `trace`. The intervals are for single entries.
@@ -97,14 +97,14 @@ def _mean_error(samples: Tensor) -> Tensor:
 
 
 def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float) -> Estimate:
-    """Return the estimate ``known`` plus the mean of the columns of ``samples``."""
+    """Return the estimate of ``known`` plus the mean of the columns of ``samples``."""
     K, stderr = samples.shape[1], _mean_error(samples)
     value = known + _row_sums(samples, 1 / K)
     return Estimate(value[:, 0], stderr, K, matvecs, torch.full_like(stderr, bias), Reason.BUDGET_SPENT, inflation)
 
 
 class Bekas:
-    """Bekas' estimator: the mean of z ∘ Az over random signs, streamed."""
+    """Bekas' estimator, the mean of z ∘ Az over random signs, streamed."""
 
     least, first, held = 2, BLOCK, 0.0
 
@@ -134,7 +134,7 @@ class Bekas:
 
 
 class XDiag(LeaveOneOut):
-    """XDiag: mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ with random signs ω; exact for rank ≤ K − 1."""
+    """XDiag, the mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ, random signs ω; exact for rank ≤ K − 1."""
 
     least, first, held = 4, 16, 3.0
 
@@ -144,7 +144,7 @@ class XDiag(LeaveOneOut):
     def estimate(self) -> Estimate:
         """Return mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
 
-        The samples share all but one probe and may all be off together, as in `leave_one_out`.
+        The samples share all but one probe and may all be wrong in the same way, as in `leave_one_out`.
         """
         sketch, out = self.sketch, self.sketch.leave_out()
         eps, K = torch.finfo(sketch.facts.dtype).eps, sketch.columns
@@ -179,7 +179,7 @@ class XDiag(LeaveOneOut):
 
 
 class XNysDiag(LeaveOneOut):
-    """XNysDiag: mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
+    """XNysDiag, the mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
 
     least, first, held = 2, 16, 6.0
 

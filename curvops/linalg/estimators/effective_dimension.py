@@ -40,10 +40,10 @@ def effective_dimension(
     A vector prior is whitened: tr (G' + I)⁻¹G' with G' = A^-½GA^-½.
 
     Args:
-        rtol: aim for standard error and bias bound, each relative to the value.
-        max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
-            by a dense eigendecomposition, and so does n ≤ 256 without a limit.
-        memory_budget: bytes for the Lanczos bases; None takes the rest of the budget of the linearisation behind G.
+        rtol: the goal for standard error and bias bound, each relative to the value.
+        max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more, and for n ≤ 256
+            without a limit, the value is exact by a dense eigendecomposition.
+        memory_budget: bytes for the Lanczos bases; None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 
     Returns:
@@ -51,7 +51,7 @@ def effective_dimension(
         grid of scalar priors from one run use ``spectral_quadrature(G, shift=smallest).effective_dimension(grid)``.
 
     Raises:
-        NotPositiveSemidefinite: an eigenvalue below zero was met (it is also a ValueError).
+        NotPositiveSemidefinite: an eigenvalue below zero was found (it is also a ValueError).
         ValueError: G is not square, a product is not finite, or an option is out of range.
 
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.

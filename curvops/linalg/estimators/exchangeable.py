@@ -1,7 +1,7 @@
-"""Leave-one-out trace estimators: every probe serves the sketch of all the others.
+"""Leave-one-out trace estimators, in which every probe serves the sketch for all the others.
 
-XTrace (any square A, two products a column) and XNysTrace (positive semidefinite A, one product a column) of Epperly,
-Tropp & Webber 2024. Only K × K matrices enter the estimates; products already spent are kept when K grows.
+XTrace (any square A, two products per column) and XNysTrace (positive semidefinite A, one product per column) of
+Epperly, Tropp & Webber 2024. Only K × K matrices enter the estimates; earlier products are kept when K grows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, 
 
 
 class RangeSketch:
-    """A range sketch with Ω, Q with Q R = A Ω, and Z = B Q for a second map B (A itself by default)."""
+    """A range sketch with Ω, Q with Q R = A Ω, and Z = B Q for a second map B (by default A itself)."""
 
     cost = 2
     """Products per column."""
@@ -45,7 +45,7 @@ class RangeSketch:
         return self.cost * self.columns
 
     def grow(self, columns: int) -> None:
-        """Add probes until there are ``columns``; the earlier Q stays as it is."""
+        """Add probes until there are ``columns``, with the earlier part of Q unchanged."""
         k = columns - self.columns
         if k < 1:
             return
@@ -98,8 +98,8 @@ class LeftOut:
 def dual_directions(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
     """Return unit sᵢ orthogonal to every column of R but the i-th: the normalised columns of R⁻ᵀ.
 
-    Singular values are floored at eps of the largest: for an operator of low rank R is singular, and any directions
-    of Q outside the range serve as well.
+    Singular values are floored at eps of the largest: R is singular for an operator of low rank, and then any
+    directions of Q outside the range will do.
     """
     U, sigma, Vh = torch.linalg.svd(R)
     sigma = sigma / torch.where(sigma[:1] > 0, sigma[:1], 1.0)
@@ -133,7 +133,7 @@ class TwoLeftOut:
         return first, (SV - self.c * first) / self.sine
 
     def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the diagonal of EᵀHE, and the sum of its entries beside the diagonal."""
+        """Return the diagonal of EᵀHE, and the sum of its off-diagonal entries."""
         h = self.S.mT @ H @ self.S
         own = h.diagonal().expand_as(h)
         mixed = h + h.mT - 2 * self.c * own
@@ -161,9 +161,10 @@ def mean_over_pairs(pairs: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
 def leave_one_out(samples: Tensor, without: Tensor, matvecs: int, bias: Tensor | float) -> Estimate:
     """Return the mean of exchangeable estimates, with the jackknife's standard error.
 
-    ``without`` holds the whole estimate without each probe. The samples share all but one probe, and may all be off
-    together: their own spread does not show it (a tenth of the error for a spectrum of two clusters). The variance of
-    a symmetric function of K − 1 independent probes is at most the expected sum of squared deviations of ``without``.
+    ``without`` holds the whole estimate without each probe. The samples share all but one probe, and may all be wrong
+    in the same way, which their spread does not show (a tenth of the error for a spectrum of two clusters). The
+    variance of a symmetric function of K − 1 independent probes is at most the expected sum of squared deviations of
+    ``without``.
 
     Source: Efron & Stein 1981; Epperly & Tropp 2024 for matrices.
     """
@@ -183,7 +184,7 @@ class LeaveOneOut:
 
 
 class XTrace(LeaveOneOut):
-    """XTrace: mean over i of tr Qᵢᵀ A Qᵢ + ωᵢᵀ(I − Pᵢ) A (I − Pᵢ)ωᵢ, exact for rank ≤ K − 1."""
+    """XTrace, the mean over i of tr Qᵢᵀ A Qᵢ + ωᵢᵀ(I − Pᵢ) A (I − Pᵢ)ωᵢ, exact for rank ≤ K − 1."""
 
     least, first, held = 4, 16, 2.0
 
@@ -216,7 +217,7 @@ class XTrace(LeaveOneOut):
         return leave_one_out(self.samples(), self.without(), self.sketch.matvecs, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks L, R with E tr LᵀXR = tr X for any X that the probes do not depend on."""
+        """Yield blocks L, R with E tr LᵀXR = tr X for any X that does not depend on the probes."""
         yield from functional(self.sketch.Omega, self.sketch.Q, self.sketch.leave_out())
 
 
@@ -270,7 +271,7 @@ class NystromSketch:
         if lowest < -1e3 * rounding:
             raise NotPositiveSemidefinite(
                 f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
-                'Use method="xtrace" ("xdiag"), which takes any square matrix.'
+                'Use method="xtrace" ("xdiag"), which works for any square matrix.'
             )
         nu = max(rounding, -10 * lowest)
         L, info = torch.linalg.cholesky_ex(core + nu * overlap)
@@ -280,7 +281,7 @@ class NystromSketch:
 
 
 class XNysTrace(LeaveOneOut):
-    """XNysTrace: mean over i of tr Âᵢ + ωᵢᵀ(A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
+    """XNysTrace, the mean over i of tr Âᵢ + ωᵢᵀ(A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
 
     least, first, held = 2, 16, 3.0
 

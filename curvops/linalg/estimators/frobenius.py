@@ -1,4 +1,4 @@
-"""Estimates of the Frobenius norm of a matrix known by its products, and of the distance of two.
+"""Estimates of the Frobenius norm of a matrix known by its products, and of the distance of two matrices.
 
 >>> import torch
 >>> from curvops.linalg import frobenius_norm
@@ -43,7 +43,7 @@ from curvops.progress import Progress
 
 METHODS = ("xtrace", "hutchinson", "exact")
 PROBES = 16
-"""Products with each matrix: for an error in one eigenvalue, the standard error is √½/√16 = 18 %."""
+"""Products with each matrix; for an error in one eigenvalue, the standard error is √½/√16 = 18 %."""
 
 
 def frobenius_norm(
@@ -56,16 +56,16 @@ def frobenius_norm(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Estimate ‖A‖_F from products with A alone (never Aᵀ).
+    """Estimate ‖A‖_F from products with A only (never Aᵀ).
 
-    The estimate is the root of one of ‖A‖_F² = tr AᵀA, with the standard error of the delta method; the bias bound
-    adds the curvature of the root, stderr²/(2 ‖A‖_F), and rounding.
+    The estimate is the root of an estimate of ‖A‖_F² = tr AᵀA, with the standard error of the delta method; the bias
+    bound adds the curvature of the root, stderr²/(2 ‖A‖_F), and rounding.
 
     Args:
         A: (m, n).
         method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from
-            the range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
-            "hutchinson", the default for others: mean of ‖Az‖² over random signs, streamed. "exact": n products.
+            the range of A. They are unbiased for every square A, and accurate if A is close to symmetric and decays.
+            "hutchinson", the default for other A: mean of ‖Az‖² over random signs, streamed. "exact": n products.
         rtol: as in `trace`.
         max_matvecs: as in `trace`.
         generator: source of the probes.
@@ -73,7 +73,7 @@ def frobenius_norm(
         progress: as in `cg`.
 
     Raises:
-        ValueError: an unknown method, xtrace of a rectangular A, a product that is not finite, or a budget too small.
+        ValueError: an unknown method, xtrace with a rectangular A, a product that is not finite, or a budget too small.
     """
     facts = describe(A)
     square = facts.rows == facts.columns
@@ -97,7 +97,7 @@ def take_root(square: Estimate, eps: float) -> Estimate:
     """Take the root of an estimate of a square, by the delta method."""
     value = square.value.clamp_min(0).sqrt()
     if not bool(value > 0):
-        # A square estimated as zero or less is known only to be below its own error.
+        # A square whose estimate is zero or less is known only to be below its own error.
         size = (square.inflation * square.stderr).sqrt()
         return replace(square, value=value, stderr=size, bias_bound=size)
     stderr = square.stderr / (2 * value)
@@ -149,7 +149,7 @@ class XNorm(LeaveOneOut):
 def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = None) -> Estimate:
     """Estimate ‖A − B‖_F / ‖A‖_F by 16 random vectors for both norms, with the standard error of the ratio.
 
-    Exact, from all unit vectors, where A has no more than 16 columns. Cost: one product with each matrix per vector.
+    It is exact, from all unit vectors, if A has at most 16 columns. Cost: one product with each matrix per vector.
     """
     facts = describe(A)
     n, exact = facts.columns, facts.columns <= PROBES

@@ -48,7 +48,7 @@ class Hutchinson:
         return sample_mean(self.samples, len(self.samples))
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks L, R with E tr LᵀXR = tr X; only where the probes are kept."""
+        """Yield blocks L, R with E tr LᵀXR = tr X, provided that the probes are kept."""
         assert self.kept is not None
         for signs in self.kept:
             Z = signs.to(self.probed.facts.dtype)
@@ -58,8 +58,8 @@ class Hutchinson:
 class HutchPlusPlus:
     """Hutch++: tr QᵀAQ exactly, and Hutchinson's estimator on the complement of Q (Meyer et al. 2021).
 
-    The sketch, A Q and the residual probes take a third of the products each. When the sketch grows, the residual's
-    products follow by a downdate with A Q.
+    The sketch, A Q and the residual probes each take a third of the products. When the sketch grows, the products of
+    the residual follow by a downdate with A Q.
     """
 
     least, first, held = 6, 16, 2.0

@@ -47,21 +47,21 @@ def spectral_quadrature(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> SpectralQuadrature:
-    """Run Lanczos on positive semidefinite G for log det(I + G/μ) and the like, at every μ.
+    """Run Lanczos on positive semidefinite G for sums over its spectrum such as log det(I + G/μ), at every μ.
 
-    A matrix of n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were asked for.
+    A matrix with n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were given.
 
     Args:
-        shift: the smallest μ of interest. A smaller one may be asked for later; its bracket is wider.
+        shift: the smallest μ of interest. Smaller ones are possible later, with wider brackets.
         probes: their number; None adds probes until the standard error of log det(I + G/shift) is rtol of its value.
-        max_matvecs: the budget in products, sketch included; by default as many as it takes to meet rtol.
-        rank: of the Nyström control variate; None takes one where it is expected to save products.
-        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None takes the
-            rest of the budget of the linearisation behind G.
+        max_matvecs: the budget in products, sketch included; by default as many as are needed to meet rtol.
+        rank: the rank of the Nyström control variate; None uses one if it is expected to save products.
+        memory_budget: bytes for the Lanczos bases; limits the depth and the number of probes that run in lock-step.
+            None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 
-    The depth grows until the bracket at ``shift`` is half as wide as the error expected of the probes, then probes are
-    added. Costs one block product a step.
+    The depth grows until the bracket at ``shift`` is half as wide as the expected error of the probes; then probes are
+    added. Costs one block product per step.
 
     Raises:
         ValueError: G is not square, a product is not finite, shift is not positive, or the budget is below 4 products.
@@ -100,7 +100,7 @@ def run(
     A checkpoint is written after each group of probes.
     """
     functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
-    half = probed.with_half_memory()  # a sketch is made with half, and stays beside the probes
+    half = probed.with_half_memory()  # the sketch uses half, and stays beside the probes
     sketch, known = Sketch(half), kept.state
     if known is not None and known["sketch"] is not None:
         sketch.made = from_record(Nystrom, known["sketch"])
@@ -149,11 +149,11 @@ class Sketch:
 
 
 class Sampler:
-    """Probes of one depth and their quadrature rules, on the host, for tr f(G) to the tolerance of its limits.
+    """Probes of one depth and their quadrature rules, on the CPU, for tr f(G) to the tolerance of its limits.
 
     The first of ``functions`` decides the depth; the number of probes serves all of them. With ``keep``, ``solves``
-    keeps each probe and its product with (G + ``mu`` I)⁻¹. ``known`` is the part of the trace that needs no probes;
-    the tolerance is relative to the whole. ``scale`` is the size of the matrix behind the products, where it is larger
+    stores each probe and its product with (G + ``mu`` I)⁻¹. ``known`` is the part of the trace that needs no probes;
+    the tolerance is relative to the whole. ``scale`` is the size of the matrix behind the products, if it is larger
     than they are.
     """
 
@@ -178,7 +178,7 @@ class Sampler:
         self.matvecs, self.depth, self.capped = 0, 0, False
 
     def state(self) -> dict[str, Any]:
-        """Return all that further probes depend on, between two groups; a run that keeps its solves has more."""
+        """Return the state that further probes depend on, between two groups; a run that keeps its solves has more."""
         return state_of(self, STATE)
 
     def recall(self, state: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class Sampler:
         return columns_at_a_time(count, (depth + 2) * self.facts.rows * self.facts.dtype.itemsize, self.memory_budget)
 
     def first(self, count: int) -> None:
-        """Deepen the first probes until their bracket is half as wide as the error to be expected of probes."""
+        """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""
         count = self.affordable(count, FIRST_DEPTH)
         steps, memory = self.budget // count, self.memory_budget
         run = LockStep.within(self.probed.multiply, self.probes(count), 4 * FIRST_DEPTH, steps, memory)
@@ -209,7 +209,7 @@ class Sampler:
         self.depth, self.matvecs = int(run.depths.max()), run.matvecs
 
     def is_bracketed(self, run: LockStep) -> bool:
-        """Return whether the first probes' rules bracket their mean as narrowly as their number is worth."""
+        """Return whether the first probes' rules bracket their mean as narrowly as their number justifies."""
         self.rules = self.make_rules(run)
         upper, lower = self.bounds()
         middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
@@ -259,8 +259,8 @@ class Sampler:
     def sketch_rank(self) -> int:
         """Return the rank that lowers the expected products, by the spectrum of the first probes; 0 if none does.
 
-        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own
-        spread: random signs do better than that bound where the diagonal dominates, and a sketch then saves nothing.
+        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own spread:
+        random signs are better than that bound if the diagonal dominates, and a sketch then saves nothing.
         """
         upper, lower = self.bounds()
         middle = (upper + lower) / 2

@@ -40,13 +40,13 @@ class SpectralDensity(Summarised):
     """The density of eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
 
     ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and
-    ``bandwidth`` in that unit; eigenvalues at or below ``threshold``, negative ones among them, are not shown:
-    ``zero_mass`` is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale that is 0.
-    ``lower`` and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point: Student's
-    t over the probes (its upper end in the logarithm), widened by the change of the density with a quarter less depth.
-    ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, padding has weight 0.
-    ``reason``: CONVERGED where that change is small beside the band, ITERATION_LIMIT or RANK_CAPPED where ``steps`` or
-    the memory budget ended the depth first.
+    so is ``bandwidth``; eigenvalues at or below ``threshold``, negative ones included, are not shown: ``zero_mass``
+    is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0. ``lower``
+    and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t
+    over the probes (at the upper end of the logarithm), widened by the change of the density with a quarter less
+    depth. ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, padding has weight
+    0. ``reason`` is CONVERGED if that change is small beside the band, and ITERATION_LIMIT or RANK_CAPPED if
+    ``steps`` or the memory budget ended the depth first.
     """
 
     grid: Float[Tensor, " G"]
@@ -87,18 +87,18 @@ def spectral_density(
 
     Args:
         scale: "linear", for any symmetric A; "log", for wide positive spectra.
-        probes: random signs; the band narrows as 1/√probes, and one probe has none.
-        steps: largest depth of a Lanczos run, which ends sooner where more depth would not change the density. Details
+        probes: the number of random-sign vectors; the band narrows as 1/√probes, and one probe has none.
+        steps: the largest depth of a Lanczos run, which ends sooner if more depth would not change the density. Details
             finer than about (largest − smallest)/steps need more steps.
-        grid_size: points of the grid, which reaches six bandwidths beyond the Ritz values.
+        grid_size: the number of grid points; the grid extends six bandwidths beyond the Ritz values.
         bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
         threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.
-        level: probability of the pointwise band.
-        memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped. None
-            takes the rest of the budget of the linearisation behind A.
+        level: the probability of the pointwise band.
+        memory_budget: bytes for the Lanczos bases: fewer probes run at once, and one too deep for it is cut short.
+            None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
-    Costs at most probes × steps products and keeps as many vectors.
+    Costs at most probes × steps products, and keeps as many vectors.
 
     Raises:
         ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log
@@ -126,7 +126,7 @@ def spectral_density(
     if runs.complete:
         change = torch.zeros_like(change)
     half, value, place = _half_width(each, level), each.mean(0), describe_square(A).device
-    # Squared components of eigenvectors are skewed to the right: the upper end is taken on the logarithm of the mean.
+    # Squared components of eigenvectors are skewed to the right: the upper end uses the logarithm of the mean.
     upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
     lower = (value - half - change).clamp_min(0)
     zero_mass = float((weights * (nodes <= view.threshold)).sum(1).mean()) if scale == "log" else 0.0
@@ -178,7 +178,7 @@ class _View:
     bandwidth: float | None
 
     def place(self, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return nodes in the variable of the scale, and the weights of those that have a place on it."""
+        """Return nodes in the variable of the scale, and the weights of those that it can show."""
         if self.scale == "linear":
             return nodes, weights
         seen = nodes > self.threshold
@@ -236,7 +236,7 @@ class _Probes:
         return self.run.scale
 
     def go(self, view: _View, level: float) -> None:
-        """Deepen the first probes until depth matters little, then run the others as deep."""
+        """Deepen the first probes until depth matters little, then run the others to the same depth."""
         if not self.run.deepen(lambda depth: max(5, depth // 4), lambda: self._is_settled(view, level)):
             self.reason = Reason.ITERATION_LIMIT if self.run.most == self.wanted else Reason.RANK_CAPPED
         depth = self.depth
@@ -262,7 +262,7 @@ class _Probes:
         try:
             x, width = view.grid(*now)
         except ValueError:
-            return False  # an error of the grid is raised at the end
+            return False  # errors of the grid are raised at the end
         x = x[:: max(1, int(width / float(x[1] - x[0])))]  # nothing is finer than the bandwidth
         each = view.density(*now, x, width)
         change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
@@ -270,7 +270,7 @@ class _Probes:
         return bool(change <= 0.1 * half.sum()) and run.K > 1
 
     def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
-        """Return nodes and weights of every probe at this depth, or at its own where that is less."""
+        """Return nodes and weights of every probe at this depth, or at its own if that is less."""
         return _rules([T[:depth, :depth] for T in self.tridiagonals])
 
 

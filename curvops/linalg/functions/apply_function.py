@@ -55,38 +55,38 @@ def apply_function(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> FunctionProduct:
-    """Compute f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
+    """Compute f(A) b for every column b of B; each column goes as deep as its own error estimate requires.
 
     Args:
         A: (n, n), symmetric.
-        f: a function of eigenvalues, float64 tensor to float64 tensor on the host.
+        f: a function of eigenvalues, from float64 tensor to float64 tensor on the CPU.
         B: (n,) or (n, K).
         rtol: a column has converged when its estimated error is at most rtol ‖f(A) b‖.
         maxiter: the largest depth of the basis; min(n, 1000) by default.
-        max_matvecs: the budget in products, of all columns together.
-        lower_bound: a known lower bound of A's spectrum, such as its prior precision. Sharper estimates, hence fewer
-            products, for f with a singularity at 0. It is not verified.
+        max_matvecs: the budget in products, for all columns together.
+        lower_bound: a known lower bound of A's spectrum, such as its prior precision, for sharper estimates and so
+            fewer products with f that are singular at 0. It is not verified.
         memory_budget: bytes for the bases, which hold depth × n numbers per column.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
         progress: as in `cg`.
 
     Returns:
-        A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: the value reached within the
-        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT: rounding
-        in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside max |f| ‖b‖; with an estimate of inf
-        the value may be all rounding. SINGULAR: f has no value at an eigenvalue that is zero to working precision; the
-        value is the last approximant that was defined, or zero.
+        A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED or ITERATION_LIMIT: the value reached within the
+        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT:
+        rounding in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside max |f| ‖b‖; with an
+        estimate of inf the value may be all rounding. SINGULAR: f has no value at an eigenvalue that is zero to
+        working precision; the value is the last approximation that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
         NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
             100 eps ‖A‖ of 0 counts as 0.
 
-    Before a column counts as converged the error estimate evaluates f at about a thousand points near the Ritz values,
-    so that a step or a peak between them is resolved, by up to n products. Where a column ends after few steps, and f
-    may be so large elsewhere that rounding in b would count, ten products from a random start search the rest of the
-    spectrum, once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak,
-    nor an eigenvalue far beyond the Ritz values along which b has almost no component.
+    Before a column counts as converged, the error estimate evaluates f at about a thousand points near the Ritz values,
+    so that up to n products resolve a step or a peak between them. If a column ends after few steps, and f may be so
+    large elsewhere that rounding in b would count, ten products from a random start search the rest of the spectrum,
+    once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak, nor an
+    eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
     """
@@ -104,7 +104,7 @@ def apply_function(
 
 
 class FunctionRun:
-    """Lanczos in lock-step on the columns that need it, each until its own end."""
+    """Lanczos in lock-step on the active columns, each until its own end."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class FunctionRun:
         return Reason.PRECISION_LIMIT if math.isfinite(rounding) else Reason.SINGULAR
 
     def _leaves_doubt(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
-        """Return columns about to end with too few Ritz values to bound f over the spectrum."""
+        """Return the columns that are about to end with too few Ritz values to bound f over the spectrum."""
         m = found.coefficients.shape[1]
         if m == self.run.n:
             return torch.zeros_like(found.settled)

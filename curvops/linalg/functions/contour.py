@@ -3,9 +3,9 @@
 x^-½ = (2/π) ∫₀^∞ dt/(t² + x). With t = √m sn(u|k')/cn(u|k') the midpoint rule in u converges geometrically on [m, M],
 k² = m/M, at a rate exp(−2π²N/(log(M/m) + 3)) (Hale, Higham & Trefethen 2008, method 3; Pleiss et al. 2020).
 
-(A + σ I) x = b is solved for all shifts σ ≥ 0 of the rule by conjugate gradients, at one product a step. The residuals
-of all shifts are multiples ζ of the one of the smallest shift, so that scalars carry the others (Jegerlehner 1996;
-Frommer & Maass 1999). A step costs a product and a few vector updates a shift.
+Conjugate gradients solve (A + σ I) x = b for all shifts σ ≥ 0 of the rule, at one product per step. The residuals of
+all shifts are multiples ζ of that of the smallest shift, so that scalars carry the others (Jegerlehner 1996; Frommer
+& Maass 1999). A step costs a product and a few vector updates per shift.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NEGLIGIBLE = 1e-24
 
 @dataclass(frozen=True, eq=False)
 class ContourProduct:
-    """A product f(A) B with its quadrature and, where asked for, every shifted solution, (n, K) each."""
+    """A product f(A) B with its quadrature and, if kept, every shifted solution, (n, K) each."""
 
     product: FunctionProduct
     rule: InverseRootQuadrature | None
@@ -83,13 +83,14 @@ def contour(
     """Compute A^-½ B, or A^½ B = A (A^-½ B); ``keep`` returns the shifted solutions, which a gradient needs.
 
     The estimate adds the quadrature's error on [smallest, largest eigenvalue], the residuals of all shifts, and the
-    drift of the recurrences from the truth, which one product with A a column measures.
+    drift of the recurrences, which one product with A per column measures.
     """
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, None, memory_budget, max_matvecs)
     most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
-    # A gradient multiplies the shifted solutions with each other: each must be more accurate than their sum need be.
+    # A gradient multiplies the shifted solutions with each other: each must be more accurate than their sum needs to
+    # be.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
     with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
         usable = UsableColumns.of(as_columns(B))
@@ -131,7 +132,7 @@ def contour(
 def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
     """Return a number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
 
-    The third is what is wrong with A, if anything.
+    The third result is the defect of A, if any.
     """
     mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])
     pilot = lanczos_from(mixture if float(norm(mixture)) > 0 else part(unit, 0, 1), A, PILOT_DEPTH)
@@ -146,7 +147,7 @@ def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
 
 
 def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: float) -> InverseRootQuadrature:
-    """Return a rule down to the lower bound; without one to eps ‖A‖, or where what is below adds little to A^½ b."""
+    """Return a rule down to the lower bound; without one to eps ‖A‖, or where the rest adds little to A^½ b."""
     least = bound or size * (eps if inverse else min(eps, (0.1 * rtol) ** 2))
     return inverse_root_quadrature(least, max(size, 2 * least), 0.25 * rtol)
 
@@ -158,7 +159,7 @@ def _width(unit: Vectors, vectors: int, memory_budget: int | None) -> int:
 
 
 def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:
-    """Return the reasons and errors of all columns; ``trouble`` is what is wrong with A, if anything."""
+    """Return the reasons and errors of all columns; ``trouble`` is the defect of A, if any."""
     K = len(usable.heights)
     reasons = [usable.reasons.get(j, trouble or Reason.ITERATION_LIMIT) for j in range(K)]
     errors = torch.tensor([0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf for reason in reasons]).double()
@@ -210,7 +211,7 @@ class _Part:
                     callback(run.iteration, self.errors.clone())
         truncation, quadrature = self._estimates()
         drift = self._finish()
-        # A y = 0 for a y that is not: b is in the null space, and zero the exact answer.
+        # A y = 0 for a non-zero y: b is in the null space, and zero is the exact answer.
         null = (run.depths > 0) & ~run.failed & (norm(self.value).cpu() == 0)
         truncation, quadrature, drift = (torch.where(null, 0.0, e) for e in (truncation, quadrature, drift))
         self.errors = (truncation + quadrature + drift).nan_to_num(math.inf, math.inf)

@@ -185,7 +185,7 @@ def test_a_product_without_memory_is_made_in_parts_and_says_so_once(budget):
     torch.testing.assert_close(rough.to_dense(), matrix, rtol=1e-8, atol=1e-8)
     with (
         pytest.warns(BlockHalved),
-        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: give"),
+        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.nystrom(without_room_beyond(0, matrix), 8)
 
@@ -201,6 +201,6 @@ def test_an_allocation_that_fails_is_told_from_other_errors():
 def test_without_memory_for_a_column_the_error_says_what_to_do():
     with (
         pytest.warns(BlockHalved),
-        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: give"),
+        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))
