@@ -1,17 +1,17 @@
-"""The approximant of f(A) b after m steps of Lanczos, and an estimate of its error.
+"""The approximation of f(A) b after m steps of Lanczos, and an estimate of its error.
 
 With T = V diag(θ) Vᵀ the error of x_m = ‖b‖ Q f(T) e₁ is, exactly, ‖b‖ h(A) q_{m+1} for
 h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f; for f = 1/x this is the residual (Ilić, Turner &
-Simpson 2010). The largest |h| between and beside the Ritz values bounds the error wherever the Ritz values have reached
-the ends of the spectrum. It takes no further products. The change between two depths is not used: it becomes small
-while the error stagnates.
+Simpson 2010). The largest |h| between and beside the Ritz values bounds the error if the Ritz values have reached the
+ends of the spectrum. It needs no further products. The change between two depths is not used: it becomes small while
+the error stagnates.
 
 The maximum is taken over few points as long as they show an error above the tolerance. Before an error is accepted as
 small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
 
-Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. Where f(A) b is tiny beside max |f| ‖b‖,
+Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. If f(A) b is tiny beside max |f| ‖b‖,
 these parts outweigh it, and T may not show them: for b near an eigenvector it has a single entry. They are bounded at
-the same points, which cover all of the spectrum that this run or one from a random start (``seen``) has found.
+the same points, which cover the whole spectrum that this run or one from a random start (``seen``) has found.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import tridiagonal
 
-# Products in a dtype are those of a matrix this many eps ‖A‖ away.
+# Products in a dtype are those of a matrix at a distance of this many eps ‖A‖.
 ROUNDING = 4.0
 POINTS_BELOW = 24
-# Points between the Ritz values at which f is evaluated before an error counts as small, and the fewest in each gap.
+# Points between the Ritz values at which f is evaluated before an error counts as small, and the minimum in each gap.
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
 AT_ONCE = 1024
-# The share of the points in a gap that count where an eigenvalue may be missing; the others may be near a pole of f.
+# The share of the points in a gap where an eigenvalue may be missing; the others may be near a pole of f.
 ALL_BUT_A_POLE = 0.9
 # Fewer steps show too little of the spectrum for any estimate.
 LEAST_DEPTH = 3
-# Numbers this close, relative to the largest, are one.
+# Numbers this close, relative to the largest, count as one.
 SAME = 1e-15
 
 
 class Approximants(NamedTuple):
-    """Approximants y ≈ f(T) e₁ of K columns of one depth, with absolute errors for start vectors of norm 1.
+    """Approximations y ≈ f(T) e₁ of K columns of one depth, with absolute errors for start vectors of norm 1.
 
-    ``known`` is False where f has no value on a Ritz value that is zero to working precision; y is 0 there.
-    ``verified`` is False where too little of the spectrum was found for a meaningful estimate.
-    ``settled`` is True where more steps do not help: within the tolerance, below rounding, or the space is complete.
+    ``known`` is False if f has no value on a Ritz value that is zero to working precision; y is 0 there.
+    ``verified`` is False if too little of the spectrum was found for a meaningful estimate.
+    ``settled`` is True if more steps do not help: within the tolerance, below rounding, or the space is complete.
     """
 
     coefficients: Float[Tensor, "K m"]
@@ -60,7 +60,7 @@ class Approximants(NamedTuple):
     settled: Bool[Tensor, " K"]
 
     def relative(self) -> Float[Tensor, " K"]:
-        """Return the error over the least possible ‖f(T) e₁‖ within rounding: ∞ where that is 0, 0 for no error."""
+        """Return the error over the smallest possible ‖f(T) e₁‖ within rounding: ∞ if that is 0, and 0 for no error."""
         error, least = self.truncation + self.rounding, (self.coefficients.norm(dim=1) - self.rounding).clamp_min(0)
         return torch.where(error == 0, 0.0, torch.where(least == 0, math.inf, error / least))
 
@@ -68,9 +68,10 @@ class Approximants(NamedTuple):
 class SpectralFunction:
     """A function f on Ritz values, with one rule for those at the edge of its domain.
 
-    A Ritz value below a known ``lower_bound`` by no more than rounding counts as the bound. Where f is not finite, a
-    Ritz value within ``NEAR_ZERO`` · eps · ‖A‖ of zero counts as zero (a positive semidefinite A has such by rounding);
-    where f is not finite there either, A is singular to working precision; clearly beside zero it is an error.
+    A Ritz value below a known ``lower_bound`` by no more than rounding counts as the bound. If f is not finite, a Ritz
+    value within ``NEAR_ZERO`` · eps · ‖A‖ of zero counts as zero (a positive semidefinite A has such values by
+    rounding). If f is not finite there either, A is singular to working precision; a Ritz value clearly away from
+    zero is an error.
     """
 
     def __init__(self, f: ScalarFunction, lower_bound: float | None, eps: float) -> None:
@@ -96,7 +97,7 @@ class SpectralFunction:
         return float(self.unchecked(torch.zeros(1, dtype=torch.float64))[0])
 
     def on_ritz_values(self, x: Float[Tensor, "K m"], size: float) -> Float[Tensor, "K m"]:
-        """Return f(x) by the rule above; not finite where A looks singular and f has no value at 0. ``size`` is ‖A‖.
+        """Return f(x) by the rule above; not finite if A looks singular and f has no value at 0. ``size`` is ‖A‖.
 
         Raises:
             NotPositiveSemidefinite: f is not finite at a negative Ritz value, or one is below ``lower_bound``.
@@ -106,7 +107,7 @@ class SpectralFunction:
         if self.lower_bound is not None and lowest < self.lower_bound - near:
             raise indefinite(
                 f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
-                "Give a smaller lower_bound."
+                "Pass a smaller lower_bound."
             )
         y = self.unchecked(x)
         bad = ~torch.isfinite(y)
@@ -119,7 +120,7 @@ class SpectralFunction:
                 "semidefinite. Use an f for its range."
             )
         if len(beside):
-            raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or take another f.")
+            raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or use another f.")
         return torch.where(bad, self.at_zero(), y)
 
 
@@ -134,8 +135,8 @@ def approximants(
 ) -> Approximants:
     """Return f(T) e₁ for each T with its errors, which are computed at many more points once settled.
 
-    ``dropped`` is the β below rounding level at which a space counts as complete (β = 0); ``seen`` holds Ritz values
-    of a run from a random start, if there was one.
+    ``dropped`` is the β below rounding level at which a space counts as complete (β = 0); ``seen`` holds the Ritz
+    values of a run from a random start, if there was one.
     """
     nodes, V = torch.linalg.eigh(T)
     values = f.on_ritz_values(nodes, size)
@@ -195,7 +196,7 @@ def _rounding_elsewhere(
     """Bound the effect of eps ‖b‖, eps ‖A‖ and a dropped β along an eigenvector anywhere in the spectrum.
 
     A perturbation of A by E adds (f(x) − f(θ))/(x − θ) times its entry of E along the eigenvector of x, but no more
-    than a full turn of the eigenvectors, f(x) − f(θ). A tenth of each gap is left out: f may have a pole there.
+    than a full turn of the eigenvectors, f(x) − f(θ). A tenth of each gap is left out, since f may have a pole there.
     """
 
     def effect(x: Tensor) -> Tensor:
@@ -221,7 +222,7 @@ def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor
 
 
 def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
-    """Return the middles between neighbouring Ritz values, and points beside the outermost ones."""
+    """Return the midpoints between neighbouring Ritz values, and points beside the outermost ones."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     positive = first > 0
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
@@ -250,8 +251,8 @@ def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
     """Return ‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Both signs are taken, since at the edge of its domain f may be finite for only one; E has random signs, or is a
-    multiple of I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value may be zero within
+    Both signs are used, since at the edge of its domain f may be finite for only one. E has random signs, or is a
+    multiple of I, which moves every Ritz value across a jump beside it. Infinite if a Ritz value may be zero within
     rounding, and f has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size

@@ -1,4 +1,4 @@
-"""Inverse square roots as functions with gradients: in the block and in the tensors inside A."""
+"""Inverse square roots as functions with gradients in the block and in the tensors inside A."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curvops.linalg.functions.contour import ContourProduct, contour
 
 
 def inverse_root(dense: Tensor) -> Tensor:
-    """Return A^-½ of a positive definite tensor (..., n, n), its gradient finite where eigenvalues coincide."""
+    """Return A^-½ of a positive definite tensor (..., n, n), with a finite gradient even if eigenvalues coincide."""
     return _InverseRoot.apply(dense)  # type: ignore[no-untyped-call]
 
 

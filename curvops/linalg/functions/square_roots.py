@@ -41,19 +41,20 @@ def inverse_sqrt(
     """Compute A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
 
     Args:
-        method: "lanczos" keeps a basis of depth × n numbers a column and takes the fewest products. "contour" keeps
-            about ten to forty vectors a column whatever the depth (see `curvops.linalg.functions.contour`), for cheap
-            products, large n and spectra that do not decay, where Lanczos goes deep: multi-shift conjugate gradients
-            on the quadrature of Hale, Higham & Trefethen.
+        method: "lanczos" keeps a basis of depth × n numbers per column and needs the fewest products. "contour" keeps
+            about ten to forty vectors per column whatever the depth (see `curvops.linalg.functions.contour`), for cheap
+            products, large n and spectra that do not decay, where Lanczos goes deep: multi-shift conjugate gradients on
+            the quadrature of Hale, Higham & Trefethen.
         lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
             Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
-        maxiter: most iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the contour.
-        memory_budget: bytes: caps the depth with Lanczos, and the columns that run together with the contour.
+        maxiter: maximum number of iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the
+            contour.
+        memory_budget: bytes, which limit the depth with Lanczos, and the columns that run together with the contour.
 
-    Other options, the result and its reasons as in `apply_function`. SINGULAR: an eigenvalue is zero to working
+    Other options, the result and its reasons are those of `apply_function`. SINGULAR: an eigenvalue is zero to working
     precision, and b has a component along its eigenvector.
 
-    Raises NotPositiveSemidefinite (also a ValueError) where a clearly negative direction is met.
+    Raises NotPositiveSemidefinite (also a ValueError) if a clearly negative direction is found.
     """
     return _root(
         A,
@@ -85,7 +86,7 @@ def sqrt(
 ) -> FunctionProduct:
     """Compute A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
 
-    Options as in `inverse_sqrt`; A may be singular.
+    Options are those of `inverse_sqrt`; A may be singular.
     """
     return _root(
         A,

@@ -1,4 +1,4 @@
-"""Operators made of operators: transpose, sum, scaling, product, slice, and a batch of equal copies."""
+"""Operators built from operators: transpose, sum, scaling, product, slice, and a batch of equal copies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_
 from curvops.linalg.operators.draws import draw_together, normal
 
 MOST_CANCELLATION = 1e-4
-"""Relative errors of Woodbury's identity that a step of refinement corrects."""
+"""Relative errors of Woodbury's identity that a step of refinement can correct."""
 
 
 class UnaryOperator(Operator):
-    """An operator made of an operator A, its first argument, with A's properties unless a class overrides them."""
+    """An operator built from an operator A, its first argument, with A's properties unless a class overrides them."""
 
     @property
     def base(self) -> LinearOperator:
@@ -84,12 +84,12 @@ class Transposed(UnaryOperator):
 class SumForm(ClosedForm):
     """The closed form of A + W Wᵀ + diag(d), A ≥ 0, d > 0, by Woodbury's identity and A's own closed form.
 
-    Its differences cancel ‖W‖² / d of the digits; where a step of refinement cannot correct that, it does not fit.
+    Its differences cancel ‖W‖² / d of the digits; if a step of refinement cannot correct that, it does not hold.
     """
 
     @cached_property
     def terms(self) -> tuple[Any, Tensor]:
-        """The one term A that is not of low rank (None where there are others), and W (n, r) for all the rest."""
+        """The only term A that is not of low rank (None if there are several), and W (n, r) for all the rest."""
         roots = [getattr(term, "low_rank_root", None) for term in self.base.terms]
         rest = [term for term, root in zip(self.base.terms, roots) if root is None]
         found = [root for root in roots if root is not None]
@@ -120,12 +120,12 @@ class SumForm(ClosedForm):
 
     @cached_property
     def inner(self) -> Any:
-        """The closed form of A + diag(d), None where there is none."""
+        """The closed form of A + diag(d), or None."""
         return self.rest.add_diagonal(self.shift)._closed_form()
 
     @property
     def _cancellation(self) -> float:
-        """The share of the digits that the differences of Woodbury's identity cancel."""
+        """The share of the digits that cancels in the differences of Woodbury's identity."""
         size = self.root.detach().square().sum() / self.shift.detach().min()
         return torch.finfo(self.root.dtype).eps * float(size)
 
@@ -153,7 +153,7 @@ class SumForm(ClosedForm):
         return self.inner.solve(block) - self.solved @ torch.cholesky_solve(self.solved.mT @ block, self.chol)
 
     def logdet(self) -> Tensor:
-        if self.shift.ndim and self.shift.requires_grad:  # A's form may see the means of d alone: d log det P = P⁻¹ dd
+        if self.shift.ndim and self.shift.requires_grad:  # A's form may use only the means of d: d log det P = P⁻¹ dd
             constant = self.shift.detach()
             return SumForm(self.base, constant).logdet() + self.inverse_diagonal().detach() @ (self.shift - constant)
         return self.inner.logdet() + 2 * self.chol.diagonal().log().sum()
@@ -240,7 +240,7 @@ def _diagonal_error(operator: LinearOperator) -> Tensor:
 
 
 class ScaledForm(ClosedForm):
-    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by A's own: A's factors serve every c."""
+    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by that of A, whose factors serve every c."""
 
     @property
     def holds(self) -> bool:
@@ -251,7 +251,7 @@ class ScaledForm(ClosedForm):
 
     @cached_property
     def inner(self) -> Any:
-        """The closed form of A + diag(d / c), None where there is none."""
+        """The closed form of A + diag(d / c), or None."""
         return closed_form(self.base.base, self.shift / self.factor)
 
     @property
@@ -333,7 +333,7 @@ class Scaled(UnaryOperator):
 
     @property
     def _row_factor(self) -> Tensor:
-        """The factor against diagonals (..., n)."""
+        """The factor in a shape that broadcasts over diagonals (..., n)."""
         return self.factor.unsqueeze(-1) if self.factor.ndim else self.factor
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
@@ -343,7 +343,7 @@ class Scaled(UnaryOperator):
 
 
 class Product(Operator):
-    """The product A B …: one product with each factor per column. B A Bᵀ is positive semi-definite where A is."""
+    """The product A B …: one product with each factor per column; B A Bᵀ is positive semi-definite if A is."""
 
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
@@ -390,7 +390,7 @@ class Product(Operator):
         return rhs
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """Return B times a draw of A for B A Bᵀ, and times white noise for B Bᵀ."""
+        """Return B times a draw of A for B A Bᵀ, and B times white noise for B Bᵀ."""
         if not self.psd or len(self.factors) < 2:
             return super()._draw(k, generator)
         left, *middle, _ = self.factors
@@ -407,12 +407,12 @@ class Sliced(UnaryOperator):
 
     @property
     def rows(self) -> Tensor | None:
-        """Positions of the rows taken, None for all."""
+        """The positions of the selected rows, None for all."""
         return self._kwargs["rows"]
 
     @property
     def columns(self) -> Tensor | None:
-        """Positions of the columns taken, None for all."""
+        """The positions of the selected columns, None for all."""
         return self._kwargs["columns"]
 
     @property
@@ -454,7 +454,7 @@ class Sliced(UnaryOperator):
 
 
 class Expanded(UnaryOperator):
-    """An operator seen as a batch of equal copies, (*batch, m, n); it is multiplied once for all of them."""
+    """An operator as a batch of equal copies, (*batch, m, n), which is multiplied once for all of them."""
 
     def __init__(self, base: Operator, batch: Sequence[int]) -> None:
         super().__init__(base, batch=torch.Size(batch))

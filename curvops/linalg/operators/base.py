@@ -48,7 +48,7 @@ from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress, progress_of
 
-# Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
+# Unit vectors are multiplied in blocks of this many columns to read single entries or the diagonal.
 COLUMN_BLOCK = 64
 
 
@@ -66,8 +66,8 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
 class Operator(LinearOperator):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
-    A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword, does no
-    work in `__init__` (linear_operator rebuilds an operator from its arguments at every product), and defines
+    A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword. It does no
+    work in `__init__`, since linear_operator rebuilds an operator from its arguments at every product. It defines
     `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
 
     Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
@@ -75,14 +75,14 @@ class Operator(LinearOperator):
 
     @cached_property
     def shape(self) -> torch.Size:
-        """The shape, of which linear_operator asks a sum or a product many times."""
+        """The shape, which linear_operator reads many times for a sum or a product."""
         return self._size()
 
     @property
     def _memoize_cache(self) -> dict[str, Any]:
-        """An empty place for linear_operator's roots and dense matrices, which ignore later changes of the tensors.
+        """An empty store for linear_operator's roots and dense matrices, which ignore later changes of the tensors.
 
-        Values to be kept go through `Cache`, which watches the tensors.
+        Values to be kept go through `Cache`, which detects such changes.
         """
         return {}
 
@@ -91,7 +91,7 @@ class Operator(LinearOperator):
         pass
 
     _damped_form: ClassVar[type[ClosedForm] | None] = None
-    """The closed form of A + diag(d) for operators of this class, where there is one."""
+    """The closed form of A + diag(d) for operators of this class, if it has one."""
 
     @property
     def symmetric(self) -> bool:
@@ -111,12 +111,12 @@ class Operator(LinearOperator):
 
     @property
     def sources(self) -> Sources | None:
-        """The data that the operator sums over, from the keyword `sources`; None where unknown."""
+        """The data that the operator sums over, from the keyword `sources`; None if unknown."""
         return self._kwargs.get("sources")
 
     @property
     def low_rank_root(self) -> Tensor | None:
-        """The root W (n, r) with A = W Wᵀ, for an operator stored as such with a small r; else None."""
+        """The root W (n, r) with A = W Wᵀ, for an operator that stores one with a small r; otherwise None."""
         return None
 
     def detached_from_weights(self) -> LinearOperator:
@@ -133,7 +133,7 @@ class Operator(LinearOperator):
 
     @property
     def memories(self) -> Memories:
-        """The memory budgets of the networks in A, from which algorithms on A take their vectors."""
+        """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
         return frozenset().union(*(memories_of(part) for part in self._args))
 
     @property
@@ -163,7 +163,7 @@ class Operator(LinearOperator):
     def matmul(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
         """Multiply a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
 
-        Raises ValueError where dtype, device or size do not fit. One product with A per column.
+        Raises ValueError where dtype, device or size do not fit. Costs one product with A per column.
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
@@ -175,7 +175,7 @@ class Operator(LinearOperator):
             )
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
-                f"{type(self).__name__} holds {self.dtype} on {self.device}, the right-hand side {other.dtype} on "
+                f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
                 f"{other.device}; convert one of them with .to(...)."
             )
         if other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
@@ -218,7 +218,7 @@ class Operator(LinearOperator):
         return algebra.Scaled(self, factor) if factor.ndim else self._times(factor)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        """Return c A for a number c, 0-d; a class whose multiples are of its own kind overrides it."""
+        """Return c A for a number c, 0-d; a class whose multiples belong to itself overrides it."""
         return algebra.Scaled(self, factor)
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
@@ -226,7 +226,7 @@ class Operator(LinearOperator):
         return dense.Dense(self.to_dense() * other.to_dense())
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
-        """Return A + diag(d), as `Damped`: d a number, a 0-d tensor, or a vector (n,) (a batch (..., n) broadcasts).
+        """Return A + diag(d) as `Damped`, d a number, a 0-d tensor, or a vector (n,); a batch (..., n) broadcasts.
 
         Raises ValueError where the sizes do not fit or A is not square. Costs nothing until it is used.
         """
@@ -235,11 +235,11 @@ class Operator(LinearOperator):
         shift = torch.as_tensor(diag, dtype=self.dtype, device=self.device)
         shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
         if shift.ndim and shift.shape[-1] != self.shape[-1]:
-            raise ValueError(f"the diagonal has {shift.shape[-1]} entries, the operator {self.shape[-1]}.")
+            raise ValueError(f"the diagonal has {shift.shape[-1]} entries, but the operator has {self.shape[-1]} rows.")
         return damped.Damped(self, shift)
 
     def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
-        """Return A + jitter · I (linear_operator's name for a scalar `add_diagonal`)."""
+        """Return A + jitter · I, linear_operator's name for a scalar `add_diagonal`."""
         return self.add_diagonal(jitter_val)
 
     def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
@@ -270,7 +270,7 @@ class Operator(LinearOperator):
         return torch.cat(blocks, 1).gather(1, position.reshape(-1, 1)).reshape(rows.shape)
 
     def _columns(self, index: Tensor) -> Tensor:
-        """Return the columns A[:, index], (m, len(index)): one product each."""
+        """Return the columns A[:, index], (m, len(index)), by one product each."""
         return self.matmul(unit_columns(index.to(self.device), self.shape[-1], self.dtype))
 
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
@@ -286,7 +286,7 @@ class Operator(LinearOperator):
         return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
-        """Form the matrix, (..., m, n): one product a column, as many at a time as the memory budget allows.
+        """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
 
         A small matrix is kept for further calls, each of which returns a copy, as long as the operator's tensors are
         unchanged.
@@ -310,7 +310,7 @@ class Operator(LinearOperator):
 
     @property
     def diagonal_matvecs(self) -> int:
-        """The number of products the diagonal takes: n for a class without a cheaper way, ours or not."""
+        """The number of products that the diagonal takes: n for classes without a cheaper way, also foreign ones."""
         if type(self)._diagonal is Operator._diagonal:
             return min(self.matrix_shape)
         parts = (part for part in self._args if isinstance(part, LinearOperator))
@@ -327,14 +327,14 @@ class Operator(LinearOperator):
         return self._expand_batch([self.batch_shape[dim] for dim in dims])
 
     def repeat(self, *sizes: Any) -> LinearOperator:
-        """Repeat the operator over leading batch dimensions, as torch.Tensor.repeat with trailing (1, 1)."""
+        """Repeat the operator over leading batch dimensions, like torch.Tensor.repeat with trailing (1, 1)."""
         sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
         if len(sizes) < 2 or tuple(sizes[-2:]) != (1, 1):
             raise ValueError(f"only batch dimensions can be repeated: the last two sizes must be 1, got {sizes}.")
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
-    # Our algorithms as methods, whose first argument A is the operator
+    # Our algorithms as methods whose first argument A is the operator
 
     cg = cg
     """Solve by block conjugate gradients, see `co.linalg.cg`."""
@@ -359,9 +359,9 @@ class Operator(LinearOperator):
         memory_budget: int | None = None,
         progress: Progress = None,
     ) -> Estimate:
-        """Return the exact trace, for no product, where the diagonal is known; else as `co.linalg.trace`.
+        """Return the exact trace, at no product, if the diagonal is known; otherwise estimate it by `co.linalg.trace`.
 
-        With `method=` it is always that of `co.linalg.trace`, "xtrace" by default.
+        With `method=` it is always an estimate of `co.linalg.trace`, by default with "xtrace".
         """
         if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
             return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
@@ -379,7 +379,7 @@ class Operator(LinearOperator):
         """Return the largest change of the diagonal's entries by rounding."""
         return ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
 
-    # What is known of A: a subclass with a closed form, a root or a preconditioner replaces these
+    # Facts about A: a subclass with a closed form, a root or a preconditioner overrides these
 
     @property
     def _is_small(self) -> bool:
@@ -387,7 +387,7 @@ class Operator(LinearOperator):
 
     @property
     def _is_formed(self) -> bool:
-        """Whether the dense matrix is given, or small enough to be formed: then it is factorised."""
+        """Whether the dense matrix exists, or is small enough to be formed, so that it is factorised."""
         return self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
@@ -399,20 +399,20 @@ class Operator(LinearOperator):
             )
 
     def _dense(self) -> Tensor:
-        """Form the dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
+        """Form the dense matrix, symmetrised if A is symmetric so that gradients inside A are symmetric, too."""
         matrix = self.to_dense()
         return (matrix + matrix.mT) / 2 if self.symmetric else matrix
 
     def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
-        """Return this matrix as a diagonal and a term of low rank, where it is one."""
+        """Return this matrix as a diagonal plus a term of low rank, if it has this form."""
         return None
 
     def _closed_form(self) -> Any:
-        """Return the `ClosedForm` of this operator, None where it has none."""
+        """Return the `ClosedForm` of this operator, or None."""
         return None
 
     def _exact_form(self) -> Any:
-        """Return the closed form, None where there is none, or where the small dense matrix has more gradients."""
+        """Return the closed form, None if there is none, or if the small dense matrix has more gradients."""
         form = self._closed_form()
         if form is None or not (self._is_small and carries_graph(self.representation())):
             return form
@@ -420,7 +420,7 @@ class Operator(LinearOperator):
         return None
 
     def _lower_bound(self) -> float | None:
-        """Return a positive lower bound of A's eigenvalues, where one is known."""
+        """Return a positive lower bound of A's eigenvalues, if one is known."""
         return None
 
     def promises(self) -> Promises:
@@ -428,12 +428,12 @@ class Operator(LinearOperator):
         return Promises(self.symmetric, self.psd)
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function block -> A⁻¹ block of a closed form, None where there is none."""
+        """Return the function block -> A⁻¹ block of a closed form, or None."""
         form = self._closed_form()
         return None if form is None else form.solve
 
     def require_definite(self) -> None:
-        """Raise NotPositiveSemidefinite (a ValueError) where a closed form shows A to be singular or indefinite."""
+        """Raise NotPositiveSemidefinite (a ValueError) if a closed form shows that A is singular or indefinite."""
         form = self._closed_form()
         if form is not None:
             form.require_definite()
@@ -451,19 +451,19 @@ class Operator(LinearOperator):
         memory_budget: int | None = None,
         checkpoint: Place | None = None,
     ) -> Any:
-        """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
+        """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first; without
-    # one a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has
-    # every gradient; larger ones are only multiplied, and an iteration that does not converge raises.
+    # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first. Without
+    # one, a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has
+    # every gradient. Larger matrices are only multiplied, and an iteration that does not converge raises an error.
 
     def plan(self, columns: int = 1) -> routes.SolvePlan:
         """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
 
-        It names for each route its products (at least), its bytes, and why it is not possible where it is not. Raises
-        TypeError or ValueError unless columns is a whole number, at least 1. Cost: none; two products where symmetry
-        is not promised.
+        For each route it lists the products (at least), the bytes, and, for routes that are not possible, the reason.
+        Raises TypeError or ValueError unless columns is a whole number, at least 1. Cost: none; two products if
+        symmetry is not known.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
         return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
@@ -471,9 +471,9 @@ class Operator(LinearOperator):
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
 
-        Raises `NotConverged` (a RuntimeError carrying the `Solution`) where the tolerance was not reached and
-        `NotPositiveDefinite` (also linear_operator's `NotPSDError`) where A is indefinite; warns once where the
-        dtype's precision was the limit. Cost: block CG, or the operator's closed form.
+        Raises `NotConverged` (a RuntimeError with the `Solution`) if the tolerance was not reached, and
+        `NotPositiveDefinite` (also linear_operator's `NotPSDError`) if A is indefinite; warns once if the dtype's
+        precision was the limit. Cost: block CG, or the operator's closed form.
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
@@ -501,15 +501,15 @@ class Operator(LinearOperator):
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the pair (bᵀ A⁻¹ b, log det A); a term not asked for is an empty or zero tensor."""
+        """Return the pair (bᵀ A⁻¹ b, log det A); a term that is not requested is an empty or zero tensor."""
         zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
         quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
         return quadratic, self.logdet() if logdet else zero
 
     def logdet(self) -> Tensor:
-        """Return log det A in nats, (...,): by closed form, dense Cholesky where A is small, or an `Estimate`.
+        """Return log det A in nats, (...,): by closed form, by dense Cholesky if A is small, or as an estimate.
 
-        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite where A is not positive definite.
+        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite if A is not positive definite.
         """
         require_precision(self.dtype)
         form = self._exact_form()
@@ -522,7 +522,7 @@ class Operator(LinearOperator):
         return self._logdet_estimate().value
 
     def _logdet_estimate(self, rtol: float = 0.01, **options: Any) -> Estimate:
-        """Estimate log det A, with gradient: by closed form, else by `co.linalg.logdet` with its options."""
+        """Estimate log det A with its gradient, by closed form, otherwise by `co.linalg.logdet` with its options."""
         form = self._closed_form()
         return logdet(self, rtol=rtol, **options) if form is None else form.logdet_estimate(rtol)
 
@@ -537,7 +537,7 @@ class Operator(LinearOperator):
         return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
 
     def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
-        """Return R with R Rᵀ ≈ A: Cholesky where A is small, else Lanczos of rank `_root_decomposition_size()`."""
+        """Return R with R Rᵀ ≈ A: Cholesky if A is small, otherwise Lanczos of rank `_root_decomposition_size()`."""
         require_precision(self.dtype)
         if self._is_formed:
             self._require_psd()
@@ -548,7 +548,7 @@ class Operator(LinearOperator):
     def root_inv_decomposition(
         self, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
     ) -> RootLinearOperator:
-        """Return R with R Rᵀ ≈ A⁻¹: Cholesky where A is small, else from the Ritz pairs of Lanczos."""
+        """Return R with R Rᵀ ≈ A⁻¹: Cholesky if A is small, otherwise from the Ritz pairs of Lanczos."""
         require_precision(self.dtype)
         if self._is_small:
             self._require_psd()
@@ -558,16 +558,16 @@ class Operator(LinearOperator):
         return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
 
     def _require_psd(self) -> None:
-        """Raise NotPositiveSemidefinite where a small A has a negative eigenvalue: a jitter would hide it."""
+        """Raise NotPositiveSemidefinite if a small A has a negative eigenvalue, which a jitter would hide."""
         if not self.psd and clearly_indefinite(self._dense().detach()):
             raise indefinite(f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue.")
 
     def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
 
-        Differentiable in A, B and L. Dense where A is small, else by the closed form, else by contour quadrature
-        (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` where the tolerance was not reached and
-        `NotPositiveSemidefinite` where A is not.
+        Differentiable in A, B and L. Computed densely if A is small, otherwise by the closed form or by contour
+        quadrature (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` if the tolerance was not reached
+        and `NotPositiveSemidefinite` if A is indefinite.
         """
         require_precision(self.dtype)
         if self.batch_shape and not self._is_small:
@@ -575,9 +575,9 @@ class Operator(LinearOperator):
         return roots.multiply_inverse_root(self, rhs, lhs)
 
     def diagonalization(self, method: str | None = None) -> tuple[Tensor, LinearOperator]:
-        """Return eigenvalues (m,) and vectors (n, m), all of them where A is small or `method` is "symeig".
+        """Return eigenvalues (m,) and vectors (n, m), all of them if A is small or `method` is "symeig".
 
-        Else m = `_root_decomposition_size()` (at most n), the pairs of largest absolute value, by `eigsh`; a
+        Otherwise m = `_root_decomposition_size()` (at most n), the pairs of largest absolute value, by `eigsh`; a
         RuntimeError names those that did not converge.
         """
         if self._is_small or method == "symeig":
@@ -591,7 +591,7 @@ class Operator(LinearOperator):
     ) -> tuple[Tensor, LinearOperator | None]:
         self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
         require_precision(self.dtype)
-        values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
+        values, vectors = torch.linalg.eigh(self.to_dense())  # keep negative ones: clamping would hide them
         return values, to_linear_operator(vectors) if eigenvectors else None
 
     def _svd(self) -> tuple[LinearOperator, Tensor, LinearOperator]:
@@ -609,16 +609,16 @@ class Operator(LinearOperator):
             draws = [one.zero_mean_mvn_samples(num_samples) for one in self._members()]
             return torch.stack(draws, 1).unflatten(1, self.batch_shape)
         if not self._is_formed:
-            return draw(self, num_samples).mT  # exact, or an error: a truncated root would lose variance
+            return draw(self, num_samples).mT  # exact or an error, since a truncated root would lose variance
         root = self.root_decomposition().root
         noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
         return (root @ noise).movedim(-1, 0)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """Draw k columns of N(0, A), (n, k), all together; `draw` keeps to the memory budget.
+        """Draw k columns of N(0, A), (n, k), all at once; `draw` keeps to the memory budget.
 
-        A class with a root overrides it. Otherwise a small matrix is factorised, and noise is multiplied by the square
-        root of a large one tagged as positive semidefinite; any other raises ValueError.
+        A class with a root overrides it. Otherwise a small matrix is factorised; for a large one tagged as positive
+        semidefinite, noise is multiplied by its square root; any other raises ValueError.
         """
         if self._is_formed:
             return draw_dense(self, k, generator)
@@ -666,7 +666,7 @@ class Operator(LinearOperator):
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Convert a tensor or operator, floating ones to another dtype; return an empty cache, or the value itself."""
+    """Convert a tensor or operator (floating-point ones to another dtype); empty a cache, return other values."""
     if isinstance(value, LinearOperator):
         return value.to(device=device, dtype=dtype)
     if isinstance(value, Cache):
@@ -678,5 +678,5 @@ def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) 
     return value
 
 
-# The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here, once.
+# The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
 from curvops.linalg.operators import algebra, damped, dense  # noqa: E402

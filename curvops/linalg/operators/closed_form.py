@@ -1,8 +1,8 @@
 """Closed forms of P = A + diag(d), and the part shared by all with a known eigenbasis.
 
-Each operand's file has its closed form, which the operand's class names as its `_damped_form`. It is built from (A, d),
-d a number or a vector, and factorises once, when first asked. All results are exact and made of differentiable
-operations; only the eigenvectors of a Kronecker product have no gradient where eigenvalues of a factor coincide (its
+Each operand's file contains its closed form, which the operand's class names as its `_damped_form`. It is built from
+(A, d), d a number or a vector, and factorises once, on first use. All results are exact and consist of differentiable
+operations; only the eigenvectors of a Kronecker product have no gradient if eigenvalues of a factor coincide (its
 solves, through `linalg.solve`, and log-determinants have).
 """
 
@@ -25,7 +25,7 @@ from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.operators.draws import normal
 
 MOST_EXPONENT = 50.0
-"""An exponent that stands for an unbounded error."""
+"""An exponent that represents an unbounded error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Eigenbasis:
 
 
 class DiagonalPlusRoot(NamedTuple):
-    """A matrix diag(w) ± (V M)(V M)ᵀ as its parts: w alone, or with V (n, r), M (r, s) and the sign."""
+    """A matrix diag(w) ± (V M)(V M)ᵀ by its parts: w alone, or with V (n, r), M (r, s) and the sign."""
 
     weights: Tensor
     vectors: Tensor | None = None
@@ -56,15 +56,15 @@ class ClosedForm(ABC):
 
     @property
     def holds(self) -> bool:
-        """Whether this form holds for the operand and the shift; otherwise P is treated as any other."""
+        """Whether this form holds for the operand and the shift; otherwise P is treated like any other matrix."""
         return True
 
     def nearby_shift(self) -> Tensor:
-        """Return a shift near the given one, or itself, for which this form holds, where there is one."""
+        """Return a shift near the given one, or itself, for which this form holds, if there is one."""
         return self.shift
 
     def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
-        """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
+        """Raise NotPositiveSemidefinite (a ValueError) if P is singular or indefinite."""
 
     @abstractmethod
     def solve(self, block: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class ClosedForm(ABC):
         """Return `logdet` in float64; its rounding is compared with rtol of log det P − log det diag(d)."""
         value = self.logdet().double()
         size, shift = value.detach(), self.shift.detach().double()
-        # The eigenvalues are added to the shift and the sum of their logarithms is kept in the operand's dtype.
+        # The eigenvalues are added to the shift, and the sum of their logarithms is in the operand's dtype.
         error = self.logdet_error() + torch.finfo(self.base.dtype).eps * (self.base.shape[-1] + abs(float(size)))
         if bool((shift > 0).all()):
             size = size - shift.log().expand(self.base.shape[-1]).sum()
@@ -97,7 +97,7 @@ class ClosedForm(ABC):
         return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
 
     def inverse_parts(self) -> DiagonalPlusRoot | None:
-        """Return P⁻¹ as a diagonal and a term of low rank, where it is one."""
+        """Return P⁻¹ as a diagonal plus a term of low rank, if it has this form."""
         return None
 
     @abstractmethod
@@ -110,10 +110,10 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def inverse_root(self, block: Tensor) -> Tensor:
-        """Return P^-½ B with the symmetric root; raise ValueError where it is not cheap."""
+        """Return P^-½ B with the symmetric root; raise ValueError if it is not cheap."""
 
     def eigenbasis(self) -> Eigenbasis | None:
-        """Return all eigenvectors and eigenvalues of P, where this form has them."""
+        """Return all eigenvectors and eigenvalues of P, if this form has them."""
         return None
 
     def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
@@ -121,7 +121,7 @@ class ClosedForm(ABC):
 
 
 def closed_form(base: Any, shift: Tensor) -> ClosedForm | None:
-    """Return the form that A's class names for A + diag(d), whether it holds or not; None where it names none."""
+    """Return the form that A's class names for A + diag(d), whether it holds or not; None if it names none."""
     form_class: type[ClosedForm] | None = getattr(base, "_damped_form", None)
     return None if form_class is None else form_class(base, shift)
 
@@ -144,7 +144,7 @@ class Spectral(ClosedForm):
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        """The eigenvalues, all positive; NotPositiveSemidefinite where one is not."""
+        """The eigenvalues, all positive; NotPositiveSemidefinite if one is not."""
         smallest = self.spectrum.detach().min()
         if not bool(smallest > 0):
             raise not_definite(self.base, float(smallest))
@@ -178,11 +178,12 @@ class Spectral(ClosedForm):
 
 
 def warn_of_rounding(base: LinearOperator, error: float) -> None:
-    """Warn with `PrecisionLimit` where relative errors of results may exceed `ROUNDING_SEEN`."""
+    """Warn with `PrecisionLimit` if relative errors of results may exceed `ROUNDING_SEEN`."""
     if error > ROUNDING_SEEN:
         warnings.warn(
-            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} can have changed the "
-            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as much. "
+            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} may have changed the "
+            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as "
+            "much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
             PrecisionLimit,
             stacklevel=3,

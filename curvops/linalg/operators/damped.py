@@ -32,16 +32,16 @@ from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
-"""Up to this condition number a nearby closed form saves a log-determinant more products than a sketch."""
+"""Up to this condition number, a nearby closed form saves a log-determinant more products than a sketch does."""
 
 
 class Damped(UnaryOperator):
     """The sum P = A + diag(d) for a symmetric A (n, n) and d, a number, a vector (n,), or a batch of vectors.
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
-    operand's closed form where there is one, else from block CG with a Nyström preconditioner (Frangella,
-    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names
-    the data of a shift that is not a prior.
+    operand's closed form if it has one, otherwise from block CG with a Nyström preconditioner (Frangella, Tropp & Udell
+    2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names the data of a
+    shift that is not a prior.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Damped(UnaryOperator):
         sources: Sources | None = None,
     ) -> None:
         if not isinstance(base, LinearOperator):
-            raise TypeError(f"Damped is made of an operator and a shift, got {type(base).__name__} for the operator.")
+            raise TypeError(f"Damped needs an operator and a shift, got {type(base).__name__} as the operator.")
         if not isinstance(shift, float | int | Tensor):
             raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
         if not isinstance(shift, Tensor):
@@ -153,14 +153,14 @@ class Damped(UnaryOperator):
         memory_budget: int | None = None,
         checkpoint: Place | None = None,
     ) -> Any:
-        """Return M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
+        """Return M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None if none pays off.
 
-        A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
-        kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
-        cost no iterations. Where A has a closed form under a shift near d (a KFAC under one number for each layer),
-        that form is used if it bounds the condition number lower. With a ``checkpoint`` the sketch is the one of that
-        folder, or a new one, as in `nystrom`. Without a ``generator`` it has a seed of its own: a solve does not change
-        torch's generator, and is the same each time.
+        It is a Nyström sketch of A^-½-scaled A, with its rank chosen by expected total cost and within
+        ``memory_budget`` bytes, and kept for later solves. With a vector shift d the sketch is of S A S, S =
+        diag(d)^-½, so that the prior's scales cost no iterations. If A has a closed form under a shift near d (a KFAC
+        under one number for each layer), that form is used if its bound on the condition number is lower. With a
+        ``checkpoint`` the sketch is that of the folder, or a new one, as in `nystrom`. Without a ``generator`` it has
+        a fixed seed: a solve does not change torch's generator, and is the same each time.
         """
         cache = self._cache
         with cache.lock:
@@ -202,7 +202,7 @@ class Damped(UnaryOperator):
                 memory_budget=memory_budget,
                 checkpoint=checkpoint,
             )
-        except NotPositiveSemidefinite:  # A itself; P may still be positive definite
+        except NotPositiveSemidefinite:  # A is indefinite, but P may still be positive definite
             return None
         if near is not None and near.condition <= 1 + sketch.tail / level:
             return replace(near.preconditioner, matvecs=sketch.matvecs)
@@ -211,7 +211,7 @@ class Damped(UnaryOperator):
         return inner if scale is None else ScaledPreconditioner(scale, inner)
 
     def _nearby_form(self) -> NearbyForm | None:
-        """Return A's closed form of A + diag(m), m near d, as a preconditioner; None where there is no such form."""
+        """Return A's closed form of A + diag(m), m near d, as a preconditioner; None if there is no such form."""
         base, shift = self.base.detach(), self.shift.detach()
         form = closed_form(base, shift)
         if form is None or self.batch_shape or not is_psd(base) or not bool((shift > 0).all()):
@@ -247,7 +247,7 @@ class Damped(UnaryOperator):
         return ShiftedParts(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
 
     def _closed_form(self) -> ClosedForm | None:
-        """Return the closed form of this operand's class, where it holds; factorised once."""
+        """Return the closed form of this operand's class if it holds; it is factorised once."""
         form = closed_form(self.base, self.shift)
         if self.batch_shape or form is None:
             return None
@@ -257,7 +257,7 @@ class Damped(UnaryOperator):
 
     def promises(self) -> Promises:
         known = super().promises()
-        return known._replace(definite=known.symmetric)  # a precision: an indefinite one is an error
+        return known._replace(definite=known.symmetric)  # P is a precision, so an indefinite one is an error
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         form = self._closed_form()
@@ -271,12 +271,12 @@ class Damped(UnaryOperator):
         form = self._closed_form()
         if form is not None:
             return form.draw(k, generator)
-        if not is_psd(self.base):  # A has no root, while P may be positive definite
+        if not is_psd(self.base):  # A has no root, although P may be positive definite
             return (draw_dense if self._is_small else draw_by_products)(self, k, generator)
         if bool((self.shift < 0).any()):
             raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
         if self.shift.ndim > 1:
-            raise ValueError(f"this is a batch of {tuple(self.batch_shape)} operators; draw from each of them, P[i].")
+            raise ValueError(f"this is a batch of {tuple(self.batch_shape)} operators; draw from each one, P[i].")
         noise = normal(self.shape[-1], k, self.dtype, self.device, generator)
         return draw_together(self.base, k, generator) + self._shift_against(noise).sqrt() * noise
 
@@ -314,7 +314,7 @@ class NearbyForm(NamedTuple):
 
 
 class Inverse(UnaryOperator):
-    """The inverse A⁻¹: one solve with A per column; entries as `A.inverse()` gives them."""
+    """The inverse A⁻¹ as `A.inverse()` returns it, by one solve with A per column."""
 
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
         super().__init__(base, rtol=rtol)
@@ -369,7 +369,7 @@ class Inverse(UnaryOperator):
 
 
 def _solve_definite(form: ClosedForm, block: Tensor) -> Tensor:
-    """Return P⁻¹ B by the closed form; raise for an indefinite P, which is no precision."""
+    """Return P⁻¹ B by the closed form; raise for an indefinite P, which is not a precision."""
     form.require_definite()
     return form.solve(block)
 
@@ -383,11 +383,11 @@ class ScaledPreconditioner:
 
     @property
     def matvecs(self) -> int:
-        """The number of products that M took."""
+        """The number of products spent on M."""
         return self.inner.matvecs
 
     def shifted(self, shift: float) -> ScaledPreconditioner:
-        """Return the preconditioner for another multiple of S⁻² beside the matrix."""
+        """Return the preconditioner for another multiple of S⁻² added to the matrix."""
         return ScaledPreconditioner(self.scale, self.inner.shifted(shift))
 
     def __matmul__(self, block: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite, warn_
 
 
 class DenseForm(ClosedForm):
-    """The Cholesky form of an operand that may be formed, in float64 if small or its `rest` is known."""
+    """The Cholesky form of an operand that may be formed, in float64 if small or if its `rest` is known."""
 
     @property
     def holds(self) -> bool:
@@ -45,7 +45,7 @@ class DenseForm(ClosedForm):
 
     @property
     def _error(self) -> float:
-        """The largest error of P's eigenvalues, relative to the smallest shift; 0 where it was formed in float64."""
+        """The largest error of P's eigenvalues, relative to the smallest shift; 0 if it was formed in float64."""
         if self.dense.dtype == torch.float64:
             return 0.0
         largest = float(torch.linalg.matrix_norm(self.dense.detach(), ord=torch.inf))
@@ -89,8 +89,8 @@ class Dense(Operator):
     """A tensor (..., m, n) as an operator: one matrix, or a batch of small ones.
 
     `psd` promises that the matrix is positive semi-definite; `space` is the space of its rows and columns, `sources`
-    its data. A `rest` of the same shape is the part of the matrix lost in rounding to its dtype: products ignore it,
-    factorisations add it in float64.
+    its data. A `rest` of the same shape is the part of the matrix that rounding to its dtype removed: products ignore
+    it, factorisations add it in float64.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
@@ -119,7 +119,7 @@ class Dense(Operator):
 
     @property
     def rest(self) -> Tensor | None:
-        """The part of the matrix lost in rounding to its dtype, where it is known."""
+        """The part of the matrix that rounding to its dtype removed, if it is known."""
         return self._kwargs["rest"]
 
     @property
@@ -174,6 +174,6 @@ class Dense(Operator):
 
 
 def round_with_rest(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Round a matrix to another dtype; return it and the part lost in rounding."""
+    """Round a matrix to another dtype; return it and the part that rounding removed."""
     kept = matrix.to(dtype)
     return kept, None if matrix.dtype == dtype else (matrix - kept).to(dtype)

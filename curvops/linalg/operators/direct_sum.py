@@ -23,7 +23,7 @@ from curvops.linalg.operators.draws import draw
 
 
 class DirectSumForm(ClosedForm):
-    """The closed forms of all blocks, each its own, else Cholesky up to `DENSE_BLOCK` rows; all or none."""
+    """The closed forms of all blocks: each block's own, otherwise Cholesky up to `DENSE_BLOCK` rows; all or none."""
 
     @property
     def holds(self) -> bool:
@@ -54,7 +54,7 @@ class DirectSumForm(ClosedForm):
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
-        """The forms to compute with; a subclass prepares here all blocks at once where that is cheaper."""
+        """The forms to compute with; a subclass prepares all blocks at once here if that is cheaper."""
         return self.forms
 
     @property
@@ -120,7 +120,7 @@ def _form(damped: Any) -> ClosedForm | None:
 
 
 class DirectSum(Operator):
-    """The matrix with blocks[i] on the entries positions[i], zero elsewhere; (n, n), n the number of positions.
+    """The matrix with blocks[i] on the entries positions[i] and zeros elsewhere; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
     product costs one with each block. `space` is the space of the rows, `sources` the data of the matrix.
@@ -139,7 +139,7 @@ class DirectSum(Operator):
         self._store(blocks, positions, cache, space=space, sources=sources)
 
     def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **kept: Any) -> None:
-        """Store the blocks, and a subclass's own keywords."""
+        """Store the blocks, and the keywords of a subclass."""
         if not isinstance(positions, Partition):
             positions = check_blocks(blocks, positions)
         LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
@@ -198,7 +198,7 @@ class DirectSum(Operator):
         return self.cache.get_or_compute("undamped", self.representation(), self._undamped)._closed_form()
 
     def _undamped(self) -> LinearOperator:
-        # A copy, since a cached value must not refer back to the cache.
+        # A copy, since a cached value must not refer to the cache.
         return DirectSum(*self.blocks, positions=self.partition).add_diagonal(0.0)
 
 

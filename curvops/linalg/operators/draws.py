@@ -11,7 +11,7 @@ from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
 
-# Draws of an operator without a root: columns that run together, and their relative error.
+# Draws of an operator without a root: columns that run at once, and their relative error.
 DRAW_BLOCK = 32
 DRAW_RTOL = 1e-5
 
@@ -25,10 +25,10 @@ def draw(
     """Draw k columns of N(0, A), (n, k), exact from the square roots that the parts of A have.
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a root of their own
-    (`Operator._draw`); a small matrix is factorised; for a large one tagged as positive semidefinite noise is
+    (`Operator._draw`). A small matrix is factorised. For a large one tagged as positive semidefinite, noise is
     multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError
-    for any other large operator. Where the memory budget (of A's networks, or ``memories``) has no room for the working
-    vectors of all draws, some of them are made at a time: equal seeds then need equal budgets.
+    for any other large operator. If the memory budget (of A's networks, or ``memories``) has no room for the working
+    vectors of all draws, some of them are made at a time: equal draws then need equal seeds and equal budgets.
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
@@ -45,7 +45,7 @@ def draw(
 
 
 def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """Draw all columns together: by the operator's own method, for a foreign operator by the dense matrix."""
+    """Draw all columns at once, by the operator's own method, or by the dense matrix for a foreign operator."""
     own = getattr(operator, "_draw", None)
     return draw_dense(operator, k, generator) if own is None else own(k, generator)
 
@@ -60,7 +60,7 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
 
 
 def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """Return A^½ z for positive semidefinite A, with a relative error far too small to show in any number of draws."""
+    """Return A^½ z for positive semidefinite A, with a relative error too small to show in any number of draws."""
     n, dtype, device = operator.shape[-1], operator.dtype, operator.device
     parts = [
         sqrt(operator, normal(n, count, dtype, device, generator), rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL)
@@ -70,7 +70,7 @@ def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generato
 
 
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:
-    """Raise NotPositiveSemidefinite where an eigenvalue is below zero by more than rounding."""
+    """Raise NotPositiveSemidefinite if an eigenvalue is below zero by more than rounding."""
     if bool((values < -rounding).any()):
         raise NotPositiveSemidefinite(
             f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}."

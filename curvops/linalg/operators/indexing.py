@@ -1,4 +1,4 @@
-"""Indices of an operator's rows and columns, as a tensor takes them, in the form that linear_operator asks for."""
+"""Indices of an operator's rows and columns, given as for a tensor, in the form that linear_operator needs."""
 
 from __future__ import annotations
 

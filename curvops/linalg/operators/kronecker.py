@@ -27,11 +27,11 @@ AT_ONCE = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Details:
-    """The parts of a factor lost in rounding to its dtype, for its eigendecomposition.
+    """The parts of a factor that rounding to its dtype removed, for its eigendecomposition.
 
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
-    the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many terms; `of_rows`
-    is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
+    the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms;
+    `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
     """
 
     rest: Tensor | None = None
@@ -46,7 +46,7 @@ class Details:
         return replace(self, rest=rest, root=root)
 
     def without_root(self, factor: Tensor) -> Details:
-        """Return the details with `rest` in place of the root, for a factor changed by more than a multiple."""
+        """Return the details with `rest` instead of the root, for a factor changed by more than a multiple."""
         if self.root is None:
             return self
         rows = self.root.double()
@@ -58,7 +58,7 @@ class Details:
 
 
 class EigenKroneckerForm(Spectral):
-    """The closed form U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is one number per group."""
+    """The closed form U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is a single number in each group."""
 
     @property
     def holds(self) -> bool:
@@ -96,21 +96,21 @@ class EigenKroneckerForm(Spectral):
         floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
         if not bool((found > floor).all()):
             raise not_definite(self.base, float((found - floor).min()))
-        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # only estimates report the rounding of float64
+        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # only estimates report rounding in float64
             largest = self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
             warn_of_rounding(self.base, float((self.eigen.rounding * largest / found).max()))
         return self.spectrum
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The least and the greatest value of each eigenvalue within rounding, (n,) in float64.
+        """The smallest and the largest value of each eigenvalue within rounding, (n,) in float64.
 
-        Rows R + E in place of R move the roots of the eigenvalues of RᵀR by ‖E‖ at most (Weyl): small eigenvalues by
-        far less than large ones. The errors of the sum and of the decomposition are the same for all.
+        Rows R + E instead of R move the roots of the eigenvalues of RᵀR by at most ‖E‖ (Weyl): small eigenvalues by far
+        less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         _ = self.definite_spectrum
         values = self.eigen.values.detach().double().flatten(1)
-        # An indefinite matrix in an eigenbasis is no sum of squares.
+        # An indefinite matrix in an eigenbasis is not a sum of squares.
         roots, size = values.clamp_min(0).sqrt(), values.abs().amax(1, keepdim=True)
         moved = self.eigen.of_rows * roots.square().sum(1, keepdim=True).sqrt()
         noise = self.eigen.rounding * size + torch.finfo(self.eigen.dtype).eps * values.abs()
@@ -137,7 +137,7 @@ class EigenKroneckerForm(Spectral):
     def logdet(self) -> Tensor:
         value = super().logdet()
         if self.shift.ndim and self.shift.requires_grad:
-            # d log det P / dd_i = (P⁻¹)_ii: adds the gradient that the mean over the group lacks, with value zero.
+            # d log det P / dd_i = (P⁻¹)_ii: adds, with value zero, the gradient that the mean over the group lacks.
             missing = self.shift.reshape(len(self.level), -1) - self.level
             value = value + (self.inverse_diagonal().detach() * missing.flatten()).sum()
         return value
@@ -147,7 +147,7 @@ class EigenKroneckerForm(Spectral):
 
 
 class KroneckerForm(EigenKroneckerForm):
-    """The closed form of a Kronecker product, by the eigendecomposition of its factors, which the operand keeps."""
+    """The closed form of a Kronecker product, by the eigendecompositions of its factors, which the operand keeps."""
 
     @cached_property
     def eigen(self) -> EigenKronecker:
@@ -155,7 +155,7 @@ class KroneckerForm(EigenKroneckerForm):
 
 
 class _GroupedBlocks(Operator):
-    """A symmetric matrix, block diagonal over groups g; blocks act on vectors as p × q matrices (row-major)."""
+    """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major)."""
 
     @property
     @abstractmethod
@@ -179,9 +179,9 @@ class _GroupedBlocks(Operator):
 class Kronecker(_GroupedBlocks):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
-    left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite.
-    A product costs 2·n·(p + q) operations a column, as two batched matrix products. `details` of the factors make their
-    eigendecomposition more accurate than their dtype, or cheaper than their size, would allow.
+    left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
+    product costs 2·n·(p + q) operations per column, as two batched matrix products. `details` of the factors make their
+    eigendecompositions more accurate than their dtype allows, or cheaper than their size does.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
@@ -198,7 +198,7 @@ class Kronecker(_GroupedBlocks):
             square = factor.ndim == 2 or (factor.ndim == 3 and factor.shape[1] == factor.shape[2])
             if not square or factor.shape[0] != left.shape[0]:
                 raise ValueError(
-                    f"{name} must be (g, m, m), or (g, m) where it is diagonal, with the same g for both factors; "
+                    f"{name} must be (g, m, m), or (g, m) if it is diagonal, with the same g for both factors; "
                     f"got left {tuple(left.shape)} and right {tuple(right.shape)}."
                 )
         super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)
@@ -248,7 +248,7 @@ class Kronecker(_GroupedBlocks):
         return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """Convert to another dtype or device; in float64, restore the parts of the factors lost in rounding."""
+        """Convert to another dtype or device; in float64, restore the parts of the factors that rounding removed."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
 
         def change(tensor: Tensor) -> Tensor:
@@ -263,24 +263,24 @@ class Kronecker(_GroupedBlocks):
         return Kronecker(left, right, details=(of_left, of_right))
 
     def eigen(self) -> EigenKronecker:
-        """Return U diag(values) Uᵀ by the factors' eigendecompositions, g·(p³ + q³) operations; it is kept.
+        """Return U diag(values) Uᵀ by the factors' eigendecompositions, g·(p³ + q³) operations, and keep it.
 
-        They run in float64: in float32 the small eigenvalues are lost, and with them the solution (2 × 300 rows,
-        condition 1e8, shift 1e-6: relative error 1e-2 in place of 5e-7, for half of the time), even where the factor
+        They run in float64. In float32 the small eigenvalues are lost, and with them the solution (2 × 300 rows,
+        condition 1e8, shift 1e-6: relative error 1e-2 instead of 5e-7, for half of the time), even if the factor
         itself is a sum in float32 (its own rounding is below one unit of the largest eigenvalue, that of the
-        decomposition up to 13). A factor with a root of r < m rows takes r³ operations and some 4·m³/3, in the factor's
-        dtype, that complete its eigenvectors. Raises NotPositiveSemidefinite where a factor has an eigenvalue below
-        zero beyond its dtype's rounding.
+        decomposition up to 13). A factor with a root of r < m rows takes r³ operations and some 4·m³/3, in the
+        factor's dtype, to complete its eigenvectors. Raises NotPositiveSemidefinite if a factor has an eigenvalue
+        below zero beyond its dtype's rounding.
         """
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
     @property
     def known_eigen(self) -> EigenKronecker | None:
-        """The eigendecomposition, where it was computed before."""
+        """The eigendecomposition, if it was computed before."""
         return self._kwargs["cache"].get("eigen", self._args)
 
     def keep_eigen(self, eigen: EigenKronecker) -> None:
-        """Keep an eigendecomposition that was made of the same factors."""
+        """Keep an eigendecomposition that was computed from the same factors."""
         self._kwargs["cache"].get_or_compute("eigen", self._args, lambda: eigen)
 
     @property
@@ -305,12 +305,13 @@ class Kronecker(_GroupedBlocks):
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
 
-        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use `add_diagonal`.
-        π = 1 in a group where a factor is zero. Raises ValueError unless λ = `shift` is one positive number.
+        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use
+            `add_diagonal`. π = 1 in a group with a zero factor. Raises ValueError unless λ = `shift` is one positive
+            number.
         """
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):
-            raise ValueError(f"heuristic damping takes one positive number, got {shift}; use add_diagonal for others.")
+            raise ValueError(f"heuristic damping needs one positive number, got {shift}; use add_diagonal for others.")
         of_left, of_right = (_diagonal_of(factor).mean(1) for factor in (self.left, self.right))
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
@@ -323,9 +324,9 @@ class Kronecker(_GroupedBlocks):
 class EigenKronecker(_GroupedBlocks):
     """The matrix U diag(values) Uᵀ with U = U_l ⊗ U_r in each group: the Kronecker eigenbasis with any spectrum.
 
-    Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding
-    a diagonal that is one number per group only shifts the values. `rounding` is the largest error of the values,
-    relative to the largest of them, `of_rows` the largest error of their roots, relative to the root of their sum.
+    Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding a
+    diagonal with one number per group only shifts the values. `rounding` is the largest error of the values, relative
+    to the largest value; `of_rows` is the largest error of their roots, relative to the root of their sum.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
@@ -375,11 +376,11 @@ class EigenKronecker(_GroupedBlocks):
         return bool((self.values >= 0).all())
 
     def rotate(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """Return U B: from the eigenbasis."""
+        """Return U B, rotating out of the eigenbasis."""
         return _from_groups(_both(self.left_vectors, self.right_vectors, _to_groups(block, self.sizes)))
 
     def rotate_back(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """Return Uᵀ B: into the eigenbasis."""
+        """Return Uᵀ B, rotating into the eigenbasis."""
         left, right = _transpose(self.left_vectors), _transpose(self.right_vectors)
         return _from_groups(_both(left, right, _to_groups(block, self.sizes)))
 
@@ -398,7 +399,7 @@ class EigenKronecker(_GroupedBlocks):
         return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding, self.of_rows)
 
 
-# A block in groups is (g, p, K, q): the left factor then multiplies (p, K·q) and the right one (p·K, q), with no copy
+# A block in groups is (g, p, K, q): the left factor multiplies (p, K·q) and the right one (p·K, q), without a copy
 # between the two.
 
 
@@ -439,7 +440,7 @@ Factor = tuple[Tensor, Details, str]
 
 
 def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
-    """Make the missing eigendecompositions of Kronecker blocks in parallel; each block keeps its own."""
+    """Compute the missing eigendecompositions of Kronecker blocks in parallel; each block keeps its own."""
     wanted = [
         b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not carries_graph((b.left, b.right))
     ]
@@ -459,7 +460,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
     inference = torch.is_inference_mode_enabled()
 
     def work(factor: Factor) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(inference), torch.no_grad():  # modes are a thread's own
+        with torch.inference_mode(inference), torch.no_grad():  # modes belong to a thread
             return _eigh(*factor)
 
     limit: Callable[[int], None] = torch.set_num_threads
@@ -474,7 +475,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
             try:
                 while waiting:
                     done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                    finished = len([future.result() for future in done])  # or the error of one
+                    finished = len([future.result() for future in done])  # or raise the error of one
                     sizes = [f"{factors[i][0].shape[1]:,}" for i, future in futures.items() if future.running()]
                     steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
                 return [futures[i].result() for i in range(len(factors))]
@@ -485,7 +486,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
 
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues (g, m) in float64 with rounding set to zero, and vectors in the factor's dtype, or ones."""
+    """Return eigenvalues (g, m) in float64, zero within rounding, and vectors in the factor's dtype, or ones."""
     m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
     slack, noise = max(eps**0.5, 10 * m * eps), _noise(details, factor)
@@ -498,7 +499,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors = values.double(), vectors.to(factor.dtype)
     largest = values.detach().abs().amax(1, keepdim=True)
-    if not bool(((values.detach() >= -slack * largest) & (largest < math.inf)).all()):  # false of NaN
+    if not bool(((values.detach() >= -slack * largest) & (largest < math.inf)).all()):  # false for NaN
         raise NotPositiveSemidefinite(
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
             f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."
@@ -507,14 +508,14 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _noise(details: Details, factor: Tensor) -> float:
-    """Return the relative error of a factor's eigenvalues, its decomposition in float64 included."""
+    """Return the relative error of a factor's eigenvalues, including that of its decomposition in float64."""
     if factor.ndim == 2:
         return 0.0
     return max(10 * factor.shape[1] * torch.finfo(torch.float64).eps, details.rounding)
 
 
 def to_double(factor: Tensor, details: Details) -> Tensor:
-    """Return the factor in float64, with the part lost in rounding to its dtype."""
+    """Return the factor in float64, with the part that rounding to its dtype removed."""
     if details.root is not None:
         rows = details.root.double()
         return rows.mT @ rows
@@ -524,8 +525,8 @@ def to_double(factor: Tensor, details: Details) -> Tensor:
 def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
     """Return the eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
 
-    QR takes the eigenvectors in the order of falling eigenvalues, so that rounding remains in the smallest ones, and
-    completes them by a basis of the null space.
+    QR orders the eigenvectors by falling eigenvalues, so that rounding remains in the smallest ones, and completes
+    them by a basis of the null space.
     """
     g, r, m = root.shape
     rows = root.double()

@@ -43,14 +43,14 @@ class LowRankForm(ClosedForm):
         return self.inverse_shift * self.base.vectors
 
     def _pull(self, block: Tensor) -> Tensor:
-        """Return UᵀD⁻¹B, (r, K): without a second matrix of U's size where d is one number."""
+        """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is one number."""
         if self.shift.ndim == 0:
             return self.inverse_shift * (self.base.vectors.mT @ block)
         return self.scaled.mT @ block
 
     @cached_property
     def capacitance(self) -> Tensor:
-        """The capacitance I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where S has a zero."""
+        """The capacitance I + UᵀD⁻¹U S, (r, r), not symmetric, but with a gradient even if S has a zero."""
         return self._eye + self._pull(self.base.vectors) * self.base.values
 
     @cached_property
@@ -65,7 +65,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def _needs_splitting(self) -> bool:
-        """Whether Woodbury's difference cancels more digits than `solve` promises, and U is orthonormal."""
+        """Whether Woodbury's difference loses more digits than `solve` promises, and U is orthonormal."""
         base = self.base
         if self.shift.ndim or carries_graph((base.vectors, base.values, self.shift)) or not len(base.values):
             return False
@@ -86,14 +86,14 @@ class LowRankForm(ClosedForm):
             return self._split_solve(block)
         U = self.base.vectors
         weights = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
-        # As (K, n): the layout of a block, with the fewest passes over it.
+        # As (K, n), the layout of a block, with the fewest passes over it.
         if self.shift.ndim or carries_graph((U, self.base.values, self.shift, block)):
             return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
         return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
 
     @cached_property
     def _scale(self) -> float:
-        """The number 1/d on the host, fetched once."""
+        """The number 1/d on the CPU, fetched once."""
         return float(self.inverse_shift)
 
     def inverse_parts(self) -> DiagonalPlusRoot:
@@ -113,15 +113,15 @@ class LowRankForm(ClosedForm):
 
     def logdet(self) -> Tensor:
         shift = self.shift.expand(self.base.shape[-1])
-        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1].clamp_min(0)  # less is rounding: −∞, too
+        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1].clamp_min(0)  # less is rounding, even −∞
 
     @cached_property
     def rounding(self) -> CapacitanceRounding:
-        """The bounds of what rounding does to the capacitance and to its inverse."""
+        """Bounds on the effect of rounding on the capacitance and on its inverse."""
         base, shift = self.base.detach(), self.shift.detach()
         sizes = inner(base.vectors if shift.ndim == 0 else self.scaled.detach(), base.vectors)
         sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
-        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # singular to the last bit, too
+        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # even if singular to the last bit
         return CapacitanceRounding(self.capacitance.detach(), lu, pivots, sizes, base.values.double())
 
     def logdet_error(self) -> float:
@@ -166,7 +166,7 @@ class LowRankForm(ClosedForm):
 
     def inverse_root(self, block: Tensor) -> Tensor:
         if self.shift.ndim and not bool((self.shift == self.shift[0]).all()):
-            # D^-½ (I + W Wᵀ)^-½ is a root, but not the symmetric one, of which no closed form is known.
+            # D^-½ (I + W Wᵀ)^-½ is a root, but not the symmetric one, for which no closed form is known.
             least = float(self.shift.detach().min())
             return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
         return self.inverse_shift.sqrt() * self._whitened_root(block)
@@ -182,7 +182,7 @@ class CapacitanceRounding:
     """The changes by rounding of the capacitance C = I + UᵀD⁻¹U S, of its log-determinant and of its inverse.
 
     The computed C differs from the exact one by at most E, entry by entry: the product UᵀD⁻¹U by Cauchy and Schwarz
-    from its diagonal `sizes`, the elimination by |L| |U| (Higham 2002, theorem 9.3). Then everything follows from
+    from its diagonal `sizes`, the elimination by |L| |U| (Higham 2002, theorem 9.3). Everything else follows from
     |C⁻¹ΔC| ≤ B = |C⁻¹| E, whose powers are bounded by its Perron root.
     """
 
@@ -218,7 +218,7 @@ class CapacitanceRounding:
 
     @cached_property
     def root(self) -> float:
-        """An upper bound of the Perron root of B (Collatz 1942); rounding is decisive where it is not below 1."""
+        """An upper bound of the Perron root of B (Collatz 1942); rounding is decisive unless it is below 1."""
         growth = (self.relative @ self.scale) / self.scale
         return float(growth.nan_to_num(math.inf).max()) if len(growth) else 0.0
 
@@ -231,7 +231,7 @@ class CapacitanceRounding:
         return float(most + torch.linalg.slogdet(self.capacitance.double())[1].clamp_min(0))
 
     def inverse_error(self) -> Float[Tensor, "r r"] | None:
-        """Return the largest change of S C⁻¹ and of products with it; None where nothing is known of them."""
+        """Return the largest change of S C⁻¹ and of products with it; None if no bound is known."""
         if not self.root < 1:
             return None
         balance = self.scale / self.scale.unsqueeze(1)
@@ -246,7 +246,7 @@ class LowRank(Operator):
 
     `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which estimates the `error`: r
     products with the matrix and 16 for the error. A product is two multiplications by U, 4·n·r operations. Memory: n·r
-    numbers, three times that while it is built. Choose it for many solves where the spectrum falls fast.
+    numbers, and three times that while it is built. Choose it for many solves if the spectrum decays fast.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
@@ -262,8 +262,7 @@ class LowRank(Operator):
     ) -> None:
         if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
             raise ValueError(
-                f"LowRank is made of vectors (n, r) and values (r,), got {tuple(vectors.shape)} and "
-                f"{tuple(values.shape)}."
+                f"LowRank needs vectors (n, r) and values (r,), got {tuple(vectors.shape)} and {tuple(values.shape)}."
             )
         super().__init__(vectors, values, error=error, space=space, sources=sources)
 
@@ -279,7 +278,7 @@ class LowRank(Operator):
 
     @property
     def error(self) -> Estimate | None:
-        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, where it was made by `co.low_rank`."""
+        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, if it was made by `co.low_rank`."""
         return self._kwargs["error"]
 
     @property
@@ -316,11 +315,12 @@ class LowRank(Operator):
         return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
-        """Add diag(e), e ≥ 0, such that the sum has the given diagonal, that of the matrix approximated.
+        """Add diag(e), e ≥ 0, such that the sum has the given diagonal, that of the approximated matrix.
 
-        A `Damped`: products, draws and `add_diagonal` are exact, solves by Woodbury where the diagonal added to e is
-        positive. Raises ValueError where an entry given is smaller than that of the low-rank part beyond rounding:
-        never for `co.low_rank(method="nystrom")` and the exact diagonal, while Lanczos' part can exceed its matrix.
+        Returns a `Damped`: products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal
+        added to e is positive. Raises ValueError if a given entry is smaller than that of the low-rank part beyond
+        rounding. This never happens for `co.low_rank(method="nystrom")` and the exact diagonal, while Lanczos' part
+        can exceed its matrix.
         """
         n = self.shape[-1]
         if diagonal.shape != (n,):
@@ -334,8 +334,8 @@ class LowRank(Operator):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(
                 f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
-                "the low-rank part. Give the exact diagonal of the matrix approximated, not an estimate, and make "
-                'the low-rank part by method="nystrom": Lanczos\' part can exceed its matrix.'
+                "the low-rank part. Pass the exact diagonal of the approximated matrix, not an estimate, and make "
+                'the low-rank part with method="nystrom": Lanczos\' part can exceed its matrix.'
             )
         return self.add_diagonal(rest.clamp_min(0))
 

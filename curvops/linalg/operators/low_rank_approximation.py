@@ -39,19 +39,19 @@ from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, 
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.progress import Progress, at_work
 
-# Products that measure the error: for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
+# Products that measure the error; for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
 FEWEST_PROBES = 4
-# Vectors that one of rank and the fewest probes take.
+# The vectors that one rank and the fewest probes take.
 LEAST_VECTORS = 12
-# Arrays of n × rank numbers that are held at once.
+# Arrays of n × rank numbers in memory at once.
 KEPT = 3
 
 Satisfied = Callable[[Tensor, Tensor], bool]
 
 
 class RankTooLow(UserWarning):
-    """A low-rank approximation ended before the accuracy or the rank asked for."""
+    """A warning that a low-rank approximation ended before the requested accuracy or rank."""
 
 
 @resumable
@@ -71,27 +71,28 @@ def low_rank(
     vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
 
     Args:
-        op: a tensor or an operator, symmetric; "nystrom" needs it positive semi-definite.
-        rank: r; it may come out smaller where A has no more eigenvalues above rounding. With rtol, the largest r.
-        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 where neither is given). The same random
-            vectors measure the error after each doubling.
-        method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
-            other; better for the rank, but it finds a repeated eigenvalue only once, which shows in the error).
+        op: a tensor or an operator, symmetric, and positive semi-definite for "nystrom".
+        rank: r; the result has less if A has no more eigenvalues above rounding. With rtol, the largest r.
+        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 if neither is given). The same random vectors
+            measure the error after each doubling.
+        method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the other;
+            more accurate for the same rank, but it finds a repeated eigenvalue only once, which shows in the error).
         generator: source of the random vectors.
-        memory_budget: bytes for the vectors kept, which caps the rank. None takes the rest of the budget of the
-            linearisation behind A; then fewer vectors, four at least, may measure the error. The rank is at most 1024
-            where neither rank nor memory_budget is given.
+        memory_budget: bytes for the stored vectors, which limit the rank. None is the rest of the budget of the
+            linearisation behind A; then fewer vectors, at least four, may measure the error. The rank is at most 1024
+            if neither rank nor memory_budget is given.
         progress: as in `cg`.
-        checkpoint: a folder for the state, every half minute at most: a killed run continues from there and ends with
-            the same bits. It keeps the result, too, which a later run returns at once. "nystrom" alone.
+        checkpoint: a folder for intermediate results, written at most every half minute: a killed run continues from
+            there and gives bitwise the same result. It also keeps the result, which a later run returns at once.
+            "nystrom" only.
 
-    Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
+    Warns `RankTooLow` if the budget, the limit or a Krylov space that became invariant ended the growth first.
 
     Raises:
         ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, a tensor in A
-            that requires a gradient: Â has none; or a checkpoint of another problem.
+            that requires a gradient (Â has none), or a checkpoint of another problem.
         OSError: the checkpoint cannot be written.
-        NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
+        NotPositiveSemidefinite: Nyström found an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
     require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
@@ -103,9 +104,9 @@ def low_rank(
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
-        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
+        raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     if checkpoint is not None and method != "nystrom":
-        raise ValueError(f'method={method!r} keeps no checkpoint; take method="nystrom".')
+        raise ValueError(f'method={method!r} keeps no checkpoint; use method="nystrom".')
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = kept.source("generator", spawn_generator(generator), facts.device)
 
@@ -118,7 +119,7 @@ def low_rank(
     else:
         with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
-            if memory_budget is None and room is not None:  # a given budget is for the vectors kept alone
+            if memory_budget is None and room is not None:  # a given budget covers only the stored vectors
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
                 room -= 2 * probes * vector_bytes(facts)
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
@@ -226,13 +227,13 @@ class _Check:
         width = max(1, CHUNK // self.probed.facts.rows)
         columns = range(0, count, width)
         errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
-        # The products with A, and with Â, which is no larger, have errors of their own size times this.
+        # The products with A, and with Â, which is no larger, have errors of this times their own size.
         rounding = 2 * rounding_level(self.probed.facts.dtype, self.probed.facts.rows)
         if self.exact:
             size = norm(self.images).square().sum()
             value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
             return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
-        # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
+        # ‖Â‖_F is known, so that probes estimate only ‖A‖² − ‖Â‖²; it is not negative for a projection of A.
         known = values.double().square().sum()
         sizes = known + norm(self.images).square() - seen
         size = torch.maximum(sizes.mean(), known)
@@ -272,7 +273,7 @@ def _warn(found: _Approximation, error: Estimate, aim: float | None, rank: int |
     )
     warnings.warn(
         f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
-        f"{'' if aim is None else f' (asked for {aim:g})'}: {cause}.",
+        f"{'' if aim is None else f' (rtol={aim:g})'}: {cause}.",
         RankTooLow,
         stacklevel=4,
     )

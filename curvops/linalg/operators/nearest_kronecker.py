@@ -25,10 +25,10 @@ class Nearest(NamedTuple):
 def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
     """Return the Kronecker product nearest to Σ_i B_i ⊗ A_i in each group, for factors of equal sizes.
 
-    Rearranged, Σ_i B_i ⊗ A_i is the matrix Σ_i vec(B_i) vec(A_i)ᵀ, and the product nearest to it is that matrix's first
+    Rearranged, Σ_i B_i ⊗ A_i is the matrix Σ_i vec(B_i) vec(A_i)ᵀ, and its nearest product is that matrix's first
     singular pair: B = Σ_i b_i B_i and A = σ Σ_i a_i A_i with b an eigenvector of K_A K_B, the matrices of the inner
-    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These are not negative for positive semidefinite factors, hence (Perron) neither
-    are b and a: B and A are positive semidefinite. Errors are exact, to rounding of √ε.
+    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These are non-negative for positive semidefinite factors, and so (Perron) are b
+    and a: B and A are positive semidefinite. Errors are exact, to rounding of √ε.
 
     Cost: k² inner products of the factors for k terms, in float64.
     """
@@ -41,13 +41,13 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
     of_lefts, of_rights = _inner_products(lefts), _inner_products(rights)
     values, vectors = torch.linalg.eigh(of_lefts)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT
-    squares, pairs = torch.linalg.eigh(root @ of_rights @ root)  # of the singular values, ascending
+    squares, pairs = torch.linalg.eigh(root @ of_rights @ root)  # squared singular values, ascending
     squares = squares.clamp_min(0)
     sigma, first = squares[:, -1].sqrt(), pairs[:, :, -1]
     scale = sigma.clamp_min(torch.finfo(sigma.dtype).tiny).reciprocal().unsqueeze(1)
     b = (of_rights @ (root @ first.unsqueeze(2))).squeeze(2) * scale.square()
     a = (of_lefts @ b.unsqueeze(2)).squeeze(2) * scale
-    b, a = b.abs(), a.abs()  # of one sign, but for rounding
+    b, a = b.abs(), a.abs()  # one sign, up to rounding
     left, of_left = _combine(lefts, b, terms, 0)
     right, of_right = _combine(rights, a * sigma.unsqueeze(1), terms, 1)
     total = squares.sum()

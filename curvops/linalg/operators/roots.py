@@ -1,4 +1,4 @@
-"""Roots of an operator: the Cholesky factor with the least jitter, Ritz pairs, and products with A^-½."""
+"""Roots of an operator: the Cholesky factor with the smallest jitter, Ritz pairs, and products with A^-½."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from curvops.linalg.spectra.lanczos import lanczos
 
 
 def cholesky_factor(operator: LinearOperator) -> Tensor:
-    """Return the Cholesky factor L; a matrix singular to rounding gets the least jitter that makes it definite.
+    """Return the Cholesky factor L; a matrix singular to rounding gets the smallest jitter that makes it definite.
 
     The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the whole
-    variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefinite where
+    variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefinite if
     that is not enough.
     """
     dense: Tensor = operator._dense()
@@ -58,7 +58,7 @@ def multiply_inverse_root(operator: LinearOperator, right: Tensor, left: Tensor 
 
 
 def _inverse_root(operator: LinearOperator) -> Callable[[Tensor], Tensor]:
-    """Return the map B -> A^-½ B: dense where A is small, else its closed form's, else by contour quadrature."""
+    """Return the map B -> A^-½ B: dense if A is small, otherwise by its closed form or by contour quadrature."""
     if operator._is_small:
         root: Callable[[Tensor], Tensor] = inverse_root(operator._dense()).matmul
         return root
@@ -70,7 +70,7 @@ def _inverse_root(operator: LinearOperator) -> Callable[[Tensor], Tensor]:
 
 
 def multiply_inverse_roots(members: list[Any], batch: torch.Size, right: Tensor, left: Tensor | None) -> Any:
-    """Return the answer of `multiply_inverse_root` for a batch of large operators, one after the other."""
+    """Return the result of `multiply_inverse_root` for a batch of large operators, one after the other."""
 
     def expand(given: Tensor) -> Tensor:
         return given.expand(*batch, *given.shape[-2:]).flatten(0, -3)

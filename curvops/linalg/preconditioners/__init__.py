@@ -1,1 +1,1 @@
-"""Approximate inverses, below all solvers."""
+"""Approximate inverses, on a shelf below all solvers."""

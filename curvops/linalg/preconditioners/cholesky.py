@@ -56,9 +56,8 @@ class PivotedCholesky:
     """A partial Cholesky factor, A ≈ F Fᵀ, exact in the rows and columns of the pivots.
 
     A − F Fᵀ is positive semidefinite; ``trace_left`` is its trace, a bound of its largest eigenvalue. ``reason`` is
-    CONVERGED for the rank or accuracy asked for, or where the range of A is exhausted, and RANK_CAPPED where a budget
-    ended the growth.
-    ``matvecs`` counts columns of A, and the diagonal where that takes products.
+    CONVERGED if the requested rank or accuracy was reached or the range of A is exhausted, and RANK_CAPPED if a budget
+    ended the growth. ``matvecs`` counts columns of A, and the diagonal if that takes products.
     """
 
     F: Float[Tensor, "n r"]
@@ -71,11 +70,11 @@ class PivotedCholesky:
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
         """Make P = F Fᵀ + shift I (Woodbury, in F Fᵀ's eigenbasis); the shift defaults to that of ``cholesky``.
 
-        With shift 0 the mean eigenvalue left out takes its place outside the range of F. With a positive shift,
+        With shift 0 the mean of the eigenvalues left out takes its place outside the range of F. With a positive shift,
         P^-½(A + shift)P^-½ has condition number at most 1 + trace_left/shift.
 
         Raises:
-            ValueError: the shift is negative, or zero where F Fᵀ is singular and nothing was left out.
+            ValueError: the shift is negative, or zero although F Fᵀ is singular and nothing was left out.
         """
         shift = self.shift if shift is None else shift
         checked_number("shift", shift, "[0, inf)")
@@ -114,13 +113,16 @@ def cholesky(
 
     Args:
         A: (n, n). A column is read from a tensor or a kernel, and costs one product with any other operator.
-        rank: the number of columns; None stops by the trace left, after 1024 at most.
-        pivoting: "greedy" takes the largest diagonal entry left, one column at a time; "random" draws entries in
-            proportion to the diagonal left, in blocks: it is robust to outliers, and gives the better preconditioner.
-        shift: of the preconditioner; with rank=None columns are added until its condition number is at most 28.
-        rtol: stop when the trace left is at most this share of A's.
-        diagonal: A's diagonal where it is known, as ``co.DiagonalGGN(lin)`` of a GGN; else it may take n products.
-        memory_budget: bytes for F and its orthonormal basis, which caps the rank; None takes the rest of the budget of
+        rank: the number of columns; None stops by the remaining trace, after at most 1024.
+        pivoting: "greedy" uses the largest remaining diagonal entry, one column at a time; "random" draws entries in
+            proportion to the remaining diagonal, in blocks: it is robust to outliers, and gives the better
+            preconditioner.
+        shift: the shift of the preconditioner; with rank=None columns are added until its condition number is at most
+            28.
+        rtol: stop when the remaining trace is at most this share of A's.
+        diagonal: A's diagonal if it is known, such as ``co.DiagonalGGN(lin)`` of a GGN; otherwise it may take n
+            products.
+        memory_budget: bytes for F and its orthonormal basis, which limit the rank; None is the rest of the budget of
             the linearisation behind A.
         progress: as in `cg`.
 
@@ -156,7 +158,7 @@ def cholesky(
 
 
 def _scale(diagonal: Tensor) -> float:
-    """Return the largest entry of a diagonal; raise where it is not finite or negative."""
+    """Return the largest entry of a diagonal; raise an error if it is not finite or negative."""
     ends = torch.stack([diagonal.amin(), diagonal.amax()]).cpu()
     check_finite(ends, "the diagonal of A")
     low, high = ends.tolist()
@@ -166,7 +168,7 @@ def _scale(diagonal: Tensor) -> float:
 
 
 def _aim(trace: float, rank: int | None, shift: float, rtol: float | int | None) -> float:
-    """Return the trace that may be left."""
+    """Return the trace that may remain."""
     by_share = 0.0 if rtol is None else float(rtol) * trace
     by_condition = (MOST_CONDITION - 1) * shift if rank is None and rtol is None else 0.0
     return max(by_share, by_condition)
@@ -183,7 +185,7 @@ class _Factor(NamedTuple):
 def _grow(
     A: Matrix, left: Tensor, limit: int, block: int, aim: float, scale: float, generator: torch.Generator | None
 ) -> _Factor:
-    """Add columns in blocks up to ``limit``, the aim, or rounding. One small transfer a block."""
+    """Add columns in blocks up to ``limit``, the goal, or rounding, at one small transfer per block."""
     n = len(left)
     F = empty_block(left, min(limit, FIRST_ROOM))
     floor = n * torch.finfo(left.dtype).eps * scale
@@ -196,7 +198,7 @@ def _grow(
         else:
             chosen = draw_positions(left, min(block, limit - r), generator)
         G = axpy(columns_of(A, chosen).clone(), F[:, :r], -entries(F[:, :r], chosen).mT)
-        # The rows of earlier pivots vanish where A is symmetric.
+        # The rows of earlier pivots vanish if A is symmetric.
         strays = entries(G, torch.cat(pivots)) if pivots else G[:0]
         spent += len(chosen)
         core = torch.cat([entries(G, chosen), left[chosen].unsqueeze(1)], 1).double().cpu()
@@ -235,7 +237,7 @@ def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype
     if not bool(gap <= math.sqrt(torch.finfo(dtype).eps) * scale):
         raise ValueError(
             f"the diagonal and the columns of A differ by {float(gap):.3e}, where the largest entry is {scale:.3e}. "
-            "Give the exact diagonal, not an estimate, and a symmetric deterministic A."
+            "Pass the exact diagonal, not an estimate, and a symmetric deterministic A."
         )
 
 

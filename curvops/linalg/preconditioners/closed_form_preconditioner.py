@@ -21,7 +21,7 @@ METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "m
 class ClosedFormPreconditioner(FilteredPreconditioner):
     """An operator P whose solves, symmetric inverse root and log-determinant have a closed form.
 
-    `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, where one is known.
+    `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, if one is known.
     """
 
     operator: LinearOperator
@@ -31,7 +31,7 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
     least: float | None = None
 
     def floor(self, level: float) -> float:
-        """Return the lower bound that is known, or ``level`` over the largest eigenvalue of P."""
+        """Return the known lower bound, or ``level`` over the largest eigenvalue of P."""
         return super().floor(level) if self.least is None else self.least
 
     def logdet(self) -> Float[Tensor, ""]:
@@ -39,7 +39,7 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
         return self.form.logdet().detach()
 
     def bounds(self) -> tuple[float, float]:
-        """Return the extreme eigenvalues where the form has its spectrum, else 0 and the trace of P."""
+        """Return the extreme eigenvalues if the form has its spectrum, otherwise 0 and the trace of P."""
         return self.extremes
 
     def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
@@ -51,11 +51,11 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
 
 
 def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditioner:
-    """Make P ≈ A + μI a preconditioner for any solver and for ``logdet``: ``KFAC(lin).add_diagonal(μ)``, say.
+    """Make P ≈ A + μI, such as ``KFAC(lin).add_diagonal(μ)``, a preconditioner for any solver and for ``logdet``.
 
-    Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a
-    positive definite tensor, which is factorised, or a preconditioner, which is returned. A solver multiplies by an
-    operator given as ``preconditioner``, which must then be P⁻¹; here the operator is P.
+    P is an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a positive
+    definite tensor, which is factorised, or a preconditioner, which is returned. Solvers multiply by an operator
+    passed as ``preconditioner``, which must then be P⁻¹; here the operator is P.
 
     Raises:
         TypeError: no closed form of P is known.
@@ -74,7 +74,7 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     if form is None:
         raise TypeError(
             f"no closed form of this {type(P).__name__} of {n} rows is known (a low rank needs add_diagonal(shift)); "
-            "sketch it with nystrom or cholesky instead, or give its tensor if it is small."
+            "sketch it with nystrom or cholesky instead, or pass its tensor if it is small."
         )
     form.require_definite()
     spectrum = getattr(form, "spectrum", None)

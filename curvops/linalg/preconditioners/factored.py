@@ -1,8 +1,8 @@
 """Preconditioners P ≈ A + μI with a square root, a log-determinant and bounds of the spectrum besides P⁻¹.
 
-``cg`` needs ``P @ V`` alone; a preconditioned log-determinant needs the rest. ``nystrom``, ``cholesky``,
-``block_jacobi`` and ``diagonal_preconditioner`` make them, ``as_preconditioner`` turns an operator or a small matrix
-into one.
+``cg`` needs only ``P @ V``; a preconditioned log-determinant needs the rest. ``nystrom``, ``cholesky``,
+``block_jacobi`` and ``diagonal_preconditioner`` make them, and ``as_preconditioner`` turns an operator or a small
+matrix into one.
 
 >>> import torch
 >>> from curvops.linalg import Diagonal, as_preconditioner
@@ -31,7 +31,7 @@ class FactoredPreconditioner(Protocol):
 
     @property
     def matvecs(self) -> int:
-        """Products with A that were spent on making P."""
+        """The number of products with A spent on making P."""
 
     def __matmul__(self, V: Vectors, /) -> Vectors:
         """Return P⁻¹V."""
@@ -70,7 +70,7 @@ class FilteredPreconditioner(ABC):
         return shaped_as(self._filtered(torch.sqrt, as_columns(V)), V)
 
     def floor(self, level: float) -> float:
-        """Return level over the largest eigenvalue of P, since of B itself only B ≥ level is known."""
+        """Return level over the largest eigenvalue of P, since only B ≥ level is known about B itself."""
         return level / self.bounds()[1]
 
     @abstractmethod
@@ -79,7 +79,7 @@ class FilteredPreconditioner(ABC):
 
     @abstractmethod
     def bounds(self) -> tuple[float, float]:
-        """Return a lower and an upper bound of the eigenvalues of P, attained where they are known."""
+        """Return a lower and an upper bound of the eigenvalues of P, attained if they are known."""
 
     @abstractmethod
     def _filtered(self, function: ScalarFunction, V: Float[Vectors, "n k"]) -> Float[Vectors, "n k"]:

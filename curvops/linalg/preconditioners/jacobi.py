@@ -55,9 +55,9 @@ class DiagonalPreconditioner(FilteredPreconditioner):
 
 
 def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int = 0.0) -> DiagonalPreconditioner:
-    """Make P = diag(A) + shift I for a matrix or operator A (n, n) or its diagonal (n,), maybe an estimate.
+    """Make P = diag(A) + shift I for a matrix or operator A (n, n) or its diagonal (n,), possibly an estimate.
 
-    Its cost is that of A's diagonal: n products for an operator without a cheaper way, which are counted.
+    It costs A's diagonal: n products for an operator without a cheaper way, which are counted.
 
     Raises:
         ValueError: A is neither square nor a vector, or an entry is not finite.
@@ -79,7 +79,7 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
 
 @dataclass(frozen=True, eq=False)
 class EqualBlocks:
-    """A group of g diagonal blocks of one size s, each by its eigendecomposition."""
+    """A group of g diagonal blocks of one size s, each with its eigendecomposition."""
 
     positions: Int[Tensor, "g s"]
     vectors: Float[Tensor, "g s s"]
@@ -88,7 +88,7 @@ class EqualBlocks:
 
 @dataclass(frozen=True, eq=False)
 class BlockPreconditioner(FilteredPreconditioner):
-    """A block-diagonal P, each block by its eigendecomposition; blocks of one size are multiplied together."""
+    """A block-diagonal P, each block with its eigendecomposition; blocks of one size are multiplied at once."""
 
     groups: tuple[EqualBlocks, ...]
     matvecs: int = 0
@@ -119,7 +119,7 @@ def block_jacobi(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> BlockPreconditioner:
-    """Make P = the diagonal blocks of A + shift I, each factorised.
+    """Make P from the diagonal blocks of A + shift I, each factorised.
 
     Args:
         A: (n, n), positive semidefinite.
@@ -127,7 +127,7 @@ def block_jacobi(
         memory_budget: bytes for the blocks, which hold Σ s² numbers.
         progress: as in `cg`.
 
-    The blocks of a tensor are read off; any other A costs one product for each column, n in all, since a product
+    The blocks of a tensor are read from it. Any other A costs one product for each column, n in total, since a product
     with several blocks at once would mix their contributions. For the layers of a network
     ``as_preconditioner(co.BlockDiagonal(lin).add_diagonal(prior))`` is cheaper.
 
@@ -168,12 +168,12 @@ def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor
             start += len(sets[-1])
         found = partition(sets, device)
     if found.size != n:
-        raise ValueError(f"the blocks hold {found.size} positions, A has {n} rows.")
+        raise ValueError(f"the blocks have {found.size} positions, but A has {n} rows.")
     return [torch.arange(p.start, p.stop, device=device) if isinstance(p, range) else p.to(device) for p in found.parts]
 
 
 def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
-    """Read or multiply blocks of one size, and factorise them in float64."""
+    """Read or compute blocks of one size, and factorise them in float64."""
     g, s = positions.shape
     if isinstance(A, Tensor):
         dense = A.detach()[positions.unsqueeze(2), positions.unsqueeze(1)]
@@ -192,6 +192,6 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
     if not bool(values[worst, 0] > rounding[worst]):
         raise NotPositiveSemidefinite(
             f"the block that starts at position {int(positions[worst, 0])} is not positive definite to working "
-            f"precision: an eigenvalue is {float(values[worst, 0]):.3e}. Give a larger shift (the prior precision)."
+            f"precision: an eigenvalue is {float(values[worst, 0]):.3e}. Pass a larger shift (the prior precision)."
         )
     return EqualBlocks(positions, vectors.to(dense), values.to(dense))

@@ -42,18 +42,18 @@ from curvops.progress import Progress, at_work
 FIRST_RANK = 8
 MOST_RANK = 1024
 KEPT = 3
-"""The number of n × rank arrays that are held at once."""
+"""The number of n × rank arrays in memory at once."""
 KEPT_TOGETHER = 32
-"""Products that a sketch with a checkpoint makes between two saves."""
+"""The number of products that a sketch with a checkpoint makes between two saves."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Nystrom(Summarised):
     """A Nyström approximation G ≈ U diag(eigenvalues) Uᵀ, U orthonormal, eigenvalues positive and descending.
 
-    ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 where the sketch exhausted
-    the range. ``reason`` is CONVERGED for the rank asked for or chosen, RANK_CAPPED where a budget ended the growth.
-    ``history`` has a row for each rank that was tried: the products, and the smallest eigenvalue found (0 for none).
+    ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 if the sketch exhausted the
+    range. ``reason`` is CONVERGED for the given or chosen rank, RANK_CAPPED if a budget ended the growth. ``history``
+    has a row for each rank that was tried: the products, and the smallest eigenvalue found (0 for none).
     """
 
     U: Float[Vectors, "n r"]
@@ -65,13 +65,13 @@ class Nystrom(Summarised):
     history: Float[Tensor, "ranks 2"]
 
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
-        """Make P = (Ĝ + μI)/μ for G + μI from this Ĝ; the shift μ defaults to the one the rank was chosen for.
+        """Make P = (Ĝ + μI)/μ for G + μI from this Ĝ; the shift μ defaults to the one for which the rank was chosen.
 
-        With E = G − Ĝ the preconditioned condition number is at most 1 + ‖E‖/μ. (Frangella, Tropp & Udell scale by
-        τ + μ in place of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; so does this where μ = 0.) Rank 0 gives the identity.
+        With E = G − Ĝ the preconditioned condition number is at most 1 + ‖E‖/μ. (Frangella, Tropp & Udell scale by τ
+        + μ instead of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; this is used if μ = 0.) Rank 0 gives the identity.
 
         Raises:
-            ValueError: the shift is negative, or zero where the approximation is exhausted (P would be singular).
+            ValueError: the shift is negative, or zero although the approximation is exhausted (P would be singular).
         """
         shift = self.shift if shift is None else shift
         if not shift >= 0:
@@ -101,15 +101,15 @@ def nystrom(
 ) -> Nystrom:
     """Approximate positive semidefinite A from ``rank`` products with random vectors.
 
-    With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
-    products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
-    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, else the
-    rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``, a folder, keeps the
-    state, from which a killed run continues, and the result.
+    With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until a
+    larger one costs more than the products that it would save a CG solve of A + shift I with ``rhs`` right-hand
+    sides; earlier products are kept. Three n × rank arrays are in memory meanwhile; ``memory_budget`` (bytes) limits
+    them, by default the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``,
+    a folder, keeps the state, from which a killed run continues, and the result.
 
     Raises:
-        ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative, or the
-            checkpoint is of another problem.
+        ValueError: A is not square or not symmetric, rank, shift, rhs, max_rank or memory_budget is negative, or the
+            checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
 
@@ -144,10 +144,10 @@ def grow(
     known_psd: bool = False,
     kept: Checkpoint = NOTHING,
 ) -> Nystrom:
-    """Sketch up to ``rank``, or until more does not pay, within ``limit`` products and the memory.
+    """Sketch up to ``rank``, or until more does not pay off, within ``limit`` products and the memory.
 
-    Earlier products are kept. ``satisfied(U, eigenvalues)`` replaces the test of whether doubling pays. ``known_psd``:
-    see `negligible_size`.
+    Earlier products are kept. ``satisfied(U, eigenvalues)`` replaces the test of whether doubling pays off. For
+    ``known_psd`` see `negligible_size`.
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
@@ -193,14 +193,14 @@ def grow(
 def negligible_size(eps: float, known_psd: bool) -> float:
     """Return the size of a negative eigenvalue, relative to the matrix, that rounding explains.
 
-    The products of an operator that is positive semidefinite by construction may round by far more than their own
-    size (near p = 1 a softmax multiplies large derivatives by the small 1 − p): for it, the root of the precision.
+    Products of an operator that is positive semidefinite by construction may round by far more than their own size
+    (near p = 1 a softmax multiplies large derivatives by the small 1 − p); for it, this is the root of the precision.
     """
     return math.sqrt(eps) if known_psd else 100 * eps
 
 
 def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
-    """Return U, the eigenvalues above rounding, and whether some fell below: then the range of A is exhausted."""
+    """Return U, the eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
     if not math.isfinite(size):

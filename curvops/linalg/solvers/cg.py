@@ -62,7 +62,7 @@ SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
 STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed", "renewals")
 MOST_RENEWALS = 4
-"""The number of times that a column may restart; no consistent system was seen to take more than two."""
+"""How often a column may restart; no consistent system was seen to need more than two."""
 DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
 
@@ -83,38 +83,38 @@ def cg(
     progress: Progress = None,
     checkpoint: Place | None = None,
 ) -> Solution:
-    """Solve A x = b for every column b of B; failures come back as reasons, never as answers.
+    """Solve A x = b for every column b of B; failures are returned as reasons, never as solutions.
 
     Args:
         A: (n, n), symmetric positive definite.
         B: (n,) or (n, K). Columns may be zero, dependent, of any scale, or more than n.
         preconditioner: M⁻¹ as an object with ``@``, a matrix, or a function on blocks (n, k).
-        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖. 0 asks for the best that the
-            dtype allows.
-        maxiter: most block products; by default 10 n, at least 100, at most 10 000.
-        x0: initial guess, shaped as B.
+        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖; 0 means the best accuracy that
+            the dtype allows.
+        maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000.
+        x0: initial guess, with the shape of B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         block: share the search directions of all columns; False gives K textbook recurrences that share the product.
-        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64. True
-            solves for corrections in A's dtype; torch.float32 in ``A.to(torch.float32)``, so that of the products with
-            a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
-        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None takes the rest of the budget of the linearisation behind A.
-        progress: None shows a bar of the products on a terminal after two seconds, True wherever standard error leads,
-            False nothing at all. A function (what, products so far, total or None) is called after each product.
-        checkpoint: a folder for the state of the iteration, every half minute at most: after a crash the same call,
-            with an equal preconditioner, continues from there and ends with the same bits. It keeps the solution, too.
-            Not with ``refine``.
+        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``; the solution is float64. True
+            solves for corrections in A's dtype. torch.float32 solves for them in ``A.to(torch.float32)``, so that a
+            float64 operator needs only ``exact_matvecs`` products in float64, one per column and four digits.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
+            None is the rest of the budget of the linearisation behind A.
+        progress: None shows a bar of the products on a terminal after two seconds, True always on standard error, False
+            never. A function (description, products so far, total or None) is called after each product.
+        checkpoint: a folder for the state of the iteration, written at most every half minute. After a crash the same
+            call, with an equal preconditioner, continues from there and gives bitwise the same solution, which the
+            folder keeps, too. Not with ``refine``.
 
     Returns:
-        A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
-        recomputed every 50 iterations and at its end, one product each.
+        A Solution; ``x`` has the shape of B. One iteration costs one product per active column. Each column's
+        residual is recomputed every 50 iterations and at its end, by one product each.
 
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64 (half precision is for storage: solve with
             ``A.to(torch.float32)``, which loses nothing).
         ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, refine is
-            a dtype other than these, or the checkpoint is of another problem.
+            another dtype, or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
@@ -162,7 +162,7 @@ def _solve(
     goal: Goal,
     first: int = 0,
 ) -> Solution:
-    """Iterate on columns of unit norm, the first of them `first` among all."""
+    """Iterate on columns of unit norm, the first of which is column `first` of all."""
     kept = named_part(f"columns-{first}-{B.shape[1]}", B.device)
     if kept.done:
         return kept.result(Solution)
@@ -176,8 +176,8 @@ def _solve(
 class ConjugateGradients:
     """The iteration on K systems with right-hand sides of unit norm; columns in ``active`` have no reason yet.
 
-    ``x``, ``r`` are the active columns; ``records`` holds the best answer of every column, by true residual. Numbers
-    per column are Python lists on the host, read once per iteration.
+    ``x`` and ``r`` are the active columns; ``records`` holds the best solution of every column, by true residual.
+    Numbers per column are Python lists on the CPU, read once per iteration.
     """
 
     def __init__(
@@ -201,16 +201,16 @@ class ConjugateGradients:
         self.eps = torch.finfo(self.B.dtype).eps
         self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
         self.nearest = list(self.records.best)
-        """The least backward error of each column."""
+        """The smallest backward error of each column."""
         self.checked = [math.inf] * K
-        """The least residual of each column in checks that showed drift; `strikes`: how often none was halved."""
+        """The smallest residual of each column in checks that showed drift; `strikes`: how often none was halved."""
         self.strikes = [0] * K
         self.drifted = [False] * K
         self.last: Step | None = None
         self.null_met = False
         """Whether a direction was left out of a step because its image is only rounding."""
         self.renewed = list(self.active)
-        """Columns whose directions are their residuals, conjugate to nothing."""
+        """Columns whose directions are their residuals, and so conjugate to nothing."""
         self.renewals = [0] * K
 
     def solve(self) -> None:
@@ -288,10 +288,11 @@ class ConjugateGradients:
         return Z if step is None else self.directions.conjugate(Z, step)
 
     def repair(self, step: Step) -> Step:
-        """Take a step along its safe directions alone; columns without one restart, or stop.
+        """Take a step along its safe directions only; columns without one restart, or stop.
 
         Conjugation may leave only rounding of a residual that A can still reduce, after a direction of nearly no
-        curvature has made it larger: then the column restarts. Where the residual itself is such a direction, it stops.
+        curvature has made it larger: then the column restarts. If the residual itself is such a direction, the column
+        stops.
         """
         step, failed = self.directions.repair(step, self.r, self.norm_A)
         again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
@@ -312,7 +313,7 @@ class ConjugateGradients:
         return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
 
     def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
-        """Transfer residual norms, soundness of the step and overlap of the directions, once an iteration."""
+        """Transfer residual norms, soundness of the step and overlap of the directions, once per iteration."""
         overlap = self.directions.overlap(P)
         sound = torch.ones((), device=P.device) if step is None else step.sound.all()
         k = self.r.shape[1]
@@ -326,7 +327,7 @@ class ConjugateGradients:
         return [j for j, value in enumerate(recursion) if not value > self.records.trigger]
 
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> bool:
-        """Compare with the true residual; give reasons to columns that stop. True if a residual was replaced."""
+        """Compare with the true residual; give reasons to columns that stop. Return True if a residual was replaced."""
         records, index = self.records, torch.tensor(positions)
         x, r = columns(self.x, index), columns(self.r, index)
         image = self.multiply(x)
@@ -357,13 +358,13 @@ class ConjugateGradients:
         return bool(replaced)
 
     def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
-        """Return the largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
+        """Return the largest of |xᵀAq − (Ax)ᵀq| over the last directions q, without spending a product."""
         if self.last is None or not self.last.Q.shape[1]:
             return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
         return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
-        """Remember the answer if it is the best, and whether it is a gain."""
+        """Store the solution if it is the best, and return whether it is a gain."""
         # The residual may first grow by √κ while the error shrinks: the backward error shows progress then.
         best = self.records.best[column]
         if residual < 0.99 * best or backward < 0.99 * self.nearest[column]:
@@ -375,7 +376,7 @@ class ConjugateGradients:
     def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
         """Return a reason to stop: converged, or checks that show drift and did not halve the residual.
 
-        At the rounding level one such check is enough, elsewhere it takes three in a row.
+        At the rounding level one such check is enough; elsewhere it takes three in a row.
         """
         if not math.isfinite(residual):
             return Reason.NON_FINITE
@@ -390,7 +391,7 @@ class ConjugateGradients:
         return Reason.STAGNATION if self.records.idle(column) > self.records.patience else None
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """Return the reason of a stop, from the best true residual and the least backward error."""
+        """Return the reason of a stop, from the best true residual and the smallest backward error."""
         records = self.records
         best, least = records.best[column], min(records.backward[column], self.nearest[column])
         if best <= records.rtol:
@@ -411,7 +412,7 @@ class ConjugateGradients:
         self.shrink()
 
     def shrink(self) -> Tensor:
-        """Drop the columns that have a reason; return the active positions kept."""
+        """Drop the columns that have a reason; return the active positions that remain."""
         kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
         index = torch.tensor(kept, dtype=torch.long)
         if len(kept) < len(self.active):
@@ -437,7 +438,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Directions(ABC):
-    """The small algebra of a step: the energy's minimum over the directions, and the next ones conjugate to them.
+    """The small algebra of a step: the energy's minimum over the directions, and the next conjugate directions.
 
     Curvature below ``noise`` ‖A‖ is rounding.
     """
@@ -446,7 +447,7 @@ class Directions(ABC):
 
     @abstractmethod
     def overlap(self, P: Vectors) -> Tensor:
-        """Return the numbers that ``basis`` needs of P, which go to the host with the residual norms."""
+        """Return the numbers that ``basis`` needs of P, which go to the CPU with the residual norms."""
 
     @abstractmethod
     def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
@@ -472,10 +473,10 @@ class Directions(ABC):
 def classify_directions(
     curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which directions are sound, which prove A not positive definite, which are null to rounding.
+    """Return which directions are sound, which prove that A is not positive definite, and which are null to rounding.
 
-    For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction of no curvature has no image. An image without
-    curvature therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
+    For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction of no curvature has no image. An image without curvature
+    therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
     """
     finite = torch.isfinite(curvature) & torch.isfinite(image)
     floor = noise * norm_A

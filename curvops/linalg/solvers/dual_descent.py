@@ -44,7 +44,7 @@ MOST_HALVINGS = 20
 VECTORS = 8
 """Working vectors per right-hand side, temporaries included."""
 PATIENCE = 20, 400
-"""The epochs, and the steps, without a residual lower by a hundredth after which the descent ends."""
+"""The epochs, and the steps, after which the descent ends unless the residual fell by a hundredth."""
 
 
 def dual_descent(
