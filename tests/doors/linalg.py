@@ -193,7 +193,11 @@ DOORS = [
                 TypeError,
                 "torch.complex128",
             ),
-            "two dtypes": (lambda: solve(torch.eye(4), torch.ones(4).double()), TypeError, "one real floating dtype"),
+            "two dtypes": (
+                lambda: solve(torch.eye(4), torch.ones(4).double()),
+                TypeError,
+                "one real floating-point dtype",
+            ),
         },
     ),
     Door(

@@ -237,13 +237,13 @@ class _Part:
         return self.B * float(run.weights.sum()) - run.R * residual - run.damped
 
     def _bounds(self, k: int) -> tuple[float, float]:
-        """Return the ends of the spectrum that column k has seen."""
+        """Return the ends of the spectrum that column k has found so far."""
         low, high, residual = self.run.ends(k)
         near = NEAR_ZERO * self.eps * self.size
         if low < (self.bound or 0.0) - near:
             raise NotPositiveSemidefinite(
                 f"A has an eigenvalue below {low:.3e}, less than the lower bound {self.bound or 0.0:.3e} of its "
-                "spectrum. Add a prior (add_diagonal), or give a smaller lower_bound."
+                "spectrum. Add a prior (add_diagonal), or pass a smaller lower_bound."
             )
         self.resolved[k] = residual <= max(0.1 * low, near)
         return self.bound or max(low - residual, 0.0), max(high, self.rule.low)
@@ -268,13 +268,13 @@ class _Part:
         return truncation, quadrature
 
     def _finish(self) -> Tensor:
-        """Compute the value; return its rounding error, by one product a column that shows the recurrences' drift."""
+        """Compute the value; return its rounding error, by one product per column that shows the recurrences' drift."""
         run = self.run
         image = self.multiply(run.weighted)
         drift, sizes = norm(image - self._image()).cpu(), norm(run.weighted).cpu()
         self.value = run.weighted if self.inverse else image
         added = torch.zeros_like(drift) if self.inverse else drift / norm(image).cpu()
-        # The drift acts as a change of A of the same norm; of A^½ b = A (A^-½ b) it is an error as well.
+        # The drift acts as a change of A of the same norm; for A^½ b = A (A^-½ b) it is an error as well.
         for k in range(len(drift)):
             level = max(ROUNDING * self.eps * self._bounds(k)[1], float(drift[k] / sizes[k]))
             sound = math.isfinite(level) and not bool(run.failed[k])
@@ -283,10 +283,10 @@ class _Part:
 
 
 class MultiShift:
-    """Σ w x_σ for K unit columns b in lock-step, and what certifies it; scalars are (S, K) or (K,) float64 on the host.
+    """The sum Σ w x_σ for K unit columns b in lock-step, with its error; scalars are (S, K) or (K,) float64 on the CPU.
 
-    ``weighted`` is Y = Σ w x_σ and ``damped`` Σ w σ x_σ; ``solutions`` holds the x_σ where ``keep`` asks for them.
-    By the recurrences A Y = Σ w b − Σ w ζ R − ``damped``; a product with A tells how far they have drifted.
+    ``weighted`` is Y = Σ w x_σ and ``damped`` Σ w σ x_σ; ``solutions`` holds the x_σ with ``keep``. By the recurrences
+    A Y = Σ w b − Σ w ζ R − ``damped``; a product with A shows how far they have drifted.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class MultiShift:
         self.squared = inner(self.R, self.R)
         self.squared_host = self.squared.cpu()
         self.alpha, self.beta = torch.ones(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
-        # Numbers, for so many small tensors between the vectors of a step would hold on to the vectors' memory.
+        # Numbers: small tensors between the vectors of a step would hold on to the vectors' memory.
         self.alphas: list[list[float]] = []
         self.betas: list[list[float]] = [[0.0] * K]
         self.active = torch.ones(K, dtype=torch.bool)
@@ -315,7 +315,7 @@ class MultiShift:
         return len(self.alphas)
 
     def _multiplied(self, base: Float[Vectors, "n K"]) -> Float[Vectors, "n K"]:
-        """Return A P, zero for columns that are no longer active, which would cost products for nothing."""
+        """Return A P, with zeros for columns that are no longer active, which would waste products."""
         if bool(self.active.all()):
             return self.multiply(base)
         index = self.active.nonzero().squeeze(1)
@@ -324,7 +324,7 @@ class MultiShift:
         return image
 
     def step(self) -> None:
-        """Take one step: a product for each active column, one transfer each way; other columns stay as they are."""
+        """Take one step: a product for each active column, one transfer each way; other columns are unchanged."""
         base, active = self.P[0], self.active.to(self.R.device)
         image = self._multiplied(base) + float(self.shifts[0]) * base
         self.matvecs += int(self.active.sum())
@@ -335,7 +335,7 @@ class MultiShift:
         curvature_host, lengths_host, squared_host = torch.stack([curvature, lengths, squared]).cpu()
         eps = torch.finfo(self.R.dtype).eps
         if bool((self.active & (curvature_host < -NEAR_ZERO * eps * self.size * lengths_host)).any()):
-            raise indefinite("A is not positive semidefinite: a direction p with p'Ap < 0 was met.")
+            raise indefinite("A is not positive semidefinite: a direction p with p'Ap < 0 was found.")
         sound = torch.isfinite(squared_host) & torch.isfinite(curvature_host)
         broken = self.active & ~(sound & (curvature_host > 0))
         self.failed |= broken & ~sound
@@ -404,7 +404,7 @@ class MultiShift:
         return float(low[0]), float(high[0]), abs(float(vector[-1, 0])) * last
 
     def sensitivity(self, k: int, level: float, inverse: bool) -> float:
-        """Return ‖g(T + E) e₁ − g(T) e₁‖/‖g(T) e₁‖ for a fixed E of size ``level`` and g what the shifts sum up to."""
+        """Return ‖g(T + E) e₁ − g(T) e₁‖/‖g(T) e₁‖ for a fixed E of size ``level`` and the sum g of the shifts."""
         m = int(self.depths[k])
         if not m:
             return math.inf
@@ -428,7 +428,7 @@ class MultiShift:
 
 
 class InverseRootQuadrature(NamedTuple):
-    """Shifts σ > 0 in rising order and weights w > 0, for eigenvalues in [low, high]."""
+    """Shifts σ > 0 in ascending order and weights w > 0, for eigenvalues in [low, high]."""
 
     shifts: Float[Tensor, " S"]
     weights: Float[Tensor, " S"]
@@ -446,7 +446,7 @@ class InverseRootQuadrature(NamedTuple):
 
 
 def inverse_root_quadrature(low: float, high: float, rtol: float) -> InverseRootQuadrature:
-    """Return the rule of fewest nodes whose relative error on [low, high] is at most rtol, or of `MOST_NODES`."""
+    """Return the rule with the fewest nodes whose relative error on [low, high] is at most rtol, or `MOST_NODES`."""
     # 1 − k² must be a number that float64 holds.
     ratio = 1.0 - (1.0 - max(min(low / high, 1.0), SMALLEST_RATIO))
     low = ratio * high

@@ -66,29 +66,29 @@ def dual_descent(
     """Solve (K + noise I) α = y for every column y of B by stochastic gradient steps on the dual objective.
 
     Args:
-        K: (n, n), symmetric positive semidefinite with rows that are cheap: a tensor, or an operator whose
-            ``K[index, :]`` evaluates nothing else (a row of an operator known by its products costs a product).
+        K: (n, n), symmetric positive semidefinite with cheap rows: a tensor, or an operator whose ``K[index, :]``
+            evaluates nothing else (a row of an operator known by its products costs a product).
         B: (n,) or (n, K).
         noise: added to the diagonal.
-        batch_size: rows in a step, drawn without replacement.
-        step_size: β; None takes 1/L, L the smoothness of the sampled objective, estimated by 12 power
-            iterations and the diagonal of one batch. Where the residual grows tenfold it is halved, and the best
-            iterate restored.
+        batch_size: rows per step, drawn without replacement.
+        step_size: β; None is 1/L, with L the smoothness of the sampled objective, estimated by 12 power iterations and
+            the diagonal of one batch. If the residual grows tenfold, the step is halved and the best iterate restored.
         momentum: ρ of Nesterov's method.
         rtol: stop once the true residual, computed after each epoch, is at most rtol ‖y‖. Only a few digits can be
             reached.
-        maxiter: most epochs, 200 by default. An epoch passes over the rows, and reads n of them, as a product does.
-        x0: initial guess, shaped as B.
+        maxiter: the maximum number of epochs, 200 by default. An epoch passes over the rows and reads n of them, as a
+            product does.
+        x0: initial guess, with the shape of B.
         generator: draws the batches.
         callback: called as ``callback(epoch, relative_residuals (K,))``.
-        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None takes the rest of the budget of the linearisation behind K.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
+            None is the rest of the budget of the linearisation behind K.
         progress: as in `cg`.
 
     Returns:
-        A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
-        read as their share of a product. STAGNATION: steps of this size no longer lower the residual. ITERATION_LIMIT:
-        more epochs would.
+        A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, where
+        rows count as their share of a product. STAGNATION: steps of this size no longer lower the residual.
+        ITERATION_LIMIT: more epochs would.
 
     Raises:
         TypeError: K, B or x0 is not of one real dtype, float32 or float64.
@@ -144,7 +144,7 @@ class DualDescent:
         return self.plain(V) + self.options.noise * V
 
     def solve(self) -> None:
-        """Run epochs until every column has converged, the answers no longer change, or the limit is reached."""
+        """Run epochs until every column has converged, the solutions no longer change, or the limit is reached."""
         records, k = self.records, self.B.shape[1]
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
@@ -192,7 +192,7 @@ class DualDescent:
             self.average += share * (self.alpha - self.average)
 
     def inspect(self, alpha: Float[Vectors, "n k"]) -> bool:
-        """Compute the true residuals, a product each; return False where one is not finite or ten times the best."""
+        """Compute the true residuals, a product each; return False if one is not finite or ten times the best."""
         records, k = self.records, self.B.shape[1]
         image = self.multiply(alpha)
         records.matvecs += k

@@ -72,18 +72,18 @@ def lsmr(
     """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; of all minimisers, return the one nearest to x0.
 
     Args:
-        A: (m, n), any shape and rank; its transposed product is needed too.
+        A: (m, n), of any shape and rank; its transposed product is needed, too.
         B: (m,) or (m, K). The columns share the block products and nothing else.
-        damp: the square root of a ridge. Not negative.
+        damp: the square root of a ridge, not negative.
         consistent: require a solution of Ax = b: a minimum with a residual above rtol counts as SINGULAR (as
-            STAGNATION where rounding hides the minimum: in float32, b less than about 1e-4 ‖b‖ outside the range).
+            STAGNATION if rounding hides the minimum: in float32, b less than about 1e-4 ‖b‖ outside the range).
         rtol: a column has converged when ‖b − Ax‖ ≤ rtol ‖b‖ (damp = 0) or ‖Aᵀr − damp² x‖ ≤ rtol ‖A‖ ‖(r, damp x)‖,
             by true products.
-        maxiter: most iterations; by default 10 min(m, n), at least 100, at most 10 000.
-        x0: initial guess, (n,) or (n, K) as B.
+        maxiter: the maximum number of iterations; by default 10 min(m, n), at least 100, at most 10 000.
+        x0: initial guess, (n,) or (n, K) like B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
-        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None takes the rest of the budget of the linearisation behind A.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
+            None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Returns:
@@ -95,7 +95,7 @@ def lsmr(
         TypeError: A, B or x0 is not of one real dtype, float32 or float64.
         ValueError: shapes or devices do not fit, or damp, rtol, maxiter or memory_budget is negative.
 
-    Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the answer's error.
+    Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
     """
     facts = describe(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
@@ -181,13 +181,13 @@ class Bidiagonalisation(ShortRecurrence):
         if operator.damp and r.below is None:
             r = StackedVectors(r.top, zero_block(self.x, K))
         super().__init__(system, norm(r.top), goal)
-        if moved:  # else ‖A‖ is unknown before the first step
+        if moved:  # otherwise ‖A‖ is unknown before the first step
             images, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
             self.norm_A = raise_norm(0.0, images, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
         self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
-        """‖Aᵀr‖ and ‖r‖ of each column's best answer, by true products, damping included; the rounding of ‖Aᵀr‖."""
+        """‖Aᵀr‖ and ‖r‖ of each column's best solution, by true products, damping included; the rounding of ‖Aᵀr‖."""
         self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
         self.within: set[int] = set()
         """Positions whose estimates, by the recurrence, are within the tolerance."""
@@ -279,9 +279,9 @@ class Bidiagonalisation(ShortRecurrence):
     def keep(
         self, column: int, x: Float[Vectors, "n 1"], residual: float, total: float, slope: float, height: float
     ) -> None:
-        """Remember the answer if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, the size of the residual's terms.
+        """Store the solution if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, the size of the residual's terms.
 
-        The residual decides; where residuals agree, as near a minimum that is not zero, the least ‖Aᵀr‖ does.
+        The residual decides; if residuals agree, as near a non-zero minimum, the smallest ‖Aᵀr‖ does.
         """
         records = self.records
         records.measure(column, slope * total)
@@ -304,14 +304,14 @@ class Bidiagonalisation(ShortRecurrence):
         return self.slopes[column] <= self.noise[column] or self.records.normal[column] <= self.records.level
 
     def null(self, column: int) -> bool:
-        """Return whether r is a null vector of Aᵀ: flat, and by half the digits at least.
+        """Return whether r is a null vector of Aᵀ: flat, and by at least half the digits.
 
-        A residual in directions of small singular values is flat long before the least residual is reached.
+        A residual in directions of small singular values is flat long before the smallest residual is reached.
         """
         return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """Return the reason of a stop, from the best answer."""
+        """Return the reason of a stop, from the best solution."""
         if self.is_solved(column):
             return Reason.CONVERGED
         if reason in UNDECIDED and self.records.limited(column):
@@ -330,7 +330,7 @@ class Bidiagonalisation(ShortRecurrence):
 
 @dataclass(eq=False)
 class Bidiagonal(ColumnState):
-    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; else as `QLP`."""
+    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; otherwise like `QLP`."""
 
     alpha: Numbers
     alphabar: Numbers

@@ -63,7 +63,7 @@ from curvops.progress import Progress
 VECTORS = 16
 """Working vectors per right-hand side, temporaries included."""
 WATCHED = 6
-"""Steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
+"""The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
 
 def minres(
@@ -79,34 +79,34 @@ def minres(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Solution:
-    """Solve (A + shift I) x = b for every column b of B, by least squares where there is no solution.
+    """Solve (A + shift I) x = b for every column b of B, by least squares if there is no solution.
 
     Args:
         A: (n, n), symmetric; it may be indefinite or singular.
         B: (n,) or (n, K). The columns share the block product and nothing else.
-        shift: added to the diagonal; of any sign.
+        shift: added to the diagonal, of any sign.
         preconditioner: M⁻¹, symmetric positive definite, as in `cg`.
-        rtol: a column has converged when its true residual is at most rtol ‖b‖. 0 asks for the best the dtype allows.
-        maxiter: most block products; by default 10 n, at least 100, at most 10 000.
-        x0: initial guess, shaped as B.
+        rtol: a column has converged when its true residual is at most rtol ‖b‖; 0 means the best the dtype allows.
+        maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000.
+        x0: initial guess, with the shape of B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
-        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None takes the rest of the budget of the linearisation behind A.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
+            None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Returns:
-        A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b leaves the range), x
-        is the one nearest to x0 (without x0, of least norm) in the preconditioner's metric. Minimisers have at least a
-        third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩ does not hold.
-        An iteration costs one product per active column; a check of the true residual, every 50 iterations and at the
-        end, one more, and one for A r where the residual stagnates.
+        A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b is not in the
+        range), x is the one nearest to x0 (without x0, of smallest norm) in the preconditioner's metric. Minimisers
+        have at least a third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩
+        does not hold. An iteration costs one product per active column; a check of the true residual, every 50
+        iterations and at the end, one more, and one for A r if the residual stagnates.
 
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64.
         ValueError: shapes or devices do not fit, A is not square, the preconditioner is not positive definite, or
             rtol, maxiter or memory_budget is negative.
 
-    Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual where rounding has taken over.
+    Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
@@ -171,19 +171,19 @@ class MinimalResiduals(ShortRecurrence):
         self.origin = as_block(system.X) if system.warm else None
         self.norm_T = self.asymmetry = 0.0
         self.near: set[int] = set()
-        """Positions whose recurrence has come near a null vector."""
+        """Positions whose recurrence is near a null vector."""
         z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
         self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
         self.scalars = QLP.start(beta)
         self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
-        """The coefficients of the answer along wl and w."""
+        """The coefficients of the solution along wl and w."""
         self.metric = to_host(norm(r))[0] / positive(beta)
         """The true residual over its norm in the preconditioner's metric, which the recurrence minimises."""
 
     def in_metric(self, r: Vectors) -> tuple[Vectors, Numbers]:
-        """Return M⁻¹r and, on the host, the norm of r in that metric."""
+        """Return M⁻¹r and, on the CPU, the norm of r in that metric."""
         if self.precondition is None:
             return r, to_host(norm(r))[0]
         z = self.precondition(r)
@@ -222,12 +222,12 @@ class MinimalResiduals(ShortRecurrence):
         if watching:
             self.watch(reflected, beta, height * before)
         self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.started), betan).max()))
-        with np.errstate(all="ignore"):  # decided by true residuals
+        with np.errstate(all="ignore"):  # true residuals decide
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
         c = to_device(coefficients, self.B)
         V.turn(v, c)
         V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
-        # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be checked.
+        # Near a null vector r, x gains errors of eps/rootl along it: earlier solutions must be checked.
         rootl, last_rootl = self.scalars.rootl, self.scalars.last_rootl
         near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * last_rootl)
         last_rootl[near] = rootl[near]
@@ -272,9 +272,9 @@ class MinimalResiduals(ShortRecurrence):
         return checks, restart
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, normal: float) -> None:
-        """Remember the answer if it is the best, by its true residual.
+        """Store the solution if it is the best by its true residual.
 
-        Where the residual is a null vector, lowered only by errors along it, the least ‖Aᵀr‖ decides.
+        If the residual is a null vector, lowered only by errors along it, the smallest ‖Aᵀr‖ decides.
         """
         records = self.records
         best, before = records.best[column], records.normal[column]
@@ -288,7 +288,7 @@ class MinimalResiduals(ShortRecurrence):
             records.normal[column] = normal
 
     def lift(self, positions: Sequence[int], x: Vectors, r: Vectors, which: list[int]) -> list[float]:
-        """Return ‖A z‖/(‖A‖‖z‖), z = M⁻¹r, of some columns, else NaN; remove null vectors from x and r.
+        """Return ‖A z‖/(‖A‖‖z‖), z = M⁻¹r, of some columns, otherwise NaN; remove null vectors from x and r.
 
         In an inconsistent system r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022).
         """
@@ -326,9 +326,9 @@ class MinimalResiduals(ShortRecurrence):
 
 
 def _root(square: Numbers) -> Numbers:
-    """Return √(rᵀM⁻¹r); raise ValueError where it is negative."""
+    """Return √(rᵀM⁻¹r); raise ValueError if the square is negative."""
     if bool((square < 0).any()):
-        raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was met.")
+        raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was found.")
     return np.sqrt(square)
 
 
@@ -369,7 +369,7 @@ class QLP(ColumnState):
 
     @classmethod
     def start(cls, beta: Numbers) -> QLP:
-        """Return the state before the first step, the residuals being of norm beta."""
+        """Return the state before the first step, for residuals of norm beta."""
         minus = np.full_like(beta, -1.0)
         return cls.with_fields(
             beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, last_rootl=np.full_like(beta, np.inf)
@@ -378,8 +378,8 @@ class QLP(ColumnState):
     def advance(self, alfa: Numbers, betan: Numbers, norm_A: float, eps: float) -> tuple[Numbers, Marks]:
         """Advance by a step of Lanczos; return (cr1, sr1, cr2, sr2, ul2, ul, u) and which columns are at an end.
 
-        A column is at an end where the Krylov space is complete, or L_k singular to rounding: then u is 0, which makes
-        x_k the shortest of the minimisers.
+        A column is at an end if the Krylov space is complete, or L_k is singular to rounding: then u is 0, which
+        makes x_k the shortest minimiser.
         """
         dbar = self.dltan
         dlta = self.cs * dbar + self.sn * alfa

@@ -1,4 +1,4 @@
-"""Iterative refinement: corrections solved in the operator's dtype, residuals taken in float64."""
+"""Iterative refinement: corrections solved in the operator's dtype, with residuals in float64."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, Goal], Solution
 class Refinement:
     """Iterative refinement of A X = B: residuals by the float64 matrix ``exact``, corrections in ``dtype``.
 
-    ``X`` is the last answer and ``best`` the best one by true residuals, which are ``last``, relative to b.
+    ``X`` is the last solution and ``best`` the best one by true residuals, which are ``last``, relative to b.
 
     Raises:
-        ValueError: the exact matrix is not of float64, so A has no float64 version.
+        ValueError: the exact matrix is not float64, so A has no float64 version.
     """
 
     def __init__(self, exact: Matrix, dtype: torch.dtype, B: Vectors, X0: Vectors | None) -> None:
@@ -61,7 +61,7 @@ class Refinement:
         self.iterations = self.matvecs = self.exact_matvecs = 0
 
     def solve(self, solver: CorrectionSolver, goal: Goal) -> Solution:
-        """Correct while that halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
+        """Correct as long as that halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
         todo = self.usable.live
         while len(todo):
             todo = self.look(todo, goal.rtol)
@@ -90,7 +90,7 @@ class Refinement:
         return todo[(now > rtol) & (now < 0.5 * before)]
 
     def correct(self, todo: Int[Tensor, " k"], solver: CorrectionSolver, goal: Goal) -> None:
-        """Solve for corrections of these columns, scaled to unit norm, to as many digits as the dtype gives."""
+        """Solve for corrections of these columns, scaled to unit norm, to as many digits as the dtype has."""
         sizes = self.sizes[todo.to(self.sizes.device)]
         unit = columns(self.residual, todo) / sizes
         inner = min(max(self.digits, 0.5 * goal.rtol / float(self.last[todo].amax())), 0.5)
@@ -130,7 +130,7 @@ class Refinement:
 
 
 def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
-    """Return the ‖A‖ of a solve for a correction, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
+    """Return ‖A‖ as estimated by a solve for a correction, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
 
     The products of refinement itself are close to B and show little of ‖A‖.
     """
@@ -139,7 +139,7 @@ def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
 
 
 def _final(last_solve: Reason, met: bool, limited: bool, exhausted: bool) -> Reason:
-    """Return why a column stopped, from how its last correction ended and its residual in float64."""
+    """Return why a column stopped, from the end of its last correction and its residual in float64."""
     if last_solve is Reason.ZERO_RIGHT_HAND_SIDE:
         return last_solve
     if met:

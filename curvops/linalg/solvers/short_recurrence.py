@@ -1,6 +1,6 @@
 """The common part of `minres` and `lsmr`: short recurrences in lock-step, checked by true residuals.
 
-The numbers of each column stand on the host, and so do the reflections of two numbers per column.
+The numbers of each column are on the CPU, and so are the reflections of two numbers per column.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from curvops.linalg.solvers.systems import UnitSystems
 from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Verdict
 
 Numbers: TypeAlias = NDArray[np.float64]
-"""One number per column. On so few numbers NumPy's operations take a quarter of the time of torch's."""
+"""One number per column; on so few numbers NumPy's operations take a quarter of the time of torch's."""
 Marks: TypeAlias = NDArray[np.bool_]
 AnyColumnState = TypeVar("AnyColumnState", bound="ColumnState")
 
 
 def to_host(*values: Tensor) -> Numbers:
-    """Copy numbers per column to the host, one row each: one transfer for all of them."""
+    """Copy numbers per column to the CPU, one row each, in a single transfer."""
     found: Numbers = torch.stack(values).cpu().numpy()
     return found
 
 
 def to_device(values: Numbers, like: Tensor) -> Tensor:
-    """Copy numbers per column to the vectors' device and dtype, without waiting for work under way there."""
+    """Copy numbers per column to the vectors' device and dtype, without waiting for pending work there."""
     return torch.from_numpy(values).to(like.device, like.dtype, non_blocking=True)
 
 
@@ -61,18 +61,18 @@ def reflection(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def ratio(a: Numbers, b: Numbers) -> Numbers:
-    """Return a / b, 0 where b is 0."""
+    """Return a / b, and 0 where b is 0."""
     zero = b == 0
     return np.where(zero, 0.0, a / np.where(zero, 1.0, b))
 
 
 @dataclass(eq=False)
 class ColumnState:
-    """A state of one float64 number per column in each field, on the host."""
+    """A state of one float64 number per column in each field, on the CPU."""
 
     @classmethod
     def with_fields(cls: type[AnyColumnState], **known: Numbers) -> AnyColumnState:
-        """Return the state with these fields, the others 0."""
+        """Return the state with these fields, and 0 in the others."""
         nothing = np.zeros_like(next(iter(known.values())))
         return cls(**{field.name: known.get(field.name, nothing).copy() for field in fields(cls)})
 
@@ -155,15 +155,15 @@ class ShortRecurrence(ABC):
 
     @abstractmethod
     def step(self) -> tuple[set[int], set[int]]:
-        """Take one step; return positions at their end, and those that met NaN or Inf."""
+        """Take one step; return positions at their end, and those that found NaN or Inf."""
 
     @abstractmethod
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
-        """Compute true residuals, remember the best answers; return a check each, and how to restart some."""
+        """Compute true residuals, store the best solutions; return a check for each, and how to restart some."""
 
     @abstractmethod
     def stop(self, column: int, reason: Reason) -> None:
-        """Give a column its reason, by its best answer."""
+        """Give a column its reason, by its best solution."""
 
     @abstractmethod
     def select(self, kept: list[int]) -> None:

@@ -15,7 +15,7 @@
 | symmetric by its tag, or by a test with two products | `minres`      |
 | none of these                                        | `lsmr`        |
 
-The rules stand in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for one operator.
+The rules are in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for one operator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
 
 class Promises(NamedTuple):
-    """The known properties of an operator. ``definite``: solve by CG, with negative curvature an error."""
+    """The known properties of an operator; with ``definite`` it is solved by CG, and negative curvature is an error."""
 
     symmetric: bool
     definite: bool
@@ -69,19 +69,19 @@ class Promises(NamedTuple):
 
 @runtime_checkable
 class TaggedOperator(Protocol):
-    """An operator that declares its own properties."""
+    """An operator that declares its properties."""
 
     def promises(self) -> Promises:
-        """Return the properties known."""
+        """Return the known properties."""
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function block -> A⁻¹ block where there is a closed form."""
+        """Return the function block -> A⁻¹ block if there is a closed form."""
 
     def require_definite(self) -> None:
-        """Raise where a closed form shows that A is singular or indefinite."""
+        """Raise an error if a closed form shows that A is singular or indefinite."""
 
     def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
-        """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None where none pays."""
+        """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None if none pays off."""
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -90,7 +90,7 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 
 def method_for(A: Matrix) -> Method:
-    """Return the method that `solve` takes for A, by the module's table.
+    """Return the method that `solve` uses for A, by the module's table.
 
     The symmetry of a foreign operator costs two products.
     """
@@ -99,16 +99,16 @@ def method_for(A: Matrix) -> Method:
 
 def _method_for(system: System) -> Method:
     first = chosen(routes(system))
-    assert first is not None  # lsmr solves with any matrix
+    assert first is not None  # lsmr works for any matrix
     return cast(Method, first.method)
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
-    """Collect the facts about A that routes follow from: those that decide now, or all (`whole`)."""
+    """Collect the facts about A from which routes follow: those that decide now, or all (`whole`)."""
     square, informed = A.shape[-1] == A.shape[-2], isinstance(A, TaggedOperator)
     form = square and isinstance(A, TaggedOperator) and A.exact_solver() is not None
     known = Promises(False, False)
-    if isinstance(A, TaggedOperator) and (whole or not form):  # which may read numbers from a device
+    if isinstance(A, TaggedOperator) and (whole or not form):  # this may read numbers from a device
         known = A.promises()
     found = System(
         rows=max(A.shape[-2:]),
@@ -139,7 +139,7 @@ def seems_symmetric(A: Matrix) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of a solve: `solve` records a graph for gradients, calling the request itself does not."""
+    """The options of a solve; `solve` records a graph for gradients, while calling the request does not."""
 
     method: Method
     rtol: float | None = None
@@ -152,7 +152,7 @@ class Request:
         """Return A⁻¹ B for B (n,), (n, K) or (..., n, K); A⁺ B for a single rectangular A and B (m,) or (m, K)."""
         square = operator.shape[-1] == operator.shape[-2]
         if not square and (operator.ndim != 2 or rhs.ndim > 2):
-            raise ValueError(f"least squares take one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
+            raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
         tensors = operator.representation()
         if not carries_graph((rhs, *tensors)):
             return self(operator, rhs)
@@ -160,7 +160,7 @@ class Request:
         return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """Solve without a graph, a batch of operators one by one; raise NotConverged where a column failed."""
+        """Solve without a graph, a batch of operators one by one; raise NotConverged if a column failed."""
         if operator.ndim > 2:
             rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
@@ -207,7 +207,7 @@ def solve(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Tensor:
-    """Return A⁻¹ B for B (n,), (n, K) or (..., n, K), or the least-squares solution of least norm for a rectangular A.
+    """Return A⁻¹ B for B (n,), (n, K) or (..., n, K), or the least-squares solution of smallest norm for rectangular A.
 
     Differentiable in B and the tensors inside A, at the cost of one more solve in the backward pass (up to three for
     a rectangular A). The solvers themselves (`cg`, `minres`, `lsmr`) return a `Solution` with residuals and reasons.
@@ -215,25 +215,25 @@ def solve(
     Args:
         A: a tensor or operator; its known properties decide the method, see `method_for`.
         B: the right-hand sides.
-        method: "auto", or one of the table's.
-        rtol: the true relative residual to be reached; None: 1e-6, in float64 1.5e-8.
-        maxiter: most iterations of an iterative method.
-        preconditioner: as in `cg`; without one, an `Operator` gives `cg` its own.
-        memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that is an
-            `Operator`'s own preconditioner; one kept from an earlier solve is used whatever its size. None takes the
+        method: "auto", or one of the table.
+        rtol: the true relative residual to reach; None is 1e-6, and 1.5e-8 in float64.
+        maxiter: the maximum number of iterations of an iterative method.
+        preconditioner: as in `cg`; by default an `Operator` gives `cg` its own.
+        memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch of an
+            `Operator`'s own preconditioner; one kept from an earlier solve is used whatever its size. None is the
             rest of the budget of the linearisation behind A, for both together.
         progress: as in `cg`.
 
     Raises:
         TypeError: A and B are not of one real dtype, float32 or float64.
-        NotConverged: a column was not solved for; the error carries the `Solution` and its reasons.
+        NotConverged: a column failed; the error has the `Solution` and its reasons.
         NotPositiveDefinite: A, a curvature plus a prior or under `cg`, is indefinite. It is also linear_operator's
             NotPSDError. A closed form raises NotPositiveSemidefinite. To solve with an indefinite A, name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     check_choice("method", method, ("auto", *get_args(Method)))
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
-        raise TypeError(f"A and B must have one real floating dtype, got {A.dtype} and {B.dtype}.")
+        raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
     require_precision(A.dtype)
     if not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
@@ -257,7 +257,7 @@ def solve(
 
 
 def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
-    """Return whether the dense matrix is to be used for its gradients, those of eigenvectors for one."""
+    """Return whether the dense matrix is to be used for its gradients, for example those of eigenvectors."""
     return carries_graph((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
 
 

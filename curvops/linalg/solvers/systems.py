@@ -1,4 +1,4 @@
-"""Systems A X = B as solvers take them: checked arguments, columns of unit norm, groups that fit in memory."""
+"""Systems A X = B in the form of the solvers: checked arguments, columns of unit norm, groups that fit in memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(
     """Check that right-hand sides, initial guess and options fit the matrix.
 
     Raises:
-        TypeError: A is of half precision, or B or x0 not of A's dtype.
+        TypeError: A is in half precision, or B or x0 does not have A's dtype.
         ValueError: shapes or devices do not fit, or a limit is negative or not finite.
     """
     m, n, dtype, device = facts
@@ -93,7 +93,7 @@ def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback |
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
-    """Return the limit given, or 10 n, at least 100 and at most 10,000."""
+    """Return the given limit, or 10 n, at least 100 and at most 10,000."""
     return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
 
 
@@ -129,7 +129,7 @@ def as_function(preconditioner: Preconditioner | None) -> Multiply:
 class UnitSystems:
     """The right-hand sides that need a solve, scaled to unit norm, and their places in B.
 
-    A column of B is ``unit * length * height``: in two factors, since the norm itself may overflow.
+    A column of B is ``unit * length * height``: two factors, since the norm itself may overflow.
     """
 
     unit: Float[Vectors, "m k"]
@@ -154,7 +154,7 @@ class UnitSystems:
         return cls(unit / length, X, length, height, usable, X0 is not None)
 
     def records(self, residuals: Tensor, goal: Goal) -> Records:
-        """Return the records at the start, for the residuals of the initial guesses."""
+        """Return the initial records, for the residuals of the initial guesses."""
         level, callback = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0])), goal.callback
         if callback is not None:
             goal = replace(goal, callback=lambda iteration, values: callback(iteration, self.usable.spread(values)))
@@ -198,10 +198,10 @@ def solve_in_groups(
     progress: Progress,
     kept: Checkpoint = NOTHING,
 ) -> Solution:
-    """Run ``solve(B, x0)`` for as many columns at a time as memory has room for, at least one.
+    """Run ``solve(B, x0)`` for as many columns at a time as fit into memory, at least one.
 
-    A column takes ``vectors`` working vectors. x has the shape of B. Where memory still runs out, fewer columns run
-    together.
+    A column needs ``vectors`` working vectors. x has the shape of B. If memory still runs out, fewer columns run at
+    once.
     """
     with torch.no_grad(), at_work(what, None, progress, A):
         start = None if x0 is None else as_columns(x0)
@@ -222,7 +222,7 @@ def _in_groups(
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     found: list[Solution] = []
     X, start, halving = B, 0, Halving("solved for")
-    widths: list[int] = kept.state or [width]  # of the groups so far: a continued run makes the same groups
+    widths: list[int] = kept.state or [width]  # the groups so far: a continued run makes the same groups
     kept.save(lambda: widths, now=True)
 
     def work(start: int, stop: int) -> Solution:
@@ -241,7 +241,7 @@ def _in_groups(
         else:
             X = empty_block(one.x, K) if start == 0 else X
             put(X, start, one.x)
-            found.append(replace(one, x=X))  # its own is freed
+            found.append(replace(one, x=X))  # the solution's own buffer is freed
             start = stop
     return join_solutions(found, X)
 

@@ -21,17 +21,17 @@ Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50
 """Iterations between two checks of the true residual."""
 STEADY = 10
-"""The least number of iterations over which a rate is taken."""
+"""The smallest number of iterations over which a rate is measured."""
 ANSWERED = 0.1
-"""With a residual above this share of b, x is no answer, however small the backward error is."""
+"""With a residual above this share of b, x is not a solution, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
 UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
-"""Reasons that show how the iteration ended, but nothing about the operator."""
+"""Reasons that show how the iteration ended, but say nothing about the operator."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The tolerance of a solve, its most iterations, and the function that is told of each."""
+    """The tolerance of a solve, its maximum number of iterations, and the function called in each."""
 
     rtol: float
     maxiter: int
@@ -39,7 +39,7 @@ class Goal:
 
 
 def precision_limited(residual: float, backward: float, level: float) -> bool:
-    """Return whether an answer is as good as the dtype allows: exact but for rounding, and not just zero."""
+    """Return whether a solution is as good as the dtype allows: exact up to rounding, and not just zero."""
     return backward <= level and residual <= ANSWERED
 
 
@@ -57,13 +57,13 @@ class Verdict(Enum):
 
 
 class Records:
-    """The best answers so far and their quality, a number per column on the host.
+    """The best solutions so far and their quality, a number per column on the CPU.
 
     A recurrence that has ended restarts from the true residual as long as that gains a factor of two, which is
-    iterative refinement in the vectors' own precision. ``X`` holds the best answers by true residuals, which are
-    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``: at ``trigger`` the true one is
-    checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN where they are unknown. A column stops after ``patience`` iterations
-    without a gain of a hundredth.
+    iterative refinement in the vectors' own precision. ``X`` holds the best solutions by true residuals, which are
+    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``; at ``trigger`` the true
+    residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN where unknown. A column stops after ``patience``
+    iterations without a gain of a hundredth.
     """
 
     def __init__(self, X: Vectors, residuals: list[float], level: float, goal: Goal) -> None:
@@ -101,12 +101,12 @@ class Records:
         return self.iteration - self.gained[column]
 
     def measure(self, column: int, size: float) -> None:
-        """Note a gain of a hundredth since the last one; slow progress adds up to it."""
+        """Record a gain of a hundredth since the last one; slow progress adds up to it."""
         if size < 0.99 * self.mark[column]:
             self.mark[column], self.gained[column] = size, self.iteration
 
     def keep(self, column: int, x: Vectors, residual: float, backward: float) -> None:
-        """Remember this answer as the best."""
+        """Store this solution as the best."""
         self.best[column], self.backward[column] = residual, backward
         put(self.X, column, x)
 
@@ -122,11 +122,11 @@ class Records:
         return Verdict.CONTINUE
 
     def limited(self, column: int) -> bool:
-        """Return whether the best answer is as good as the dtype allows."""
+        """Return whether the best solution is as good as the dtype allows."""
         return precision_limited(self.best[column], self.backward[column], self.level)
 
     def stop(self, column: int, reason: Reason) -> None:
-        """Set a column's reason from its best answer and that answer's backward error."""
+        """Set a column's reason from its best solution and that solution's backward error."""
         if self.best[column] <= self.rtol:
             reason = Reason.CONVERGED
         elif reason in UNDECIDED and self.limited(column):
@@ -154,7 +154,7 @@ class Records:
         return note if left == math.inf else f"{note}, {time_left(left / (self.iteration - first), since)}"
 
     def record(self, active: Sequence[int], estimates: Sequence[float]) -> None:
-        """Add a row to the history and show it to the callback."""
+        """Add a row to the history and pass it to the callback."""
         for column, value in zip(active, estimates):
             self.current[column] = value
         self.history.append(list(self.current))

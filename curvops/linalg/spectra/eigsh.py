@@ -52,7 +52,7 @@ from curvops.progress import Progress, at_work
 
 Solver: TypeAlias = Callable[..., Solution]
 
-# Solves in the interior are more accurate than the pairs asked for by this factor.
+# Solves in the interior are more accurate than the requested pairs by this factor.
 INNER = 0.1
 
 
@@ -78,37 +78,38 @@ def eigsh(
     """Find k eigenpairs of symmetric A at one end, both ends or in the interior of its spectrum, with multiplicity.
 
     A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
-    more) and no better pair was missed: where as many equal values were found as the block has columns, Lanczos
-    runs on a fresh random block in the complement of the pairs found until it would have found a missed one with
-    probability 0.999 (where the budget ends before that, the reason is UNVERIFIED).
+    more) and no better pair was missed. If as many equal values were found as the block has columns, Lanczos runs on a
+    fresh random block in the complement of the pairs found, until it would have found a missed one with probability
+    0.999 (if the budget ends before that, the reason is UNVERIFIED).
 
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.
         k: the number of pairs, 1..n.
         which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
-            (largest |λ|), or "interior" (nearest to ``sigma``). Best first; "both" descending.
+            (largest |λ|), or "interior" (nearest to ``sigma``). The best pair comes first; "both" is descending.
         sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
-        rtol: 0 asks for the best that the dtype allows, and the reason is then PRECISION_LIMIT.
-        block_size: vectors multiplied together. A larger one needs somewhat more products.
-        maxiter: most block products; by default 10 n, at least 100, at most 10 000. k products are always made.
-        max_matvecs: most products with a vector, the k of the final check included.
-        start: (n, b), to begin with instead of random vectors; the complement is then always checked.
+        rtol: 0 means the best accuracy that the dtype allows, and the reason is then PRECISION_LIMIT.
+        block_size: the number of vectors multiplied at once. A larger one needs somewhat more products.
+        maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. k products are
+            always made.
+        max_matvecs: the maximum number of products with a vector, including the k of the final check.
+        start: (n, b), initial vectors instead of random ones; the complement is then always checked.
         generator: source of the random vectors.
-        memory_budget: bytes for the basis; None takes the rest of the budget of the linearisation behind A. The basis
-            has 2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the
-            reason is RANK_CAPPED where they did not suffice.
+        memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
+            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the reason is
+            RANK_CAPPED if they did not suffice.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
-        checkpoint: a folder for the state, as in `low_rank`: the basis, every half minute at most.
+        checkpoint: a folder for the state, as in `low_rank`: the basis, at most every half minute.
 
     Returns:
-        Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each.
-        A product with NaN or Inf ends the run: every value is then NaN, the reason NON_FINITE.
+        Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each. A
+        product with NaN or Inf ends the run: every value is then NaN, and the reason NON_FINITE.
 
     Raises:
-        ValueError: A is not square, k not in 1..n, an unknown ``which``, sigma without "interior" or the reverse, or a
+        ValueError: A is not square, k not in 1..n, an unknown ``which``, sigma without "interior" or the reverse, a
             budget too small for k pairs, or a checkpoint of another problem.
         OSError: the checkpoint cannot be written.
 
@@ -170,11 +171,11 @@ def _check(n: int, k: int, which: str, sigma: float | None) -> None:
         raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
     check_choice("which", which, (*get_args(Which), "interior"))
     if (sigma is None) == (which == "interior"):
-        raise ValueError(f'sigma and which="interior" go together, got which={which!r} and sigma={sigma}.')
+        raise ValueError(f'sigma and which="interior" need each other, got which={which!r} and sigma={sigma}.')
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
-    """Return vᵀAv/vᵀv and ‖Av − λv‖ of each column, some columns at a time where they are long."""
+    """Return vᵀAv/vᵀv and ‖Av − λv‖ of each column, some columns at a time if they are long."""
     values, residuals = [], []
     width = max(width, CHUNK // vectors.shape[0])
     for start in range(0, vectors.shape[1], width):
@@ -241,11 +242,11 @@ class BlockLanczos(Projection):
 
     @property
     def skewed(self) -> bool:
-        """Whether A is not symmetric, beyond what rounding explains, by all columns multiplied."""
+        """Whether all columns multiplied so far show that A is not symmetric, beyond what rounding explains."""
         return self.skew > skew_tolerance(self.eps) * self.size * math.sqrt(self.looked)
 
     def step(self) -> None:
-        """Multiply the pending block and project. Costs one product per column of it."""
+        """Multiply the pending block and project, at one product per column of it."""
         V = self.pending
         W = self._in_units(self.multiply(V))
         if self.failed:
@@ -279,7 +280,7 @@ class BlockLanczos(Projection):
 
 
 def invert_shifted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
-    """Return the inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
+    """Return the inverse of A − σ, by solves to a tenth of ``rtol`` and within ``most`` products of A in total."""
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
     return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
 
@@ -301,10 +302,10 @@ class ShiftInverse(CountedProduct):
         return solution.x
 
     def polish(self, V: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Return Ritz vectors X of A in the span of (A − σ)⁻¹ V, A X, and the size of A seen.
+        """Return Ritz vectors X of A in the span of (A − σ)⁻¹ V, A X, and an estimate of the size of A.
 
-        A Ritz pair of the inverse has a residual in A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve removes that
-        factor (Ericsson & Ruhe 1980).
+        A Ritz pair of the inverse has a residual in A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve removes
+        that factor (Ericsson & Ruhe 1980).
         """
         Q, _ = tall_qr(self(V))
         W = super().__call__(Q)

@@ -39,9 +39,9 @@ class LanczosResult(Summarised):
     """A Lanczos factorisation A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
 
     ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
-    ``reason`` is CONVERGED for the depth asked for, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
+    ``reason`` is CONVERGED for the requested depth, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
     budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the columns before it), NOT_SYMMETRIC
-    for an A that is not symmetric: then the identity does not hold.
+    for an A that is not symmetric, for which the identity does not hold.
     """
 
     Q: Float[Vectors, "n m"]
@@ -62,12 +62,12 @@ LEAST_VECTORS = 6
 
 
 def tridiagonal(diagonal: Float[Tensor, " m"], off: Float[Tensor, " m_less_one"]) -> Float[Tensor, "m m"]:
-    """Return the symmetric tridiagonal matrix of these entries."""
+    """Return the symmetric tridiagonal matrix with these entries."""
     return diagonal.diag() + off.diag(1) + off.diag(-1)
 
 
 def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
-    """Return the largest depth ≤ ``steps`` of which ``probes`` bases fit in ``memory_budget`` bytes, at least 1."""
+    """Return the largest depth ≤ ``steps`` for which ``probes`` bases fit in ``memory_budget`` bytes, at least 1."""
     steps = min(steps, n)
     if memory_budget is None:
         return steps
@@ -85,8 +85,8 @@ def lanczos(
 ) -> LanczosResult:
     """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
 
-    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, else the
-    rest of the budget of the linearisation behind A. ``progress`` is as in `cg`.
+    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) limits the depth, by default
+    the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`.
 
     Raises:
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
@@ -135,10 +135,10 @@ def lanczos_from(
 
 
 class LockStep:
-    """Lanczos for K start vectors at once: one block product a step, each vector with its own basis.
+    """Lanczos for K start vectors at once: one block product per step, each vector with its own basis.
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
-    ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, ``done``
+    ``alphas`` and ``betas`` are (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done``
     (K,) marks invariant Krylov spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be
     called again for more depth; ``most`` is the depth that memory allows.
     """
@@ -174,13 +174,13 @@ class LockStep:
         n, K = starts.shape
         itemsize, K = starts.dtype.itemsize, max(1, K)
         most = depth_within(steps, n, itemsize, K, memory_budget)
-        # Where memory could not hold a growing basis and the one before, all of it is reserved at once.
+        # If memory could not hold a growing basis and the one before, all of it is reserved at once.
         tight = memory_budget is not None and 3 * (most + 2) * n * itemsize * K > 2 * memory_budget
         return cls(multiply, starts, most if tight else min(first, most), most)
 
     @property
     def finite(self) -> bool:
-        """Whether no product held NaN or Inf."""
+        """Whether no product contained NaN or Inf."""
         return bool(torch.isfinite(self.alphas).all() & torch.isfinite(self.betas).all())
 
     @property
@@ -190,13 +190,13 @@ class LockStep:
 
     @property
     def skew(self) -> float:
-        """The difference of QᵀAQ to its transpose in the Frobenius norm, the largest of all bases."""
+        """The largest difference of QᵀAQ to its transpose in the Frobenius norm, over all bases."""
         return float(self.gaps.amax().sqrt())
 
     def check(self, scale: float = 0.0) -> None:
-        """Raise ValueError where the products were not finite, or not those of a symmetric matrix.
+        """Raise ValueError if the products were not finite, or not those of a symmetric matrix.
 
-        ``scale`` is the size of the terms of the products; rounding grows with it where it is larger than they are.
+        ``scale`` is the size of the terms of the products; if it is larger than the products, rounding grows with it.
         """
         if not self.finite:
             raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
@@ -218,7 +218,7 @@ class LockStep:
         return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
 
     def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
-        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
+        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without any product."""
         found = []
         for k in range(self.K):
             m = int(self.depths[k])
@@ -231,7 +231,7 @@ class LockStep:
     def reserve(self, capacity: int) -> None:
         """Reserve memory for ``capacity`` steps, keeping those done.
 
-        Once half of ``most`` is asked for, memory for all of it is reserved: the old basis is held beside the new one
+        Once half of ``most`` is needed, memory for all of it is reserved: the old basis is held beside the new one
         meanwhile, and must be the smaller one.
         """
         if capacity <= self.capacity:
@@ -244,7 +244,7 @@ class LockStep:
         self.store, self.capacity = store, capacity
 
     def extend(self, depth: int) -> None:
-        """Continue to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
+        """Continue to ``depth`` steps, leaving out the vectors that are done, at one small transfer per step."""
         while (m := self.alphas.shape[1]) < min(depth, self.capacity):
             live = (~self.done).nonzero().squeeze(1)
             if not len(live):
@@ -252,7 +252,7 @@ class LockStep:
             self.step(m, live)
 
     def deepen(self, longer: Callable[[int], int], settled: Callable[[], bool]) -> bool:
-        """Add ``longer(depth)`` steps at a time, at most to ``most``; return whether it settled or all are done."""
+        """Add ``longer(depth)`` steps at a time, up to ``most``; return whether it settled or all are done."""
         while not settled() and not bool(self.done.all()):
             depth = self.alphas.shape[1]
             if depth >= self.most:
@@ -282,7 +282,7 @@ class LockStep:
             self.gaps[live] += gaps.nan_to_num(0.0, 0.0)
         self.images[live] += image_host.square().nan_to_num(0.0, 0.0)
         self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
-        # The rest after two passes is rounding once it falls to eps times the largest image seen.
+        # The rest after two passes is rounding once it falls to eps times the largest image so far.
         ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
         self.dropped[live] = torch.where(ended, beta_host, 0.0)
         if m + 1 == self.n:

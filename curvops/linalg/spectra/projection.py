@@ -41,7 +41,7 @@ COUNTED = ("matvecs", "failure")
 
 
 def within_zeros(block: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
-    """Return zeros that hold the block in their first rows, from a column on (torch 2.7 pads no empty matrix)."""
+    """Return zeros with the block in their first rows, from a column on (torch 2.7 pads no empty matrix)."""
     whole = block.new_zeros(rows, columns)
     whole[: block.shape[0], first : first + block.shape[1]] = block
     return whole
@@ -64,9 +64,9 @@ class CountedProduct:
 class Projection(ABC):
     """A projection T of A on a space that grows by blocks, with the pending block P to be multiplied next.
 
-    The residual of a Ritz pair is P C y. All are in units of ``scale``; the small matrices T and C are on the host. The
-    first ``locked`` columns of the basis are settled: everything is orthogonal to them, and T and C leave them out.
-    Random directions take the place of dropped ones, so that the search continues past an invariant subspace and finds
+    The residual of a Ritz pair is P C y. All are in units of ``scale``; the small matrices T and C are on the CPU. The
+    first ``locked`` columns of the basis are settled: everything is orthogonal to them, and T and C do not contain
+    them. Random directions replace dropped ones, so that the search continues past an invariant subspace and finds
     each copy of a multiple eigenvalue.
     """
 
@@ -101,7 +101,7 @@ class Projection(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Multiply the pending block and project; ``failed`` says that a product held NaN or Inf."""
+        """Multiply the pending block and project; ``failed`` says that a product contained NaN or Inf."""
 
     @abstractmethod
     def ritz(self) -> tuple[Tensor, Tensor]:
@@ -124,13 +124,13 @@ class Projection(ABC):
         self.degree = 0
 
     def refill(self, width: int) -> None:
-        """Add random directions beside the pending ones, up to ``width``."""
+        """Add random directions to the pending ones, up to ``width``."""
         self.pending = self.basis.fresh(width, self.pending)
         self.C = within_zeros(self.C, self.pending_columns, self.C.shape[1])
 
     @property
     def width(self) -> int:
-        """Dimension of the search space."""
+        """The dimension of the search space."""
         return len(self.T)
 
     @property
@@ -168,7 +168,7 @@ class Projection(ABC):
         return value
 
     def _in_units(self, W: Vectors) -> Vectors:
-        """Return a copy of a product in units of ``scale``, which is set by the first product that is not zero."""
+        """Return a copy of a product in units of ``scale``, which the first non-zero product sets."""
         W = as_block(W)
         image = float(norm(W).amax())
         if not math.isfinite(image):
@@ -207,7 +207,7 @@ class Basis:
         self.width += V.shape[1]
 
     def rotate(self, old: Tensor, Y: Float[Tensor, "m k"]) -> None:
-        """Replace the basis by its columns ``old`` and its last m times Y (on the host), which is orthonormal."""
+        """Replace the basis by its columns ``old`` and its last m times Y (on the CPU), which is orthonormal."""
         C = torch.zeros(self.width, len(old) + Y.shape[1], dtype=torch.float64)
         C[old, torch.arange(len(old))] = 1.0
         C[self.width - len(Y) :, len(old) :] = Y
@@ -219,8 +219,8 @@ class Basis:
     ) -> tuple[Float[Tensor, "m b"], Float[Vectors, "n r"], Float[Tensor, "r b"]]:
         """Return H, V, R with W = Q H + V R, V orthonormal and orthogonal to Q; W is overwritten.
 
-        H and R are on the host. Directions of W − Q H of size at most ``floor`` are dropped, so that r ≤ b. Cost:
-        8 n m b operations.
+        H and R are on the CPU. Directions of W − Q H of size at most ``floor`` are dropped, so that r ≤ b. Cost: 8 n
+        m b operations.
         """
         Q = self.columns
         H = gram(Q, W)

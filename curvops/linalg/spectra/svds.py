@@ -62,8 +62,8 @@ def svds(
     """Find the k largest (or smallest) singular triplets of A (m, n), with multiplicity.
 
     AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, rounding of ‖A‖. A
-    triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options
-    are its options, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in
+    triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`. The options
+    are those of `eigsh`, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in
     ``max_matvecs``. One iteration is a block product of each.
 
     Raises:
@@ -101,7 +101,7 @@ def svds(
 
 
 def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]:
-    """Return singular values and true residuals of pairs of vectors, a block at a time where they are long."""
+    """Return singular values and true residuals of pairs of vectors, a block at a time if they are long."""
     values, residuals = [], []
     width = max(process.block_size, CHUNK // max(U.shape[0], V.shape[0]))
     for start in range(0, V.shape[1], width):
@@ -117,7 +117,7 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]
 
 
 def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: Tensor) -> SingularTriplets:
-    """Order singular values, true residuals and reasons; NaN where a product was not finite."""
+    """Order singular values, true residuals and reasons; NaN if a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
         U, V = (zero_block(X, k) + math.nan for X in (U, V))
@@ -135,8 +135,7 @@ def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reaso
 class GolubKahan(Projection):
     """The projection T = UᵀAV with A V = U T and Aᵀ U = V Tᵀ + P C, for A (m, n), m ≥ n; nothing is squared.
 
-    Random left directions take the place of those that A does not reach, so that a triplet with σ = 0 has a left
-    vector, too.
+    Random left directions replace those that A does not reach, so that a triplet with σ = 0 has a left vector, too.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Thick restarts: keep the best Ritz vectors when the basis is full, and check at the end that no pair was missed.
 
 One Krylov space contains at most as many eigenvectors of an eigenvalue (or of a cluster within the tolerance) as its
-start block has columns. Where that many were found, and further ones would be among those asked for, the pairs are
-locked and Lanczos runs on a fresh random block in their complement. Its result is accepted once the Krylov space is
-deep enough to have found a missed pair: the component of a random vector along any direction is at least δ/√n except
-with probability about δ, and a polynomial of degree j amplifies it by T_j(γ), where γ is the position of the missed
-eigenvalue beyond those of the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
+start block has columns. If that many were found, and further ones would be among those wanted, the pairs are locked and
+Lanczos runs on a fresh random block in their complement. Its result is accepted once the Krylov space is deep enough to
+have found a missed pair: the component of a random vector along any direction is at least δ/√n except with probability
+about δ, and a polynomial of degree j amplifies it by T_j(γ), where γ is the position of the missed eigenvalue beyond
+those of the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MISSED = 1e-3
 SAFETY = 0.5
 # Ritz values within this many tolerances may belong to one eigenvalue.
 WINDOW = 10
-# A restart keeps the pairs wanted and one part in this many of the other columns; a third did best on eleven spectra.
+# A restart keeps the wanted pairs and one part in this many of the other columns; a third did best on eleven spectra.
 KEPT_PART = 3
 
 
@@ -92,7 +92,7 @@ class Search:
     def __post_init__(self) -> None:
         self.values = self.residuals = self.found = torch.zeros(0, dtype=torch.float64)
         self.history = torch.zeros(0, self.k, dtype=torch.float64)
-        """Residuals of the pairs wanted, in the process's scale, a row for each check until they were found."""
+        """Residuals of the wanted pairs, in the process's scale, a row for each check until they were found."""
         if self.kept.state is not None:
             self.recall(self.kept.state)
 
