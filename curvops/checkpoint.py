@@ -1,18 +1,18 @@
 """Checkpoints of long runs: the state in a folder, saved on the way, from which a run resumes after a crash.
 
-A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`, asks
-what an earlier run reached or ended with, and calls `save` at each of its steps, which mostly does nothing: a save
-comes at most every `PAUSE` seconds, and so seldom that saves take no more than `SHARE` of the run. Folders are those of
-`storage`: whole, whenever the process is killed.
+A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
+looks up what an earlier run reached or ended with, and calls `save` at each of its steps. Most of these calls do
+nothing: a save comes at most every `PAUSE` seconds, and so seldom that saves take no more than `SHARE` of the run.
+Folders are those of `storage`, which are complete whenever the process is killed.
 
-In a run with `parts` each resumable function that it calls keeps what it reaches in a folder inside: the run is in
-force for it, as progress is, without an argument. Such parts are numbered in the order of the run, which goes on
-counting where it was saved; they go when the state after them is written. What is done `aside` (products,
-preconditioners, callbacks) keeps nothing.
+In a run with `parts`, each resumable function that it calls saves its progress in a folder inside: the run is in force
+for it without an argument, as progress bars are. Such parts are numbered in the order of the run, which continues the
+numbering from where it was saved; they are deleted once the state after them is written. Computations done `aside`
+(products, preconditioners, callbacks) save nothing.
 
-What is stored says of which problem it is, by the names of the function's arguments; a checkpoint of another is
-refused. A part is told by its place alone. The result stays in the folder, so that a script that is run again does not
-compute it again.
+A checkpoint records its problem, by the names of the function's arguments, and is refused for another problem. A part
+is identified by its place alone. The result stays in the folder, so that a script that is run again does not compute it
+again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from curvops.records import from_record, record_of
 
 KIND, VERSION = "checkpoint", 3
 PAUSE = 30.0
-"""Seconds between two saves, at least."""
+"""The least number of seconds between two saves."""
 SHARE = 0.02
 """The share of a run's time that saves may take."""
 SPEED = 1e8
-"""Bytes a second that a disk is taken to write until it was seen."""
+"""The speed assumed for a disk, in bytes per second, until it has been measured."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
-"""Arguments that say how a problem is solved, not which it is, or of which nothing can be told."""
+"""Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 TOLD_ROWS = 64
 
 Place = str | os.PathLike[str]
@@ -55,11 +55,11 @@ Arguments = ParamSpec("Arguments")
 
 
 class NotSaved(UserWarning):
-    """A checkpoint could not be written; the run goes on."""
+    """A warning that a checkpoint could not be written; the run continues."""
 
 
 class Checkpoint:
-    """The folder of one run, with the state that an earlier one saved last and the result that it ended with.
+    """The folder of one run, with the last state and the result of an earlier run.
 
     Without a path nothing is read or written.
     """
@@ -71,19 +71,19 @@ class Checkpoint:
         problem: Callable[[], Mapping[str, Any]] = dict,
         device: torch.device | None = None,
     ) -> None:
-        """Read what is there, or write that nothing is reached yet.
+        """Read the folder, or write that nothing has been reached yet.
 
         Args:
-            path: the folder; None keeps nothing.
+            path: the folder; None saves nothing.
             what: the algorithm.
-            problem: by name, what tells this problem from others: plain values, which must be equal, and tensors of
-                numbers, which may differ by rounding. Asked for only where there is a path.
-            device: where tensors go that came from an accelerator.
+            problem: by name, what distinguishes this problem from others: plain values, which must be equal, and
+                tensors of numbers, which may differ by rounding. Called only if there is a path.
+            device: the device for tensors that came from an accelerator.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.
-            ValueError: the folder holds another problem, another algorithm or something damaged.
-            TypeError: path is no path.
+            ValueError: the folder contains another problem, another algorithm or damaged files.
+            TypeError: path is not a path.
         """
         self.folder = None if path is None else storage.folder_of(path)
         self._reached: Any = None
@@ -92,9 +92,9 @@ class Checkpoint:
         self._took, self._told = 0.0, False
         self._count, self._to_discard, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
-        """Objects that parts of the whole run hold, by name."""
+        """Objects that parts of the whole run store, by name."""
         self.whole = self
-        """The run that this one is a step of, however far inside."""
+        """The outermost run that this one is a step of."""
         if self.folder is None:
             return
         self._about = {"algorithm": what, **problem()}
@@ -104,7 +104,7 @@ class Checkpoint:
             self._reached, self._ended = (_unpack(found[name], device) for name in ("reached", "result"))
             self._count = self._reached["parts"] if self._reached else 0
         if self._ended is None:
-            self._write(self._reached, None)  # a folder that cannot be written is better known now
+            self._write(self._reached, None)  # find out now whether the folder can be written
         self._saved = time.monotonic()
         self._due = self._saved + PAUSE
 
@@ -118,12 +118,12 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """The state saved last before the end; None where there is none."""
+        """The last state saved before the end, or None."""
         return None if self._reached is None else self._reached["state"]
 
     @property
     def outcome(self) -> Any:
-        """The result of an earlier run, as plain values and tensors; None where none ended."""
+        """The result of an earlier run, as plain values and tensors; None if none ended."""
         return None if self._ended is None else self._ended["result"]
 
     def result(self, kind: type[T]) -> T:
@@ -131,7 +131,7 @@ class Checkpoint:
         return from_record(kind, self.outcome)
 
     def part(self, name: str) -> Path | None:
-        """Return the folder of a step inside that has a name."""
+        """Return the folder of a named step inside."""
         return None if self.folder is None else self.folder / name
 
     def next_part(self, what: str) -> Path | None:
@@ -144,7 +144,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def name_part(self, name: str) -> Iterator[None]:
-        """Give the next step inside this name in place of a number, so that its folder stays until the run ends."""
+        """Give the next step inside this name instead of a number, so that its folder stays until the run ends."""
         self._name = name
         try:
             yield
@@ -152,7 +152,7 @@ class Checkpoint:
             self._name = ""
 
     def attach(self, name: str, state: Callable[[], Any]) -> Any:
-        """Save this beside the state from now on; return the value of an earlier run, None where there is none."""
+        """Save this beside the state from now on; return the value of an earlier run, or None."""
         if self.folder is None:
             return None
         self._attached[name] = state
@@ -160,7 +160,7 @@ class Checkpoint:
         return None if known is None else known["others"].get(name)
 
     def source(self, name: str, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-        """Return a source of random numbers whose state is saved, and restored: the one given, else one of its own."""
+        """Return a source of random numbers whose state is saved and restored: the given one, or a new one."""
         if self.folder is None:
             return generator
         kept = torch.Generator(device).manual_seed(_seed()) if generator is None else generator
@@ -170,7 +170,7 @@ class Checkpoint:
         return kept
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
-        """Save this state, plain values, tensors and dataclasses, if it is time to, or `now`."""
+        """Save this state (plain values, tensors and dataclasses) if a save is due, or `now`."""
         if self.folder is None or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
@@ -205,11 +205,11 @@ class Checkpoint:
         try:
             version, found = storage.load(self.folder, KIND, VERSION)
             if version < VERSION:
-                raise ValueError(f"{self.folder} is a checkpoint of an earlier curvops, which this one does not read.")
+                raise ValueError(f"{self.folder} is a checkpoint of an earlier version of curvops and cannot be read.")
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ValueError(f"{error} To begin anew, delete the folder or give another path.") from error
+            raise ValueError(f"{error} To start again, delete the folder or pass another path.") from error
         return found
 
     def _try_write(self, reached: Any, result: Any) -> bool:
@@ -219,7 +219,7 @@ class Checkpoint:
         except OSError as error:
             done = False
             if not self._told:
-                warnings.warn(f"{error} The run goes on and will try again.", NotSaved, stacklevel=4)
+                warnings.warn(f"{error} The run continues and will try again.", NotSaved, stacklevel=4)
             self._told = True
         self._saved = time.monotonic()
         self._took = self._saved - begin
@@ -235,19 +235,19 @@ class Checkpoint:
         other = [name for name in self._about if not _same(known.get(name), self._about[name])]
         if other:
             raise ValueError(
-                f"{self.folder} is a checkpoint of another problem: what differs is "
-                f"{', '.join(_difference(name, known.get(name), self._about[name]) for name in other)}. Give another "
-                "path, or delete the folder to begin anew."
+                f"{self.folder} is a checkpoint of another problem. What differs: "
+                f"{', '.join(_difference(name, known.get(name), self._about[name]) for name in other)}. Pass another "
+                "path, or delete the folder to start again."
             )
 
 
 NOTHING = Checkpoint(None, "")
-"""The checkpoint of a run without one: it keeps nothing."""
+"""The checkpoint of a run without one, which saves nothing."""
 _call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
 
 
 def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
-    """Let this function `begin` to keep what it reaches, until it returns."""
+    """Let this function `begin` a checkpoint that is in force until it returns."""
     signature = inspect.signature(work)
 
     @wraps(work)
@@ -270,15 +270,15 @@ def begin(
     parts: bool = False,
     **instead: Any,
 ) -> Checkpoint:
-    """Return the checkpoint of the `resumable` function at work: at this path, or a part of the run it is a step of.
+    """Return the checkpoint of the current `resumable` function: at this path, or a part of the run it is a step of.
 
     Args:
         what: the algorithm.
-        path: as the user gave it.
-        problem: values that identify the function's first argument, by name. The others are identified by their own.
+        path: the user's path.
+        problem: values that identify the function's first argument, by name; the others are identified by themselves.
         device: as in `Checkpoint`.
-        parts: whether steps inside keep what they reach, too.
-        instead: values in place of arguments whose own do not identify them, by name.
+        parts: whether steps inside save their progress, too.
+        instead: by name, values for arguments that do not identify themselves.
 
     Raises:
         OSError, ValueError, TypeError: as `Checkpoint` does.
@@ -294,12 +294,12 @@ def begin(
 
 
 def current() -> Checkpoint:
-    """Return the checkpoint of the run whose step this is."""
+    """Return the checkpoint of the run that this is a step of."""
     return in_force.get() or NOTHING
 
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a step inside the run in force that has a name, and no steps of its own."""
+    """Return the checkpoint of a named step inside the current run that has no steps of its own."""
     return Checkpoint(current().part(name), name, device=device)
 
 
@@ -309,7 +309,7 @@ def part_of_whole(name: str, device: torch.device) -> Checkpoint:
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that identify the arguments of the function at work, but for its first."""
+    """Return values that identify the arguments of the current function, except its first."""
     signature, args, options = _call.get()
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
@@ -319,7 +319,7 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value that identifies an argument: itself if plain, numbers of a tensor, a text of anything else."""
+    """Return a value that identifies an argument: itself if plain, the numbers of a tensor, a text for the rest."""
     if isinstance(value, Tensor):
         long = torch.atleast_1d(value.detach() if value.ndim < 2 or len(value) >= value.shape[1] else value.detach().mT)
         return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
@@ -339,12 +339,12 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def seed_of(generator: torch.Generator | None) -> str | None:
-    """Return a text that identifies a source of random numbers at its present state."""
+    """Return a text that identifies a source of random numbers in its present state."""
     return None if generator is None else digest([generator.get_state()])
 
 
 def derive_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-    """Return a source of other numbers, equal for equal states of this one, which it leaves as it is."""
+    """Return a source of other numbers, equal for equal states of the given one, whose state is unchanged."""
     seed = seed_of(generator)
     return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
 
@@ -377,7 +377,7 @@ def _pack(tree: Any) -> Any:
 
 
 def _unpack(tree: Any, device: torch.device | None) -> Any:
-    """Return the tree with the tensors that were of accelerators on this device."""
+    """Return the tree with the marked tensors on this device."""
     return tree_map(lambda x: x["on accelerator"].to(device) if _is_marked(x) else x, tree, is_leaf=_is_marked)
 
 

@@ -1,4 +1,4 @@
-"""Checks of what callers give: numbers, counts, flags, names. Below all floors; every door uses these."""
+"""Checks of callers' arguments: numbers, counts, flags, names. Below all floors; every public call uses them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IN_WORDS = {
 
 
 def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
-    """Return ``given`` as a float, where it is a number of this interval: "[0, 1)" holds its left end alone.
+    """Return ``given`` as a float if it is a number in this interval: "[0, 1)" includes only its left end.
 
     Raises:
-        TypeError: it is no number; the message says that it must be of this ``kind``.
-        ValueError: it lies outside.
+        TypeError: it is not a number; the message says that it must be of this ``kind``.
+        ValueError: it is outside the interval.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{name} must be {kind}, got {given!r}.")
@@ -35,10 +35,10 @@ def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: s
 def checked_whole(
     name: str, given: object, least: int = 1, most: int | None = None, kind: str = "a whole number"
 ) -> int:
-    """Return ``given`` as an int, where it is a whole number of at least ``least`` and at most ``most``.
+    """Return ``given`` as an int if it is a whole number of at least ``least`` and at most ``most``.
 
     Raises:
-        TypeError: it is no whole number; the message says that it must be of this ``kind``.
+        TypeError: it is not a whole number; the message says that it must be of this ``kind``.
         ValueError: it is too small or too large.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
@@ -58,12 +58,12 @@ def check_limits(
     *,
     sampled: bool = False,
 ) -> None:
-    """Check the tolerance and the budgets of an algorithm; None stands for no limit.
+    """Check the tolerance and the budgets of an algorithm, where None means no limit.
 
-    ``sampled`` is for estimators, whose error bar no budget brings down to 0.
+    ``sampled`` is for estimators, whose error bar no budget reduces to 0.
 
     Raises:
-        TypeError, ValueError: a limit is no number or negative, rtol not finite, or an estimator's rtol 0.
+        TypeError, ValueError: a limit is not a number or is negative, rtol is not finite, or an estimator's rtol is 0.
     """
     if rtol is not None:
         checked_number("rtol", rtol, "(0, inf)" if sampled else "[0, inf)")
@@ -73,10 +73,10 @@ def check_limits(
 
 
 def check_generator(generator: object) -> None:
-    """Raise TypeError for what is neither a torch.Generator nor None."""
+    """Raise TypeError for anything that is neither a torch.Generator nor None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
-            f"generator must be a torch.Generator or None, got {generator!r}; for a seed write "
+            f"generator must be a torch.Generator or None, got {generator!r}; to fix a seed, pass "
             "torch.Generator().manual_seed(0)."
         )
 
@@ -89,6 +89,6 @@ def check_flag(name: str, given: object, hint: str = "") -> None:
 
 
 def check_choice(name: str, given: object, known: Collection[str]) -> None:
-    """Raise ValueError, naming what there is, unless ``given`` is one of these names."""
+    """Raise ValueError, listing the choices, unless ``given`` is one of these names."""
     if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")

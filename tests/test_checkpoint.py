@@ -123,7 +123,7 @@ def test_a_disk_without_room_is_reported_at_the_start(tmp_path, monkeypatch):
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     storage.save(tmp_path, KIND, 1, {"problem": {"algorithm": "test"}, "reached": None, "result": None})
     with pytest.raises(
-        ValueError, match="of an earlier curvops.* To begin anew, delete the folder or give another path"
+        ValueError, match="of an earlier version of curvops.* To start again, delete the folder or pass another path"
     ):
         Checkpoint(tmp_path, "test")
 
@@ -190,7 +190,7 @@ def test_a_step_with_a_folder_of_its_own_keeps_its_problem_there(tmp_path):
 
     assert outer(Work(), checkpoint=tmp_path / "outer") == 4 and folders(tmp_path / "outer") == []
     assert outer(Work(0), checkpoint=None) == 4
-    with pytest.raises(ValueError, match=r"what differs is x \(3, here 4\)"):
+    with pytest.raises(ValueError, match=r"What differs: x \(3, here 4\)"):
         Work().half(4, checkpoint=tmp_path / "inner")
 
 
@@ -237,9 +237,9 @@ def test_arguments_of_other_shapes_or_numbers_are_another_problem(tmp_path, shap
     work.half(x, checkpoint=tmp_path)
     assert torch.equal(work.half(x * (1 + 1e-10), checkpoint=tmp_path), x + 1)
     if shape != (8,):
-        with pytest.raises(ValueError, match="what differs is x"):
+        with pytest.raises(ValueError, match="What differs: x"):
             work.half(x.view(shape), checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="what differs is x"):
+    with pytest.raises(ValueError, match="What differs: x"):
         work.half(x * 1.1, checkpoint=tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_a_source_of_numbers_is_told_by_its_state_and_a_function_not_at_all(tmp_
     seeded, work = torch.Generator().manual_seed(0), Work()
     work.whole(1, checkpoint=tmp_path / "seed", generator=seeded)
     work.whole(1, checkpoint=tmp_path / "seed", generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="what differs is generator"):
+    with pytest.raises(ValueError, match="What differs: generator"):
         work.whole(1, checkpoint=tmp_path / "seed", generator=torch.Generator().manual_seed(1))
     for function in (lambda: 1, lambda: 2):
         work.whole(1, checkpoint=tmp_path / "function", generator=function)

@@ -193,17 +193,17 @@ DOORS = [
             "a negative weight": (
                 lambda: Bernoulli(weight=-WEIGHT),
                 ValueError,
-                "floating tensor, 0-d, .C,. or .T, C.,",
+                "floating-point tensor, 0-d, .C,. or .T, C.,",
             ),
             "a stack of weights": (
                 lambda: Bernoulli(pos_weight=torch.ones(2, 2, 2)),
                 ValueError,
-                "floating tensor, 0-d, .C,. or .T, C.,",
+                "floating-point tensor, 0-d, .C,. or .T, C.,",
             ),
             "whole weights": (
                 lambda: Bernoulli(weight=torch.ones(3).long()),
                 ValueError,
-                "floating tensor, 0-d, .C,. or .T, C.,",
+                "floating-point tensor, 0-d, .C,. or .T, C.,",
             ),
         },
     ),
@@ -340,7 +340,7 @@ DOORS = [
             "another shape": (
                 lambda: with_loss(lambda f, y: f.new_ones(7)),
                 ValueError,
-                "expected a loss a point",
+                "expected a loss per point",
             ),
             "swapped": (
                 lambda: with_loss(lambda y, f: quartic(f, y)),

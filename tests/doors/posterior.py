@@ -264,7 +264,7 @@ DOORS = [
             "inputs as a list": (
                 lambda: small_post().predict(TWO.tolist()),
                 TypeError,
-                "make lists of numbers torch.tensor",
+                "convert lists by torch.tensor",
             ),
             "a link": (lambda: small_post().probabilities(TWO, "logit"), ValueError, "probit"),
             "draws of probabilities": (lambda: small_post().probabilities(TWO, "mc", 100), TypeError, DRAWS),
@@ -536,7 +536,7 @@ DOORS = [
             "one item": (
                 lambda: preferences(co.RewardPairs(rewards()), PAIRS[:, 0], CHOSEN),
                 ValueError,
-                r"two items a point.*torch.stack",
+                r"two items per point.*torch.stack",
             ),
             "two outputs an item": (
                 lambda: preferences(co.RewardPairs(rewards(2)), PAIRS, CHOSEN),

@@ -98,5 +98,5 @@ def test_another_run_is_refused_by_name(tmp_path, annotations_unchecked):
         "the data": lambda: tuned(tmp_path, setting(shift=0.1), steps=1),
         "the prior's mean": lambda: tuned(tmp_path, setting(mean=0.1), steps=1),
     }.items():
-        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+        with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
             call()

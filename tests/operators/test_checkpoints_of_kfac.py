@@ -96,5 +96,5 @@ def test_another_build_is_refused_by_name(tmp_path, annotations_unchecked):
         "fisher": lambda: build(tmp_path, fisher="empirical"),
         "algorithm": lambda: build(tmp_path, co.EKFAC),
     }.items():
-        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+        with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
             call()

@@ -109,7 +109,7 @@ def test_another_posterior_is_refused_by_name(tmp_path, saved_at_each_step):
         "method": lambda: setting().deviations(2, checkpoint=tmp_path),
         "noise": lambda: setting().deviations(2, found.noise, method="cg", checkpoint=tmp_path),
     }.items():
-        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+        with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
             call()
     prior = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="keeps no gradient"):

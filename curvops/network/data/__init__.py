@@ -1,1 +1,1 @@
-"""Batches, inputs, and what tells data apart."""
+"""Batches, inputs, and fingerprints of data."""

@@ -1,4 +1,4 @@
-"""The training data in batches, checked to be the same on every pass.
+"""The training data in batches, checked to be the same in every pass.
 
 Operators sum over the data once per product, so the data must be finite, repeatable and unchanged. :func:`as_batches`
 turns the user's data into :class:`Batches`, which checks the values on the first pass and their fingerprints on every
@@ -50,13 +50,13 @@ ACCEPTED = (
 )
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
-"""The names of the targets in Hugging Face's collators and data sets."""
+"""The names of the targets in Hugging Face collators and data sets."""
 IGNORED = -100
-"""The label of ignored positions in Hugging Face's batches."""
+"""The label of ignored positions in Hugging Face batches."""
 
 
 class DataChanged(RuntimeError):
-    """A pass over the data gave other batches than the first pass."""
+    """Raised when a pass over the data differs from the first pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +97,14 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How the batches of a user are read: where they go, how targets lie, and what is checked.
+    """How a user's batches are read: their device and dtype, the layout of targets, and the checks.
 
-    device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
-    check: called with each batch's targets; raises when they do not suit the likelihood.
-    layout: the layout of the outputs, where a point has several positions: targets (n, *positions, ...) become
+    device, dtype: the device of batches, and the dtype of their floating-point tensors; None keeps each.
+    check: called with each batch's targets; raises if they do not suit the likelihood.
+    layout: the layout of the outputs if a point has several positions: targets (n, *positions, ...) become
         (n, T, ...), and weights may be (n,) or (n, *positions).
     weights: whether a third item holds sample weights; in mappings they are named.
-    admit: called with each batch's inputs; raises where the model cannot be run on them.
+    admit: called with each batch's inputs; raises if the model cannot be run on them.
     """
 
     device: torch.device | str | None = None
@@ -115,7 +115,7 @@ class Reading:
     admit: Callable[[Inputs], None] | None = None
 
     def read(self, item: object, index: int = 0) -> Batch:
-        """Read one item of the source as a batch on the device; its form is checked, its values are not."""
+        """Read one item of the source as a batch on the device, checking its form but not its values."""
         with _in_batch(index):
             given, targets, w = parts_of(item, self.weights)
         inputs = normalise(given)
@@ -129,7 +129,7 @@ class Reading:
         return Batch(move(inputs, self.device, self.dtype), targets, w)
 
     def read_checked(self, item: object, index: int = 0) -> Batch:
-        """Read one batch and check its values, too; nothing is copied. Waits for the device once a tensor."""
+        """Read one batch and check its values, too, without copying. Waits for the device once per tensor."""
         batch = self.read(item, index)
         _require_valid(batch, index)
         with _in_batch(index):
@@ -141,11 +141,11 @@ class Reading:
 
 
 class Batches:
-    """The training data: iterating yields each :class:`Batch`, floating tensors in the chosen dtype, on one device.
+    """The training data: iterating yields each :class:`Batch`, in the chosen floating-point dtype, on one device.
 
     Built by :func:`as_batches`. The first pass, made at construction, checks every value (it waits for the device once
-    a tensor). Every complete later pass compares fingerprints without waiting for the device until its end, and raises
-    :class:`DataChanged` there. Iterators share no state, so two threads may iterate at once.
+    per tensor). Every complete later pass compares fingerprints without waiting for the device until its end, and
+    raises :class:`DataChanged` there. Iterators share no state, so two threads may iterate at once.
     """
 
     is_present: ClassVar[bool] = True
@@ -179,7 +179,7 @@ class Batches:
 
     @property
     def _first_pass(self) -> tuple[list[object], Tensor]:
-        """Signatures and fingerprints of the batches of the first pass."""
+        """Signatures and fingerprints of the batches in the first pass."""
         if self._held:
             return [_signature(batch) for batch in self._held], torch.stack([_fingerprint(b) for b in self._held])
         return self._noted[0], torch.stack(self._noted[1])
@@ -237,12 +237,12 @@ class Batches:
         return items_of(self._source, torch.device(self._reading.device or "cpu"))
 
     def verify(self) -> None:
-        """Compare the data with the first pass. Raises :class:`DataChanged`. One pass."""
+        """Compare the data with the first pass, in one pass; raise :class:`DataChanged` if they differ."""
         for _ in self._again():
             pass
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
-        """Return the data on another device or in another floating dtype (None keeps it). Costs two passes."""
+        """Return the data on another device or in another floating-point dtype (None keeps it). Costs two passes."""
         self.verify()
         known = self._reading
         reading = replace(known, device=device or known.device, dtype=dtype or known.dtype, admit=None)
@@ -252,9 +252,9 @@ class Batches:
 
     def _describe_change(self, what: str) -> str:
         return (
-            f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and tensors "
-            "changed in place: turn off the first two, give a copy of the tensors, or linearise again if the change "
-            "was intended."
+            f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and "
+            "tensors changed in place: turn off the first two, pass a copy of the tensors, or linearise again if "
+            "the change was intended."
         )
 
 
@@ -262,7 +262,7 @@ class Batches:
 class AbsentBatches:
     """The properties of `Batches` without the data themselves; reading a batch raises ValueError.
 
-    `few` holds the inputs of one or two points, on which a model is tried; `sizes` the sizes of the batches.
+    `few` are the inputs of one or two points, on which a model is tried; `sizes` the sizes of the batches.
     """
 
     few: Inputs
@@ -280,7 +280,7 @@ class AbsentBatches:
         )
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
-        """Return a copy on another device or in another floating dtype."""
+        """Return a copy on another device or in another floating-point dtype."""
         return replace(self, few=move(self.few, device, dtype))
 
 
@@ -298,10 +298,10 @@ def as_batches(
     """Read the batches in ``data`` and check them in a first pass.
 
     data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
-        Dataset; a DataLoader (where it shuffles, read in the order of its dataset) or any re-iterable of such tuples
-        or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays stand for
-        tensors. Nothing is copied.
-    batch_size: points per batch, used for tensors in memory and Datasets only.
+        Dataset; a DataLoader (a shuffling one is read in the order of its dataset) or any re-iterable of such tuples
+        or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays may
+        replace tensors. Nothing is copied.
+    batch_size: points per batch, only for tensors in memory and Datasets.
     device, dtype, check, layout, weights, admit: see :class:`Reading`.
     hold: keep copies of the batches, from which later passes read instead of the data.
 
@@ -318,7 +318,7 @@ class _InMemory:
     inputs: Inputs
     labels: dict[str, Tensor]
     batch_size: int
-    mapping_type: type  # of the inputs, where they were a mapping
+    mapping_type: type  # the type of the inputs, if they were a mapping
 
     def __iter__(self) -> Iterator[Mapping[str, object]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
@@ -359,7 +359,7 @@ def items_of(source: Iterable[object], device: torch.device) -> Iterator[object]
 
 
 def holds_all(data: object) -> bool:
-    """Whether the data are tensors of all points in memory: a pair, a triple, or a mapping that names its targets."""
+    """Return whether data are tensors of all points: a pair, a triple, or a mapping that names its targets."""
     if isinstance(data, Mapping):
         return _is_named(data) or any(name in data for name in LABELS)
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
@@ -368,9 +368,9 @@ def holds_all(data: object) -> bool:
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the loader or, where it shuffles, one that reads each point of its dataset once, in order.
+    """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
 
-    Raises ValueError where its sampler does not draw each point once.
+    Raises ValueError if its sampler does not draw each point once.
     """
     sampler, dataset = loader.sampler, loader.dataset
     if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
@@ -384,8 +384,8 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise ValueError(
             f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
-            "sums over the data need each point once: give DataLoader(loader.dataset, batch_size=..., shuffle=False) "
-            "with its collate_fn, and weights where points count more than once."
+            "sums over the data need each point once: pass DataLoader(loader.dataset, batch_size=..., shuffle=False) "
+            "with its collate_fn, and weights if points count more than once."
         )
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
     more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
@@ -433,7 +433,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
     given = [name for name in LABELS if name in item]
     if len(given) > 1:
-        raise TypeError("A batch names both 'labels' and 'label': leave one out, or give (inputs, targets).")
+        raise TypeError("A batch names both 'labels' and 'label': leave one out, or pass (inputs, targets).")
     apart = (*given, *(("weights",) if weights and "weights" in item else ()))
     inputs = {name: part for name, part in item.items() if name not in apart}
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
@@ -441,7 +441,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
         raise ValueError(
             "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, and its "
-            "outputs at a position predict the next token. Give (inputs, targets) with the targets shifted, "
+            "outputs at a position predict the next token. Pass (inputs, targets) with the targets shifted, "
             "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
         )
     return [inputs, *(item[name] for name in apart)]
@@ -471,7 +471,7 @@ def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tenso
 
 
 def _require_valid(batch: Batch, index: int) -> None:
-    """Raise ValueError for an empty batch, values that are not finite or negative weights. Waits for the device."""
+    """Raise ValueError for an empty batch, non-finite values or negative weights. Waits for the device."""
     if batch.num_points == 0:
         raise ValueError(f"Batch {index} is empty. Leave it out.")
     for name, tensor in batch.named_tensors():

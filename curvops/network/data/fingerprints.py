@@ -1,6 +1,6 @@
-"""Fingerprints of tensors, which tell whether numbers and their order changed.
+"""Fingerprints of tensors, which show whether numbers or their order changed.
 
-A fingerprint is a weighted sum of a tensor's bits, read as integers, modulo 2^64: with odd weights a change of one word
+A fingerprint is a weighted sum of a tensor's bits, read as integers, modulo 2^64. With odd weights a change of one word
 always changes it, and with random 64-bit weights any other change (a swap, a shuffle) is missed with a probability of
 about 2^-30. Integer sums do not depend on their order, so threads and devices cannot raise a false alarm.
 """
@@ -18,10 +18,10 @@ CHUNK = 2**18
 """Words per partial sum: widened to 64 bits they stay in the processor's cache."""
 
 SMALL = 2**12
-"""Words up to which a buffer costs more calls than it saves."""
+"""Up to this many words, a buffer costs more calls than it saves."""
 
 MAX_CHUNKS = 2**16
-"""The most chunks in one call, 16 G words in all."""
+"""The largest number of chunks in one call, 16 G words in total."""
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -37,7 +37,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_single(tensor: Tensor) -> Tensor:
-    """Round a floating tensor to single precision, so that its copy in double precision has an equal fingerprint."""
+    """Round a floating-point tensor to single precision, so that its copy in double precision has its fingerprint."""
     if tensor.is_complex():
         return tensor.to(torch.complex64)
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
@@ -71,6 +71,6 @@ def _words(tensor: Tensor) -> Tensor:
 
 @lru_cache
 def _odd_weights(device: torch.device) -> Tensor:
-    # NumPy guarantees that these bits never change: later versions compare saved fingerprints.
+    # NumPy guarantees that these bits never change, so later versions can compare saved fingerprints.
     table = np.random.PCG64(0).random_raw(CHUNK + MAX_CHUNKS).view(np.int64)
     return torch.from_numpy(table).bitwise_or_(1).to(device)

@@ -1,11 +1,11 @@
-"""Inputs of a network: a tensor, a tuple (positional arguments) or a dict (keyword arguments); other tensors given.
+"""Inputs of a network: a tensor, a tuple (positional arguments) or a dict (keyword arguments); and copies of tensors.
 
 All inputs have the same leading dimension n, the number of points. NumPy arrays become tensors.
 
 A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
-prior precision and mean, positions): a later change in place has no effect. A tensor that requires a gradient is kept
-itself, so that results and gradients belong to its present value. Data are not copied but compared by fingerprints
-(`network.data.batches`).
+prior precision and mean, positions), so later in-place changes have no effect. A tensor that requires a gradient is
+kept itself, so that results and gradients belong to its present value. Data are not copied but compared by
+fingerprints (`network.data.batches`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
-    """Read inputs given by a user and move them as :func:`move` does.
+    """Read a user's inputs and move them as :func:`move` does.
 
-    Lists become tuples, and mappings (Hugging Face batches) dicts. Gradients flow through. Raises TypeError when ``x``
-    has none of the three forms, and ValueError when its components differ in the number of points, or it contains NaN
-    or Inf (waits for the device once a tensor).
+    Lists become tuples, and mappings (Hugging Face batches) dicts. Gradients flow through. Raises TypeError if ``x``
+    has none of the three forms, and ValueError if its components differ in the number of points or contain NaN or Inf
+    (waits for the device once per tensor).
     """
     inputs = normalise(x)
     num_points(inputs)
@@ -53,7 +53,7 @@ def normalise(x: object) -> Inputs:
         return inputs
     raise TypeError(
         "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
-        f"in their place); given {_kind(x)}. Drop entries that are neither, and make lists of numbers torch.tensor(x)."
+        f"in their place); given {_kind(x)}. Drop entries that are neither, and convert lists by torch.tensor(x)."
     )
 
 
@@ -91,7 +91,7 @@ def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
 
 
 def first_of(inputs: Inputs) -> Inputs:
-    """Return at most two points to try a model on; where there are none, one point of zeros."""
+    """Return at most two points to try a model on; if there are none, one point of zeros."""
     if num_points(inputs):
         return take(inputs, slice(0, 2))
     return map_inputs(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), inputs)
@@ -109,7 +109,7 @@ def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
 
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
-    """Move the inputs to a device and cast floating tensors (no others) to ``dtype``; None leaves either unchanged."""
+    """Move the inputs to a device and cast floating-point tensors (only) to ``dtype``; None keeps either."""
     if isinstance(inputs, Tensor):
         return move_tensor(inputs, device, dtype)
     return map_inputs(lambda tensor: move_tensor(tensor, device, dtype), inputs)
@@ -121,7 +121,7 @@ def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError when a floating tensor holds NaN or Inf. Waits for the device once."""
+    """Raise ValueError if a floating-point tensor holds NaN or Inf. Waits for the device once."""
     if not is_finite(tensor):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
 
@@ -134,7 +134,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
-    """Return the least and the largest number, or NaN where there is one, in a tenth of the time of `isfinite().all()`.
+    """Return the smallest and the largest number, or NaN if there is one, in a tenth of the time of `isfinite().all()`.
 
     Waits for the device once.
     """
@@ -151,7 +151,7 @@ def _kind(x: object) -> str:
 
 
 def tensor_of(x: Any) -> Any:
-    """Convert a NumPy array to a tensor, sharing its memory where torch can; return anything else unchanged.
+    """Convert a NumPy array to a tensor, sharing its memory if torch can; return anything else unchanged.
 
     Raises TypeError for an array that holds no numbers.
     """
@@ -168,9 +168,9 @@ def tensor_of(x: Any) -> Any:
 
 
 def own(given: Tensor, used: Tensor, what: str) -> Tensor:
-    """Copy `used`, the tensor made from `given`, or return `given` itself where it requires a gradient.
+    """Copy `used`, the tensor made from `given`, or return `given` itself if it requires a gradient.
 
-    Where `given` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
+    If `given` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
     conversion keeps the value at the call, and a backward pass through it after a change raises ValueError.
     """
     if not used.requires_grad:
@@ -183,9 +183,9 @@ def own(given: Tensor, used: Tensor, what: str) -> Tensor:
         if not bool((given.detach() == value).all()):
             raise ValueError(
                 f"{what} changed after it was given. It had been converted (another dtype or device, an entry of a "
-                "mapping), so that this gradient does not belong to its present value. Build the linearisation or the "
-                "posterior again after each change, or give a tensor with the weights' dtype and device, whose changes "
-                "take effect."
+                "mapping), so this gradient does not belong to its present value. Build the linearisation or the "
+                "posterior again after each change, or pass a tensor with the weights' dtype and device, whose "
+                "changes take effect."
             )
 
     used = used.view_as(used)

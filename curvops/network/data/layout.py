@@ -14,10 +14,10 @@ from torch import Tensor
 class Layout:
     """The map from outputs (N, *shape) to rows (n, T·C), position by position (t·C + c), with targets and weights.
 
-    shape: the shape of a point's outputs, as the model returns them; () where it returns one number a point.
+    shape: the shape of a point's outputs, as the model returns them; () if it returns one number per point.
     class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
-        cross-entropy. All others are positions, T in all.
-    positions_in_rows: T, where the model returns rows (N, T·C) itself and the likelihood is that of sequences.
+        cross-entropy. All others are positions, T in total.
+    positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
     """
 
     shape: torch.Size
@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The lengths of the dimensions that are positions; none where a point has one position."""
+        """The lengths of the dimensions that are positions; empty if a point has one position."""
         return tuple(self.shape[1:] if self.class_dim == 1 else self.shape[:-1])
 
     @property
@@ -43,7 +43,7 @@ class Layout:
         return torch.Size((T, self.num_outputs) if self.positions else (self.num_outputs,))
 
     def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
-        """Return outputs (n, *shape), or one number a point (n,), as rows (n, T·C)."""
+        """Return outputs (n, *shape), or one number per point (n,), as rows (n, T·C)."""
         if not self.shape:
             return outputs.unsqueeze(1)
         # With one position, or the classes last, nothing moves: in the graph only a view follows the last layer.
@@ -53,7 +53,7 @@ class Layout:
     def targets(self, y: Tensor) -> Tensor:
         """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
 
-        Raises ValueError where they do not have the outputs' positions.
+        Raises ValueError if they do not have the outputs' positions.
         """
         if not self.shape and y.ndim == 1:
             return y.unsqueeze(1)
@@ -66,7 +66,7 @@ class Layout:
         return y.flatten(1, len(self.positions))
 
     def weights(self, w: Tensor) -> Tensor:
-        """Return sample weights (n,) as they are, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
+        """Return sample weights (n,) unchanged, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
         n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
         places = self.positions or (() if in_rows is None else (in_rows,))
         if w.shape[1:] not in ((), places) or not w.ndim:
@@ -85,7 +85,7 @@ class Layout:
         return (
             f"torch's cross-entropy has the classes at dimension 1: outputs {('N', *self.shape)} are C = {C} classes "
             f"at each of {_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as "
-            f"probabilities, {(n, *self.shape)}; given {tuple(y.shape)}. Where the model returns the classes last, say "
+            f"probabilities, {(n, *self.shape)}; given {tuple(y.shape)}. If the model returns the classes last, use "
             "curvops.likelihoods.Categorical(...), with the same options."
         ).replace("'N'", "N")
 
@@ -94,7 +94,7 @@ def misplaced(positions: Sequence[int], y: Tensor) -> str:
     """Return the error message for targets that do not have these positions."""
     places = ", ".join(str(length) for length in positions)
     return (
-        f"The model returns {_times(positions)} positions a point, so targets have shape (n, {places}) or "
+        f"The model returns {_times(positions)} positions per point, so targets have shape (n, {places}) or "
         f"(n, {places}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave positions out with "
         f"ignore_index (-100) or with weights (n, {places}) of zero."
     )

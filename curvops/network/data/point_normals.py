@@ -1,7 +1,7 @@
 """Standard normal numbers that belong to a draw and a point, whatever the batches and the order of a walk.
 
-Philox (Salmon et al. 2011) computes its numbers from a key and a counter, and has no state to be handed on. The key
-here is a seed, the counter the draw and the number's place in it, so that each batch or process makes its own part.
+Philox (Salmon et al. 2011) computes its numbers from a key and a counter, without a state to pass on. Here the key is a
+seed, and the counter the draw and the number's place in it, so that each batch or process computes its own part.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from curvops.checks import check_generator
 
 LARGEST_SEED = 2**62
 WORDS = 4
-"""Numbers of one counter."""
+"""How many numbers one counter gives."""
 CHUNK = 2**15
-"""Numbers that are made at a time: they stay in a CPU's cache."""
+"""How many numbers are made at a time, so that they stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class PointNormals:
 
     @classmethod
     def drawn(cls, generator: torch.Generator | None) -> PointNormals:
-        """Numbers of a seed from this source, by default torch's own."""
+        """Return the numbers of a seed drawn from this source, by default torch's own."""
         check_generator(generator)
         device = None if generator is None else generator.device
         return cls(int(torch.randint(LARGEST_SEED, (), generator=generator, device=device)))
 
     def block(self, draws: range, points: slice, outputs: int, like: Tensor) -> Float[Tensor, "k n {outputs}"]:
-        """Return the numbers of some draws and points, `outputs` a point, in the dtype and device of `like`.
+        """Return the numbers of some draws and points, `outputs` per point, in the dtype and device of `like`.
 
-        Each depends on (seed, draw, point, output) alone: whoever asks for it, beside whatever others, is given the
-        same. A number takes 10 to 15 ns on a CPU: half of `torch.randn` in float64, twice that in float32.
+        Each depends only on (seed, draw, point, output): equal requests give equal numbers, in any company. A number
+        takes 10 to 15 ns on a CPU: half of `torch.randn` in float64, twice that in float32.
         """
         count = points.stop - points.start
         numbers = torch.empty(len(draws), count * outputs, dtype=like.dtype, device=like.device)
@@ -49,10 +49,10 @@ class PointNormals:
         return numbers.unflatten(1, (count, outputs))
 
     def _fill(self, row: Float[Tensor, " m"], draw: int, first: int) -> None:
-        """Fill a row with the numbers `first` and following of a draw, by the inverse of the distribution function."""
+        """Fill a row with the numbers of a draw from `first` on, by the inverse of the distribution function."""
         source = np.random.Philox(key=self.seed, counter=[first // WORDS, draw, 0, 0])
         source.random_raw(first % WORDS)
         for part in row.split(CHUNK):
             bits = source.random_raw(len(part)) >> np.uint64(12)
             uniform = torch.from_numpy(bits.view(np.int64)).to(part.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
-            part.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps but these are exact, and ±1 cannot come out
+            part.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps but these are exact, and ±1 cannot occur

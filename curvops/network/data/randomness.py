@@ -1,6 +1,6 @@
-"""Random numbers of a pass, drawn from a stream of the library's own: the user's random state stays unchanged.
+"""Random numbers of a pass, drawn from a stream of the library's own: the user's random state is unchanged.
 
-Some models draw numbers that change nothing (dropout of probability 0), and a DataLoader draws a seed at every pass.
+Some models draw numbers that have no effect (dropout of probability 0), and a DataLoader draws a seed in every pass.
 The stream continues from pass to pass, so that random outputs differ between passes and are detected.
 """
 

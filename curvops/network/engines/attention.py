@@ -1,7 +1,7 @@
-"""The projections of `nn.MultiheadAttention`, which it makes by functional calls that no hook sees.
+"""The projections of `nn.MultiheadAttention`, which it computes by functional calls without hooks.
 
-Where query, key and value are one tensor, `in_proj_weight` is one linear layer; `out_proj` always is. In the recorded
-pass both are made apart, points first, and torch's attention is called with identities in their place.
+If query, key and value are one tensor, `in_proj_weight` is one linear layer; `out_proj` always is one. In the recorded
+pass both are computed separately, points first, and torch's attention is called with identities in their place.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def owns_projection(module: nn.Module, local: str) -> bool:
-    """Return whether a parameter is that of the common projection of query, key and value."""
+    """Return whether a parameter belongs to the common projection of query, key and value."""
     return type(module) is nn.MultiheadAttention and local in ("in_proj_weight", "in_proj_bias")
 
 
 class Projections(TorchFunctionMode):
-    """While entered, `note` is called with each projection of these attention modules."""
+    """A context that calls `note` with each projection of these attention modules."""
 
     def __init__(self, modules: Sequence[nn.MultiheadAttention], note: Note) -> None:
         super().__init__()
@@ -63,5 +63,5 @@ class Projections(TorchFunctionMode):
 
 
 def _as_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a layer of these shapes, without numbers."""
+    """Return a layer of these shapes, without data."""
     return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")

@@ -19,16 +19,16 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 Pushes = Literal["forward mode", "double backward", "rows"]
-"""How J v is made of a model's derivatives."""
+"""The ways to compute J v from a model's derivatives."""
 
 
 class Streamed:
-    """J of one batch, the passes run again at every product: nothing is kept beyond the product at hand.
+    """The streamed engine: J of one batch, by new passes in every product; nothing is kept between products.
 
-    A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector (1
+    A push costs a forward-mode pass per vector (1 gradient), a pull a forward pass and a backward pass per vector (1
     gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
     both, and the memory of two forward passes. `pushes` by double backward take a second backward pass; by rows they
-    need first derivatives alone: C backward passes for each point by itself, whose rows all vectors share.
+    need only first derivatives: C backward passes for each point by itself, whose rows all vectors share.
     """
 
     kind = "streamed"
@@ -44,14 +44,14 @@ class Streamed:
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ, inputs)."""
+        """The outputs f(θ, inputs)."""
         if self._outputs is None:
             with torch.no_grad():
                 self._outputs = self.model(self.model.values, self.inputs)
         return self._outputs
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        """J V for K tangents by name, (K, *shape) each."""
+        """Return J V for K tangents by name, (K, *shape) each."""
         if self.pushes == "double backward":
             return record_graph(self.model, self.inputs, self.names).push(tangents)
         if self.pushes == "rows":
@@ -70,8 +70,8 @@ class Streamed:
         if self.roomy:
             self._outputs, result = self._pass(self.inputs, tangent, record)
             return result
-        # Half the points at a time: a layer's inputs and outputs are there with their tangents, and what a pull takes
-        # should be the most that a product does.
+        # Half the points at a time: a layer's inputs and outputs are in memory with their tangents, and a pull should
+        # be what takes most in a product.
         half = -(-num_points(self.inputs) // 2)
         parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
         found = [self._pass(part, tangent, record) for part in parts if num_points(part)]
@@ -79,7 +79,7 @@ class Streamed:
         return result
 
     def _pass(self, inputs: Any, tangent: Blocks, record: bool) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
-        """Outputs and their tangents; gradients stay off unless the pass is recorded: the tangent alone is wanted."""
+        """Return outputs and tangents; gradients stay off unless the pass is recorded, for the tangent alone."""
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
             values = self.model.values
             leaves = {name: _own_storage(values[name]).requires_grad_(record) for name in self.names}
@@ -89,16 +89,16 @@ class Streamed:
         return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        """Return Jᵀ U for K cotangents, by name, (K, *shape) each."""
         graph, self._graph = self._graph, None
         return (graph or record_graph(self.model, self.inputs, self.names)).pull(cotangents, keep=False)
 
 
 class Recorded:
-    """J of one batch from one recorded forward pass, kept: 1.33 gradients a push and pull instead of 2.
+    """The recorded engine: J of one batch from one kept forward pass, 1.33 gradients per push and pull instead of 2.
 
-    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass; without one they differentiate
-    the pull (double backward).
+    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass, or without one differentiate the
+    pull (double backward).
     """
 
     kind = "recorded"
@@ -112,11 +112,11 @@ class Recorded:
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ, inputs)."""
+        """The outputs f(θ, inputs)."""
         return self._graph.outputs.detach()
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        """J V for K tangents by name, (K, *shape) each."""
+        """Return J V for K tangents by name, (K, *shape) each."""
         if self._replay is None:
             return self._graph.push(tangents)
         columns = next(iter(tangents.values())).shape[0]
@@ -124,12 +124,12 @@ class Recorded:
             return _stack([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        """Return Jᵀ U for K cotangents, by name, (K, *shape) each."""
         return self._graph.pull(cotangents)
 
 
 def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
-    """One forward-mode pass whose tangents' operations are recorded; None where it fails, or cannot be run again."""
+    """Return one recorded forward-mode pass over the tangents; None where it fails, or cannot be run again."""
     recorder = Recorder()
     with (
         contextlib.suppress(RuntimeError, NotImplementedError),
@@ -141,7 +141,7 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         values = model.values
         duals = {}
         for name in names:
-            # Any tangent will do: the weights are there already.
+            # Any tangent will do, such as the weights, which exist already.
             duals[name] = forward_ad.make_dual(_own_storage(values[name]), _own_storage(values[name]))
             recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
         return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
@@ -155,7 +155,7 @@ class _Graph:
         self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
 
     def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
-        """Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
+        """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
         last = None if keep else len(cotangents) - 1
         rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
         return {name: _stack([row[name] for row in rows]) for name in self.names}
@@ -164,7 +164,7 @@ class _Graph:
         leaves = list(self._leaves.values())
         if not self.outputs.requires_grad:
             return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
-        # A copy: a custom backward that writes into what it is given would write into the caller's vector.
+        # A copy: a custom backward that writes into its argument would write into the caller's vector.
         given = cotangent.clone()
         gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, materialize_grads=True)
         return {name: gradient.detach() for name, gradient in zip(self.names, gradients)}
@@ -184,7 +184,7 @@ class _Graph:
         return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
 
     def push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K C"]:
-        """J V at the one point of this graph, its rows taken one at a time by backward passes."""
+        """Return J V at the one point of this graph, with its rows one at a time by backward passes."""
         (outputs,) = self.outputs.detach()
         columns = next(iter(tangents.values())).shape[0]
         result = outputs.new_empty(columns, len(outputs))
@@ -216,14 +216,14 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
 
 
 def saved_bytes(model: Model, inputs: Any) -> int:
-    """Return bytes that one recorded forward pass keeps for these inputs, themselves included."""
+    """Return the bytes that one recorded forward pass keeps for these inputs, inputs included."""
     with SavedBytes(model, inputs) as saved:
         record_graph(model, inputs, model.selection.names)
     return saved.total
 
 
 def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
-    """Return bytes of the constants that a replay keeps, the model's and the inputs' left out."""
+    """Return the bytes of the constants that a replay keeps, without those of the model and the inputs."""
     given = [tensor for _, tensor in components(normalise(inputs))]
     return replay.nbytes([*model.tensors(), *given])
 
@@ -236,8 +236,8 @@ def _stack(rows: list[Tensor]) -> Tensor:
 def _own_storage(view: Tensor) -> Tensor:
     """Return these numbers in a storage of their own size, where possible in the same memory.
 
-    A dual number keeps a tangent as it is only if both storages are alike: of views into the flat vector it would
-    allocate one as large as all weights.
+    A dual number keeps a tangent unchanged only if both storages have the same layout; for views into the flat vector
+    it would allocate a tangent as large as all weights.
     """
     if view.device.type in ("cpu", "cuda") and not view.is_inference():
         return from_dlpack(view.detach())
@@ -249,9 +249,9 @@ def _leave_inference(tensor: Tensor) -> Tensor:
 
 
 class SavedBytes:
-    """Counts the bytes of the inputs and of the distinct storages that autograd saves while it is entered.
+    """A context that counts the bytes of the inputs and of the distinct storages that autograd saves.
 
-    The model's own storages are left out, and of the inputs', which may be slices of all data, those bytes alone count.
+    The model's own storages are not counted, and for inputs, which may be slices of all data, only their own bytes are.
     """
 
     def __init__(self, model: Model, inputs: Any, apart: Iterable[Tensor] = ()) -> None:
@@ -266,11 +266,11 @@ class SavedBytes:
         return self
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor._is_zerotensor():  # an implicit zero of forward mode: it has no storage
+        if tensor._is_zerotensor():  # an implicit zero of forward mode has no storage
             return tensor
         if tensor not in self._apart:
             self._extents.add(extent(tensor))
-        return tensor.detach()  # an operation that saved its own output would hold itself for ever
+        return tensor.detach()  # an operation that saves its own output would never be freed
 
     def __exit__(self, *details: Any) -> None:
         self._hooks.__exit__(*details)

@@ -22,19 +22,19 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobi
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
-# Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
+# At least this many bytes of sensitivities are used at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
-# Points on which layer rules are checked before they are used.
+# The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
-# What of the layer rules was checked: products with J, those with J and some columns, rows.
+# The checked uses of layer rules: products with J, those with J and some columns, rows.
 WHOLE, COLUMNS, ROWS = "whole", "columns", "rows"
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """J of one batch of n points, by parameter name: what both engines offer."""
+    """J of one batch of n points, by parameter name: the interface of both engines."""
 
     kind: Any
     nbytes: int
@@ -46,12 +46,12 @@ class Engine(Protocol):
 
 
 class Engines:
-    """Builds the engine of a batch, for a model that is probed on the first two points of the inputs `first`.
+    """A builder of engines for batches of a model, which is probed on the first two points of the inputs `first`.
 
-    The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
-    layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves, the
-    layer rules on some of its points. What was proven of a network of the same structure is not proven again (see
-    `proofs`). With `whole` the pass over all of `first` is kept, for one who wants its rows (`pop_first`).
+    The probe finds the number of outputs, which derivatives exist and are right (see `probes`), which layers run as
+    layers, and the bytes that an engine keeps. An engine that is kept is checked on the first batch that it serves, and
+    the layer rules on some of its points. Checks of a network of the same structure are not repeated (see `proofs`).
+    With `whole`, the pass over all of `first` is kept for a caller that needs its rows (`pop_first`).
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
@@ -73,7 +73,7 @@ class Engines:
         self.model, self._first = model, (outputs, calls) if whole else None
         key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
         if key is not None and key == self._key:
-            return  # of what was proven, what was found wrong later is known here, too
+            return  # rules found wrong after they were proven are known here, too
         self._key, self._num_outputs = key, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._recorded_verified: set[tuple[str, ...]] = set()
@@ -82,7 +82,7 @@ class Engines:
         def prove() -> Proof:
             names = model.selection.names
             routes = find_routes(model, self._few, names, keep=False)
-            # One point besides two: a dimension of length two is not taken for that of the points.
+            # One point besides two, so that a dimension of length two is not taken for that of the points.
             owned = self._owned
             alone = record(model, take(self._few, slice(0, 1)), owned)[2] if owned else set()
             return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owned), NO_LAYER))
@@ -91,13 +91,13 @@ class Engines:
         self.plan = self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
-        """The outputs and calls of the pass over all first points, once; None where a parameter has no layer rule."""
+        """Return the outputs and calls of the pass over all first points, once; None without layer rules for all."""
         found, self._first = self._first, None
         self.check_rows(self._few)
         return None if self.plan.others else found
 
     def try_keeping(self) -> Plan:
-        """The plan once it is known whether and how a recorded pass may be kept: who asks for one product need not."""
+        """Return the plan after trying whether and how a recorded pass may be kept; a single product can do without."""
         with self.model.lock:
             if not self.plan.routes.tried and self._choice != "streamed":
                 names, plan = self.model.selection.names, self.plan
@@ -107,9 +107,9 @@ class Engines:
             return self.plan
 
     def build(self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
-        """Return the engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
+        """Return an engine of this kind for a batch, within `room` bytes; a streamed one if it proves to be wrong.
 
-        With a root L it multiplies with Lᵀ J.
+        With a root L it multiplies by Lᵀ J.
         """
         if kind == "layerwise":
             return self._prove_layerwise(inputs, room, root)
@@ -122,7 +122,7 @@ class Engines:
         return self._build_streamed(inputs, room)
 
     def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
-        """Return the layerwise engine without the layers that turn out not to be right; streamed where none is left."""
+        """Return the layerwise engine without layers that prove to be wrong; streamed if none is left."""
         self._prove_on_few(inputs, whole=root is IDENTITY)
         if not self.plan.layers:
             return self.build("streamed", inputs, room, root)
@@ -133,9 +133,9 @@ class Engines:
         return self.build("layerwise", inputs, room, root)
 
     def _prove_on_few(self, inputs: Any, whole: bool) -> None:
-        """Check on some points that the rules multiply with J (`whole`), or with J and some columns, as autograd does.
+        """Check on some points that the rules multiply by J (`whole`), or by J and some columns, as autograd does.
 
-        For columns a random one is used: at zero residuals a check would show nothing.
+        A random column is used: with zero residuals a check would show nothing.
         """
         few = take(inputs, slice(0, CHECKED_POINTS))
         names = self.model.selection.names
@@ -162,7 +162,7 @@ class Engines:
         self.plan = self._make_plan()
 
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
-        """Return the layers whose rules may be used, self-checked on some points, and the parameters that have none."""
+        """Return the layers whose rules may be used, self-checked on some points, and the parameters without one."""
         self.check_rows(inputs)
         return self.owners, tuple(self.plan.others)
 
@@ -172,7 +172,7 @@ class Engines:
         return self._owners(self.plan.others)
 
     def check_rows(self, inputs: Any) -> None:
-        """Leave to autodiff the layers whose rows turn out not to be right on some of these points."""
+        """Leave layers to autodiff whose rows prove to be wrong on some of these points."""
         with self.model.lock:
             while self.plan.layers and not self._proof.checked & {WHOLE, ROWS}:
                 few = take(inputs, slice(0, CHECKED_POINTS))
@@ -188,7 +188,7 @@ class Engines:
         return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
-        """Return the engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
+        """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
         while (routes := self._routes_of(names)).recordable:
             replay = record_replay(self.model, inputs, names) if routes.replayed else None
             if routes.replayed is (replay is not None):
@@ -196,7 +196,7 @@ class Engines:
                 if names in self._recorded_verified or proves_itself(engine):
                     self._recorded_verified.add(names)
                     return engine
-            # The batch shows the fault: routes found on it serve from now on, without the one that failed.
+            # The batch shows the fault: routes found on it are used from now on, without the one that failed.
             found = find_routes(self.model, inputs, names)
             again = found.recordable and found.replayed is routes.replayed
             self._proof = forget(self._proof)
@@ -210,7 +210,7 @@ class Engines:
         return Layerwise(self.model, inputs, owners, rest, max(LEAST_CHUNK, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
-        """The routes for some of the selected parameters: those for all, or better ones where these are but rows."""
+        """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""
         known = self._proof.routes
         found = known.get(names) or known[self.model.selection.names]
         if found.pushes == "rows" and names not in known:
@@ -218,15 +218,15 @@ class Engines:
         return found
 
     def _owners(self, left_out: Mapping[str, str]) -> Owners:
-        """Layers and what they own of the parameters that are left to the layer rules."""
+        """Return layers and their parameters among those that are left to the layer rules."""
         if not left_out:
             return self._owned
         kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in self._owned.items()}
         return {module: names for module, names in kept.items() if names}
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
-        """Return the plan for layers that made these calls at the first points; without them they are made."""
-        # Whatever engine is asked for: rows and factors come from the rules, and no answer may depend on an engine.
+        """Return the plan for layers that made these calls at the first points; without calls, make them."""
+        # Whatever the engine, rows and factors come from the rules, and no result may depend on the engine.
         rejected, names = self._proof.rejected, self.model.selection.names
         if calls is None:
             calls = record(self.model, self._few, self._owners(rejected))[1]

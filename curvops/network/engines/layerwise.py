@@ -1,12 +1,12 @@
-"""The fast engine where rows are few: J of one batch from each layer's input a and output sensitivity δ.
+"""The fast engine if rows are few: J of one batch from each layer's input a and output sensitivity δ.
 
 One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
-Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where
-the layer's own rows are fewer numbers than a and δ (early convolutions, norms) they are kept instead. The layer whose
-output is the model's has the identity for δ: a alone is kept, and no backward pass is taken.
+Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. If the
+layer's own rows are fewer numbers than a and δ (early convolutions, norms), they are kept instead. For the layer whose
+output is the model's, δ is the identity: only a is kept, without a backward pass.
 
-In place of J's C rows a point it serves any R of them, Lᵀ J: the cotangents are then the columns of L, not units. Of a
-Fisher from residuals R is one a sample, whatever C.
+The engine also multiplies by any R rows Lᵀ J per point instead of the C rows of J: the cotangents are then the
+columns of L, not unit vectors. For a Fisher from residuals, R is one per sample, whatever C.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from curvops.network.model.parameters import Blocks, FlatLayout
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
-"""Bytes of δ of one cotangent from which on a CPU each has a backward pass of its own: batching rules copy."""
+"""Bytes of δ per cotangent from which on, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
 MAPPED_BYTES = 2**25 - 1
-# What gives numbers another shape, and leaves their order.
+# Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with its rule, the parameters it owns of the selection, and the shape of its output.
+    """One layer with its rule, its parameters among the selected, and the shape of its output.
 
     `is_last`: its outputs are the model's, position by position.
     """
@@ -54,21 +54,21 @@ class Layer:
     rule: Rule
     names: dict[str, str]  # "weight" -> the parameter's name in the model
     output: torch.Size
-    inputs: int  # kept of its input per point, in numbers of the parameters' size
+    inputs: int  # numbers of the parameters' size kept of its input per point
     multiply_adds: int
     is_last: bool = False
 
     @property
     def size(self) -> int:
-        """Parameters of this layer among the selected."""
+        """The number of selected parameters of this layer."""
         return sum(self.shape_of(local).numel() for local in self.names)
 
     def as_rows(self, columns: int) -> bool:
-        """Whether so many rows a point of the layer's own Jacobian are fewer numbers than its input a and their δ."""
+        """Return whether so many rows per point of the layer's Jacobian are fewer numbers than its input a and δ."""
         return columns * self.size <= columns * self.output[1:].numel() + self.inputs
 
     def shape_of(self, local: str) -> torch.Size:
-        """Shape of the layer's "weight" or "bias"."""
+        """Return the shape of the layer's "weight" or "bias"."""
         return getattr(self.module, local).shape
 
     def of(self, tangents: Mapping[str, Tensor]) -> Local:
@@ -77,13 +77,13 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """q, the columns of the layer's matrix (g, p, q) of weight and bias; see `Rule.left` and `Rule.right`."""
+        """The columns q of the layer's matrix (g, p, q) of weight and bias; see `Rule.left` and `Rule.right`."""
         shape = self.shape_of("weight")
         return (shape[0] if self.rule.matrix_is_transposed else shape[1:].numel()) + ("bias" in self.names)
 
     @property
     def height(self) -> int:
-        """g·p, the rows of all groups of the layer's matrix."""
+        """The number g·p of rows of all groups of the layer's matrix."""
         return self.shape_of("weight")[1 if self.rule.matrix_is_transposed else 0]
 
     def to_matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ class Layer:
         return torch.cat([matrix, tensors[self.names["bias"]].reshape(groups, -1, 1)], -1)
 
     def from_matrix(self, matrix: Tensor) -> Blocks:
-        """Return the inverse of `to_matrix`: tensors by parameter name."""
+        """Return tensors by parameter name, the inverse of `to_matrix`."""
         found = {}
         if "bias" in self.names:
             matrix, bias = matrix.tensor_split((-1,), -1)
@@ -108,7 +108,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded forward pass: what it was given, and where it stands in the graph."""
+    """One call of a layer in a recorded forward pass: its inputs, and its place in the graph."""
 
     owner: nn.Module
     layer: Layer
@@ -169,7 +169,7 @@ class Factors:
 
 
 def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Return the vectors of a block, as many at a time as have so many bytes each in memory that is used again."""
+    """Yield the vectors of a block, as many at a time as fit into this many bytes of memory that is used again."""
     if is_cuda or columns * column_bytes <= MAPPED_BYTES:
         return [slice(0, columns)]
     width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
@@ -183,7 +183,7 @@ def concatenate(pieces: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A layer kept as its own rows, (n, R, p) with p its parameters, locals side by side."""
+    """A layer kept as its own rows, (n, R, p), with p its parameters side by side."""
 
     layer: Layer
     jacobian: Tensor
@@ -206,18 +206,18 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The layer whose outputs are the model's, kept as its input a: its δ is the identity, whatever C."""
+    """The layer whose outputs are the model's, kept as its input a; its δ is the identity, whatever C."""
 
     layer: Layer
     kept: Tensor
 
     @property
     def outputs(self) -> int:
-        """The number of a point's outputs."""
+        """The number of outputs per point."""
         return self.layer.output[1:].numel()
 
     def inputs(self) -> Float[Tensor, "m q"] | None:
-        """Return the layer's inputs at all positions, a one appended for its bias; None where it has a bias alone."""
+        """Return the layer's inputs at all positions, with a one appended for its bias; None for a bias alone."""
         if "weight" not in self.layer.names:
             return None
         a = self.kept.flatten(0, -2)
@@ -225,7 +225,7 @@ class Features:
 
     @property
     def outputs_each(self) -> int:
-        """C, the number of each position's."""
+        """The number C of outputs per position."""
         return self.layer.output[-1]
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
@@ -274,12 +274,12 @@ class Layerwise:
 
     @property
     def features(self) -> Features | None:
-        """The only part, where that is the last layer's input."""
+        """The only part, if that is the last layer's input."""
         part = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
         return part if isinstance(part, Features) else None
 
     def at(self, points: slice) -> Layerwise | None:
-        """Return the engine of some of the points, in the memory of this one; None where autodiff has a part in it."""
+        """Return the engine of some of the points, in the memory of this one; None if autodiff has a part in it."""
         if self.rest is not None:
             return None
         other = copy(self)
@@ -287,7 +287,7 @@ class Layerwise:
         return other
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        """Lᵀ J V for K tangents by name, (K, *shape) each."""
+        """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
             for part in self.parts:
@@ -299,7 +299,7 @@ class Layerwise:
         return total
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
-        """Jᵀ L U for K cotangents, by name, (K, *shape) each."""
+        """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
             total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
             for part in self.parts:
@@ -313,7 +313,7 @@ class Layerwise:
 
 
 def owners_of(model: Model) -> Owners:
-    """Layers with a rule and what they own of the selection: {layer: {"weight": the parameter's name}}.
+    """Return layers with a rule and their selected parameters: {layer: {"weight": the parameter's name}}.
 
     A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
     """
@@ -330,20 +330,20 @@ def owners_of(model: Model) -> Owners:
 def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tuple[Tensor, list[Call], set[str]]:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
-    With `graph` what is kept of a layer's input has its graph too.
+    With `graph`, kept inputs have their graph, too.
 
-    A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
-    in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook outlives the
-    pass.
+    A misfit is a layer that ran without gradients, on other rows than one per point (a single query, positions
+    first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook
+    outlives the pass.
     """
-    found: list[tuple[Any, ...]] = []  # what calls are made of once it is known which layer is the last
+    found: list[tuple[Any, ...]] = []  # the parts of calls, once it is known which layer is the last
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
     def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
         rule = rule_of(type(module))
-        assert rule is not None  # hooks are on such layers alone
+        assert rule is not None  # only such layers have hooks
         node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
         if not (points and len(given) == rule.operands and node is not None and _are_of(dtype, (output, *given))):
             misfits.update(names.values())
@@ -386,7 +386,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
 
 
 def _follow_reshapes(node: Node | None) -> list[Node]:
-    """Return a node and those before it as far as numbers keep their order: a layer among them is the last."""
+    """Return a node and those before it as far as numbers keep their order; a layer among them is the last."""
     path = []
     while node is not None:
         path.append(node)
@@ -405,7 +405,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
-    """Return names of parameters whose layers were not called."""
+    """Return the names of parameters whose layers were not called."""
     ran = {id(call.owner) for call in calls}
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
@@ -413,7 +413,7 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
 def _parts(
     model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root
 ) -> list[Factors | Rows | Features]:
-    """Return the part of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     calls = [call for call in calls if call not in last]
@@ -443,25 +443,25 @@ def _parts(
 
 
 def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
-    """How many cotangents of the outputs can be sent backward at a time within `chunk_bytes` of δ; at least one."""
+    """Return how many cotangents of the outputs fit into `chunk_bytes` of δ for one backward pass; at least one."""
     return max(1, chunk_bytes // max(1, bytes_of_one(calls, itemsize)))
 
 
 def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
-    """Return bytes of δ of all calls for one cotangent of the outputs."""
+    """Return the bytes of δ of all calls for one cotangent of the outputs."""
     return sum(call.layer.output.numel() for call in calls) * itemsize
 
 
 def sensitivities(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
 ) -> list[Tensor | None]:
-    """δ (n, r, *out) of each call for r cotangents of the outputs, None where a branch does not reach them.
+    """Return δ (n, r, *out) of each call for r cotangents of the outputs, None if a branch does not reach them.
 
-    With `graph` they have one themselves.
+    With `graph` they have their own graph.
     """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
-    if outputs.shape[1] == 1 and len(cotangents) > 1 and not graph:  # points are apart: columns are multiples of one
+    if outputs.shape[1] == 1 and len(cotangents) > 1 and not graph:  # points are separate: columns are multiples of one
         one = sensitivities(model, outputs, calls, torch.ones_like(cotangents[:1]))
         factors = cotangents.squeeze(2).T
         return [None if g is None else g * factors.view(*factors.shape, *[1] * (g.ndim - 2)) for g in one]
@@ -480,7 +480,7 @@ def sensitivities(
 
 
 def _gather(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
-    """δ of one cotangent after the other, (n, 1, *out) each, as (n, r, *out)."""
+    """Concatenate δ of one cotangent after the other, (n, 1, *out) each, into (n, r, *out)."""
     if graph:
         rows = list(zip(*each))
         return [None if row[0] is None else torch.cat(row, 1) for row in rows]

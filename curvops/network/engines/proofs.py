@@ -1,10 +1,11 @@
-"""Proofs of a network's derivatives, which serve every later linearisation of a network of the same structure.
+"""Proofs that a network's derivatives are right, reused for later linearisations of networks of the same structure.
 
-Of the same structure is one whose modules, tensors, inputs and options are alike, and whose recorded pass at the first
-points is the same graph of operations: what a model looks like says which rules apply, what it did says that it still
-does that. The numbers may differ, as after further training. Where that cannot be told (hooks, a custom
-`autograd.Function`, a mode that intercepts operations, attributes without an identity) everything is proven anew, and
-so it is once anything failed. Proofs name classes and other objects weakly, and keep no model and no tensor.
+Two networks have the same structure if their modules, tensors, inputs and options are alike, and their recorded
+passes at the first points are the same graph of operations. The description of a model determines which rules apply;
+its graph shows that it still runs the same way. The numbers may differ, as after further training. If this cannot be
+decided (hooks, a custom `autograd.Function`, a mode that intercepts operations, attributes without an identity),
+everything is proven again, and so it is after a failure. Proofs refer weakly to classes and other objects, and keep
+no model and no tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from curvops.network.engines.routes import Routes
 from curvops.network.model.model import Model
 
 MOST = 64
-"""Structures that are remembered, the last that were asked for."""
+"""How many structures are remembered: the last ones used."""
 COMMON = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, type(None))
@@ -41,7 +42,7 @@ class Proof:
     key: Hashable = None
 
     def copy(self) -> Proof:
-        """Return a copy for one linearisation alone."""
+        """Return a copy for a single linearisation."""
         return Proof(dict(self.routes), dict(self.rejected), set(self.checked))
 
 
@@ -50,7 +51,7 @@ _lock = threading.Lock()
 
 
 def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashable:
-    """Return a key equal for networks of one structure, None where none is known; `outputs` have their graph."""
+    """Return a key that is equal for networks of one structure, or None; `outputs` have their graph."""
     try:
         return options, structure_of(model), inputs_of(few), graph_of(model, outputs)
     except (Unlike, TypeError):
@@ -58,7 +59,7 @@ def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashab
 
 
 def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
-    """Return the proof of networks of this structure, made by `prove` where there is none."""
+    """Return the proof for networks of this structure, made by `prove` if there is none."""
     if key is None:
         return prove()
     known = _proofs.get(key)
@@ -73,7 +74,7 @@ def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
 
 
 def forget(proof: Proof) -> Proof:
-    """Drop a proof after a failure, so that other linearisations prove anew; return a copy for this one."""
+    """Drop a proof after a failure, so that other linearisations prove again; return a copy for this one."""
     with _lock:
         if _proofs.get(proof.key) is proof:
             del _proofs[proof.key]
@@ -81,11 +82,11 @@ def forget(proof: Proof) -> Proof:
 
 
 class Unlike(Exception):
-    """Nothing tells whether another network is of the same structure."""
+    """Raised if it cannot be decided whether another network has the same structure."""
 
 
 def structure_of(model: Model) -> Hashable:
-    """Modules with their classes, code, modes and attributes; tensors by name, place, dtype and shape."""
+    """Describe modules by classes, code, modes and attributes, and tensors by name, place, dtype and shape."""
     # A mode may change what any operation does.
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise Unlike
@@ -103,7 +104,7 @@ def structure_of(model: Model) -> Hashable:
 
 
 def inputs_of(inputs: Any) -> Hashable:
-    """Return how many points, and what one is made of."""
+    """Return the number of points, and the structure of one."""
     forms = tuple((name, part.dtype, part.shape[1:]) for name, part in components(normalise(inputs)))
     return num_points(normalise(inputs)), type(inputs), forms
 
@@ -116,7 +117,7 @@ def _part(path: str, part: nn.Module) -> Hashable:
     own = tuple((name, _plain(value)) for name, value in held.items() if name not in COMMON)
     kind = type(part)
     forward = kind.forward
-    # Classes and functions are equal to themselves alone: their references need no `_Same`.
+    # Classes and functions equal only themselves, so their references need no `_Same`.
     return path, weakref.ref(kind), weakref.ref(forward), getattr(forward, "__code__", None), part.training, own
 
 
@@ -132,12 +133,12 @@ def _plain(value: Any) -> Hashable:
 
 
 class _Same:
-    """Equal to that of the very same object, while it exists."""
+    """A key that equals only the key of the very same object, while that exists."""
 
     __slots__ = ("_hash", "_what")
 
     def __init__(self, what: Any) -> None:
-        self._what, self._hash = weakref.ref(what), id(what)  # TypeError: an object that cannot be told from its like
+        self._what, self._hash = weakref.ref(what), id(what)  # TypeError: an object without an identity
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and (what := self._what()) is not None and what is other._what()
@@ -147,13 +148,13 @@ class _Same:
 
 
 def graph_of(model: Model, outputs: Tensor) -> Hashable:
-    """The operations behind these outputs with the sizes of their results, and the parameters that they start from."""
+    """Return the operations behind these outputs with the sizes of their results, and the parameters at their start."""
     start = model.tensors()[0].data_ptr()
     found: list[Hashable] = []
     order = [] if outputs.grad_fn is None else [outputs.grad_fn]
     numbers = {node: i for i, node in enumerate(order)}
     for node in order:  # which grows
-        if hasattr(type(node), "_forward_cls"):  # a function of one's own may do anything
+        if hasattr(type(node), "_forward_cls"):  # a user's function may do anything
             raise Unlike
         variable = getattr(node, "variable", None)
         if variable is not None:
@@ -166,6 +167,6 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
                 order.append(parent)
             edges.append((None if parent is None else numbers[parent], place))
         sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
-        # The one argument that decides whether forward mode is right (see `looks_up_padding`).
+        # The only argument that decides whether forward mode is right (see `looks_up_padding`).
         found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
     return tuple(found)

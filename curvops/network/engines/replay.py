@@ -1,9 +1,9 @@
-"""J v again and again from one forward-mode pass: the operations that carry tangents, to be run on other tangents.
+"""Replays of J v from one forward-mode pass: the operations that carry tangents, to be run on other tangents.
 
-The pass runs on real tensors under a dispatch mode, which sees the operations below automatic differentiation. Those
-with a tangent among their arguments are linear in it and become the steps of the replay; whatever else they take is a
-constant at these inputs and weights, and is kept. Nothing is traced symbolically: recording costs about as much as the
-pass itself, where `torch.func.linearize` takes some milliseconds for every operation.
+The pass runs on real tensors under a dispatch mode, which intercepts the operations below automatic differentiation.
+Operations with a tangent among their arguments are linear in it and become the steps of the replay; their other
+arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs
+about as much as the pass itself, where `torch.func.linearize` takes some milliseconds for every operation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tangent among a step's arguments."""
+    """A placeholder for a tangent among a step's arguments."""
 
     index: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One operation: its arguments with slots for the tangents, and where its results go (None: not a tensor).
+    """One operation: its arguments with slots for the tangents, and the slots of its results (None: not a tensor).
 
-    The last of the arguments are those by keyword.
+    The last of the arguments are the keyword arguments.
     """
 
     run: Callable[..., Any]
@@ -53,7 +53,7 @@ class _Step:
 
 
 class Replay:
-    """The recorded steps. Running them is J v for one v, with the constants of the pass that was recorded."""
+    """The recorded steps; running them gives J v for one v, with the constants of the recorded pass."""
 
     def __init__(self, steps: Sequence[_Step], given: dict[str, int], result: int, slots: int) -> None:
         self._steps, self._given, self._result, self._slots = list(steps), given, result, slots
@@ -64,7 +64,7 @@ class Replay:
             self._done[i].append(slot)
 
     def __call__(self, tangents: Blocks) -> Tensor:
-        """J v for one tangent by name."""
+        """Return J v for one tangent by name."""
         held: list[Any] = [None] * self._slots
         for name, slot in self._given.items():
             held[slot] = tangents[name]
@@ -78,7 +78,7 @@ class Replay:
         return result
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
-        """Return bytes of the constants, those in the memory of the tensors in `apart` left out."""
+        """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
         held = Held(apart)
         kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
         extents = {extent(tensor) for tensor in kept if _has_memory(tensor) and tensor not in held}
@@ -86,24 +86,24 @@ class Replay:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is done to the tangents named to `follow` while it is entered.
+    """A context that records the operations on the tangents passed to `follow`.
 
-    Results of one pass only: the values of the steps' constants are those of that pass. A constant that the model
-    overwrites later is copied before. `replay` is None where a tangent was written into memory that is not its own,
+    The result belongs to one pass: the constants of the steps have the values of that pass. A constant that the model
+    overwrites later is copied before. `replay` is None if a tangent was written into memory that is not its own,
     which a second run would find changed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slot_of: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that an identity names one tensor throughout
+        self._alive: list[Tensor] = []  # so that an identity belongs to one tensor throughout
         self._given: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
         self._writes = self._broken = False
 
     def follow(self, name: str, tangent: Tensor) -> None:
-        """The tangent of a parameter: an argument of the replay."""
+        """Return the tangent of a parameter as an argument of the replay."""
         self._given[name] = self._slot(tangent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         return self._slot_of[id(tensor)]
 
     def _referring(self, values: list[Any]) -> list[Any]:
-        """Arguments with slots in place of tangents; where a constant stands is noted by its storage."""
+        """Return arguments with slots instead of tangents, recording the storage of each constant."""
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and id(value) in self._slot_of:
                 values[i] = _Slot(self._slot_of[id(value)])
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         return values
 
     def _copy_what_shares(self, tensor: Tensor) -> None:
-        """Constants in memory that is about to be written to become copies."""
+        """Replace constants by copies if their memory is about to be written to."""
         if not _has_memory(tensor):
             return
         for values in self._kept_in.pop(extent(tensor)[0], []):
@@ -171,7 +171,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) -> list[_Step]:
-    """The steps but for constants that are added, which in a linear map are zero: what is left of it is a shape."""
+    """Return the steps without added constants, which in a linear map are zeros: only their shape remains."""
     found: list[_Step] = []
     same: dict[int, int] = {}
     for step in steps:
@@ -190,7 +190,7 @@ def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) ->
 
 
 def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
-    """Return the steps without those whose results nothing needs."""
+    """Return the steps without those whose results are not used."""
     needed, found = {end}, []
     for step in reversed(steps):
         if needed.intersection(step.results):
@@ -239,7 +239,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 class Held:
-    """The memory of some tensors; another tensor is in it where its storage lies within one of theirs."""
+    """The memory of some tensors, which contains another tensor if its storage lies within one of theirs."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._extents = sorted(extent(tensor) for tensor in tensors)
@@ -252,6 +252,6 @@ class Held:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Return where the memory of a tensor's storage starts and ends."""
+    """Return the start and the end of the memory of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

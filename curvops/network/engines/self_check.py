@@ -1,4 +1,4 @@
-"""The check that the layerwise engine multiplies with the Jacobian of automatic differentiation."""
+"""The check that the layerwise engine multiplies by the Jacobian of automatic differentiation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from curvops.network.model.parameters import Blocks
 
 
 def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str]:
-    """Return names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+    """Return the names of parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
     u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
@@ -30,7 +30,7 @@ def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str
             for local, name in names.items()
         }
         pushed = part.push(tangents)
-        pulled = part.pull(pushed)  # not of u: ⟨u, Jv⟩ may be small by chance, and a wrong push with it
+        pulled = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance, and hide a wrong push
         left = pushed.square().sum()
         right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
         if not bool((left - right).abs() <= tolerance(u.dtype) * left):
@@ -39,14 +39,14 @@ def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
-    """Return one random column a point: J is checked along it without a target, whose residual may be zero."""
+    """Return one random column per point, along which J is checked without a target, whose residual may be zero."""
     generator = torch.Generator(device=like.device).manual_seed(0)
     draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
 def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed) -> set[str]:
-    """Names of parameters whose layers do not give autograd's Jᵀu for one random u. One backward pass, whatever C."""
+    """Return the names of parameters whose layers do not give autograd's Jᵀu for a random u. One backward pass."""
     outputs, calls, misfits = record(model, inputs, owners)
     generator = torch.Generator(device=outputs.device).manual_seed(0)
     u = torch.randn(1, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)

@@ -1,4 +1,4 @@
-"""Likelihoods, and the one that a user's word or torch loss stands for.
+"""Likelihoods, and the conversion of users' names, losses and functions to one.
 
 >>> import torch
 >>> from curvops.network.likelihoods import Categorical
@@ -45,24 +45,24 @@ REMEDIES: dict[type[nn.Module], str] = {
 
 
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
-    """Return the likelihood that a name, a loss of torch or a function stands for.
+    """Return the likelihood that a name, a torch loss or a function stands for.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
-    keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
-    point is a sample weight, given with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``, whether
-    ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
-    errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
+    keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight
+    per point is a sample weight, passed with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``,
+    whether ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of
+    squared errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
     ``FromDistribution``. Any other loss of (outputs, targets), a function or a module (``nn.HuberLoss``,
     ``nn.SmoothL1Loss``), is a ``FromLoss``; for ``nn.GaussianNLLLoss`` the outputs are m means, then m variances. A
     loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
 
     Args:
         spec: a `Likelihood`, or one of the above.
-        shape: the shape of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it
+        shape: the shape of a point's outputs, if it is known; weights of ``nn.BCEWithLogitsLoss`` broadcast over it
             as in torch.
 
     Raises:
-        TypeError: anything else, or a function that does not say how many arguments it takes.
+        TypeError: anything else, or a function whose signature does not show how many arguments it takes.
         ValueError: options that have no counterpart.
     """
     if isinstance(spec, Likelihood):

@@ -11,15 +11,15 @@ from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights
 
 
 class Bernoulli(Independent):
-    """Independent events with p = sigmoid(f): several labels a point, or two classes from one logit (C = 1).
+    """The Bernoulli likelihood, p = sigmoid(f): several labels per point, or two classes from one logit (C = 1).
 
-    Targets (n, C) are 0 or 1 of any dtype, or probabilities. Options mean what they mean in
-    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with the target mass a = pos_weight y + 1 - y the
+    Targets (n, C) are 0 or 1 of any dtype, or probabilities. The options have the meaning of those of
+    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with the target mass a = pos_weight y + 1 - y, the
     residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
     Args:
         weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position and
-            output (T, C). Weights of points are sample weights and come with the data.
+            output (T, C). Weights of points are sample weights and belong to the data.
         pos_weight: likewise. With either, exp(log-likelihood) is no longer normalised over y.
 
     Raises:
@@ -30,9 +30,9 @@ class Bernoulli(Independent):
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(
-                    f"Bernoulli {name} must be a floating tensor, 0-d, (C,) or (T, C), finite and not negative; given "
-                    f"{tensor.dtype} of shape {tuple(tensor.shape)}. Give weights of points as (inputs, targets, "
-                    "weights) with weights=True."
+                    f"Bernoulli {name} must be a floating-point tensor, 0-d, (C,) or (T, C), finite and not "
+                    f"negative; given {tensor.dtype} of shape {tuple(tensor.shape)}. Pass weights of points as "
+                    "(inputs, targets, weights) with weights=True."
                 )
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
         if len(lengths) > 1:
@@ -50,7 +50,7 @@ class Bernoulli(Independent):
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
         yes, no = self._mass(f, y)
-        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1 to lose digits
+        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1, which would lose digits
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return self._total_mass(f, y) * f.sigmoid() * (-f).sigmoid()
@@ -85,7 +85,7 @@ class Bernoulli(Independent):
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError(
                 "Bernoulli targets lie in [0, 1]: 0, 1 or probabilities. Labels of more than two classes are for "
-                "Categorical, -1 and 1 become (y + 1) / 2."
+                "Categorical; convert -1 and 1 with (y + 1) / 2."
             )
 
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Bernoulli(Independent):
 
     def _total_mass(self, f: Tensor, y: Tensor) -> Tensor:
         if self.weight is None and self.pos_weight is None:
-            return f.new_ones(())  # for y in {0, 1} and between them alike
+            return f.new_ones(())  # for y in {0, 1} and between them
         yes, no = self._mass(f, y)
         return yes + no
 

@@ -12,12 +12,12 @@ from curvops.network.likelihoods.categorical import Categorical
 
 
 class BradleyTerry(Categorical):
-    """Preferences between the two items of a pair with rewards f (n, 2): p(the second is preferred) = σ(f₂ − f₁).
+    """The Bradley–Terry likelihood of preferences in pairs with rewards f (n, 2): p(second preferred) = σ(f₂ − f₁).
 
-    The softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the preferred
-    item, 0 or 1, of an integer dtype, or the probabilities of both, floating rows (n, 2). Adding one number to all
-    rewards changes nothing: a predicted preference depends on the difference of the rewards alone, whose variance is
-    v₁ + v₂ − 2 c₁₂ by their covariance.
+    It is the softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the
+    preferred item, 0 or 1, of an integer dtype, or the probabilities of both, floating-point rows (n, 2). Adding one
+    number to all rewards changes nothing: a predicted preference depends only on the difference of the rewards, whose
+    variance is v₁ + v₂ − 2 c₁₂ by their covariance.
 
     Args:
         label_smoothing: s in [0, 1), as in `Categorical`.
@@ -38,19 +38,19 @@ class BradleyTerry(Categorical):
         if num_outputs != 2:
             raise ValueError(
                 f"BradleyTerry compares two rewards, but the model has {num_outputs} outputs. Wrap a model that rates "
-                "one item, co.RewardPairs(model), and give pairs of items, inputs (n, 2, ...)."
+                "one item as co.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
             )
 
 
 class RewardPairs(nn.Module):
     """A model of one output per item, such as a reward model, applied to both items of each pair.
 
-    Inputs hold pairs: each tensor (n, 2, ...), alone, in a tuple or in a mapping, with the two items at dimension 1.
+    Inputs are pairs: each tensor (n, 2, ...), alone, in a tuple or in a mapping, has the two items at dimension 1.
     Outputs are (n, 2), so that predictions have the covariance of the two. The parameters are the model's own, under
     names that begin with "model.".
 
     Args:
-        model: returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice a pass.
+        model: returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice per pass.
 
     A call raises ValueError for inputs without this dimension and for outputs of another shape.
     """
@@ -63,8 +63,8 @@ class RewardPairs(nn.Module):
         for tensor in (*inputs, *named.values()):
             if tensor.ndim < 2 or tensor.shape[1] != 2:
                 raise ValueError(
-                    f"RewardPairs takes inputs (n, 2, ...), two items a point, got shape {tuple(tensor.shape)}; "
-                    "torch.stack([first, second], 1) makes them."
+                    f"RewardPairs takes inputs (n, 2, ...), two items per point, got shape {tuple(tensor.shape)}; "
+                    "make them with torch.stack([first, second], 1)."
                 )
         each = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
         return torch.stack([_rewards(found) for found in each], 1)
@@ -74,6 +74,6 @@ def _rewards(found: Any) -> Float[Tensor, " n"]:
     rewards: Tensor = getattr(found, "logits", found)
     if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
         raise ValueError(
-            f"RewardPairs takes a model of one output per item, (n,) or (n, 1); it returns {tuple(rewards.shape)}."
+            f"RewardPairs needs a model with one output per item, (n,) or (n, 1); it returns {tuple(rewards.shape)}."
         )
     return rewards.flatten()

@@ -15,7 +15,7 @@ from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outp
 
 
 class ByAutograd(Likelihood):
-    """A likelihood whose H, C x C per point, is computed at each product; its root costs O(C^3) per point."""
+    """A likelihood whose H, C x C per point, is computed in each product; its root costs O(C^3) per point."""
 
     @abstractmethod
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
@@ -64,13 +64,13 @@ class ByAutograd(Likelihood):
 
 
 def vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return function(f) and the function that pulls cotangents back."""
+    """Return function(f), and the function that pulls cotangents back."""
     result: Any = torch.func.vjp(function, f)
     return result[0], result[1]
 
 
 def with_autograd(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
-    """Return compute(f, y), which uses autograd, also where the caller records no gradients or is in inference mode."""
+    """Return compute(f, y) with autograd, also if the caller records no gradients or is in inference mode."""
     keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         f, y = (t.clone() if t.is_inference() else t for t in (f, y))

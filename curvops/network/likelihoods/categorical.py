@@ -11,17 +11,17 @@ from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outp
 
 
 class Categorical(Likelihood):
-    """Softmax over C classes: p = softmax(f), H = diag(p) - p p^T, L = diag(sqrt p) - p sqrt(p)^T.
+    """The categorical likelihood, a softmax over C classes: p = softmax(f), H = diag(p) - p p^T.
 
-    Targets are class indices (n,) of an integer dtype, or class probabilities t, floating rows (n, C) that sum to 1; an
-    index y stands for t = e_y. Options mean what they mean in :class:`torch.nn.CrossEntropyLoss` with
-    ``reduction="sum"``; a point then has the target mass q = weight ((1 - s) t + s / C), the log-likelihood q . log p,
-    the residual |q| p - q and the curvature |q| H, where s is the label smoothing and |q| the sum of q. Without options
-    q is t and |q| is 1.
+    H has the root L = diag(sqrt p) - p sqrt(p)^T. Targets are class indices (n,) of an integer dtype, or class
+    probabilities t, floating-point rows (n, C) that sum to 1; an index y stands for t = e_y. The options have the
+    meaning of those of :class:`torch.nn.CrossEntropyLoss` with ``reduction="sum"``. A point then has the target mass
+    q = weight ((1 - s) t + s / C), the log-likelihood q . log p, the residual |q| p - q and the curvature |q| H,
+    where s is the label smoothing and |q| the sum of q. Without options q is t and |q| is 1.
 
     Args:
         weight: (C,) non-negative weights of the classes.
-        ignore_index: points with this index as target are left out; an index of 0 or more is refused where targets are
+        ignore_index: points with this index as target are left out; an index of 0 or more is refused if targets are
             class probabilities.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
@@ -35,7 +35,7 @@ class Categorical(Likelihood):
     ) -> None:
         if weight is not None and not (weight.ndim == 1 and weight.is_floating_point() and within(weight, 0.0)):
             raise ValueError(
-                "Class weights must be a floating tensor of shape (C,), finite and not negative; "
+                "Class weights must be a floating-point tensor of shape (C,), finite and not negative; "
                 f"given {weight.dtype} of shape {tuple(weight.shape)}."
             )
         self.weight = weight
@@ -93,7 +93,7 @@ class Categorical(Likelihood):
         if y.is_floating_point() and y.ndim == 2:
             if self.ignore_index >= 0:
                 raise ValueError(
-                    f"ignore_index={self.ignore_index} has no meaning for class probabilities, torch refuses it too; "
+                    f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch refuses it, too); "
                     "leave points out by weights of zero."
                 )
             _check_probabilities(y, num_outputs)
@@ -101,8 +101,8 @@ class Categorical(Likelihood):
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(
                 "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
-                f"floating one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels with y.long(), one-hot rows "
-                'with y.float(); for regression use likelihood="regression".'
+                f"floating-point one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels by y.long(), one-hot "
+                'rows by y.float(); for regression use likelihood="regression".'
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
@@ -179,7 +179,7 @@ def _centre(u: Tensor, p: Tensor) -> Tensor:
 def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
     """Set the entry at ``index`` (n, 1) of x, whose rows sum to 0 in exact arithmetic, to minus the others' sum.
 
-    That entry is a difference like p - 1, which rounding would leave without digits.
+    That entry is a difference like p - 1, in which rounding would leave no digits.
     """
     return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
 
@@ -190,7 +190,7 @@ def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(
-            "Categorical targets of a floating dtype are class probabilities: at least 0, with rows that sum to 1. "
+            "Floating-point Categorical targets are class probabilities: at least 0, with rows that sum to 1. "
             "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
             'sample weights. For regression use likelihood="regression".'
         )

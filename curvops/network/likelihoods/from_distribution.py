@@ -14,23 +14,23 @@ from torch.distributions import Distribution
 from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
 from curvops.network.likelihoods.likelihood import Outputs
 
-# The points and draws on which a Hessian is checked before it is used as the Fisher.
+# The number of points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
 MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
 
 
 class FromDistribution(ByAutograd):
-    """p(y | f) = function(f), any distribution with batch shape (n, ...); its batch dimensions are independent.
+    """A likelihood p(y | f) = function(f), any distribution with batch shape (n, ...) and independent batch entries.
 
     Targets (n, ...) have the distribution's batch and event shape. H, C x C per point, is:
 
     - with a finite support, E[r r^T] by enumeration: a gradient per value and batch entry;
-    - else the Hessian of -log p, where it is the Fisher because it does not depend on y (natural parameters: a normal
-      mean, a log rate): C gradients. This is checked on the first points, with a ValueError where it does not hold.
+    - otherwise the Hessian of -log p, which is the Fisher if it does not depend on y (natural parameters: a normal
+      mean, a log rate): C gradients. This is checked on the first points, and raises ValueError if it does not hold.
 
-    H is computed at each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
-    `function` get no gradients from an operator, and must have the outputs' device. Pickling needs a `function` that
-    pickles: no lambda. Methods raise TypeError or ValueError for any other distribution.
+    H is computed in each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
+    `function` get no gradients from an operator, and must be on the outputs' device. Pickling needs a `function` that
+    can be pickled: no lambda. Methods raise TypeError or ValueError for any other distribution.
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:
@@ -41,7 +41,7 @@ class FromDistribution(ByAutograd):
         return f"FromDistribution({getattr(self.function, '__name__', self.function)})"
 
     def distribution(self, f: Outputs) -> Distribution:
-        """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row a point."""
+        """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row per point."""
         try:
             with _validating():
                 found = self.function(f)
@@ -55,7 +55,7 @@ class FromDistribution(ByAutograd):
         if found.batch_shape[:1] != f.shape[:1]:
             raise ValueError(
                 f"{self!r} made outputs of shape {tuple(f.shape)} into a distribution of batch shape "
-                f"{tuple(found.batch_shape)}; expected (n, ...) with n = {len(f)}, one row a point."
+                f"{tuple(found.batch_shape)}; expected (n, ...) with n = {len(f)}, one row per point."
             )
         return found
 
@@ -63,7 +63,7 @@ class FromDistribution(ByAutograd):
         found = self.distribution(f.detach())
         if generator is None:
             return self._draw(found)
-        # Distributions draw only from torch's default generators: these are seeded here and restored.
+        # Distributions draw only from torch's default generators, which are seeded here and restored.
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         accelerator = [] if f.device.type == "cpu" else [f.device]
         with torch.random.fork_rng(accelerator, device_type=f.device.type if accelerator else "cuda"):
@@ -108,7 +108,7 @@ class FromDistribution(ByAutograd):
     def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
         base = _base(found)
         try:
-            if not base._validate_args:  # off for the whole process after torch.compile, see `_validating`
+            if not base._validate_args:  # torch.compile turns it off for the whole process, see `_validating`
                 base._validate_sample(y)
             log_p = base.log_prob(y)
         except NotImplementedError as error:
@@ -128,7 +128,7 @@ class FromDistribution(ByAutograd):
         if found.has_enumerate_support:
             try:
                 return self._enumerate(f, found.enumerate_support(expand=False))
-            except NotImplementedError:  # a binomial with different total counts, say
+            except NotImplementedError:  # for example a binomial with different total counts
                 pass
         if not self._constant:
             self._constant = self._hessian_is_fisher(f.detach()[:POINTS], y[:POINTS])
@@ -145,10 +145,10 @@ class FromDistribution(ByAutograd):
         return H
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
-        """Return whether the Hessian was found to be the Fisher: False where all draws are equal, which shows nothing.
+        """Return whether the Hessian was found to be the Fisher: False if all draws are equal, which shows nothing.
 
-        Raises ValueError where it depends on y, or where E[r r^T] exceeds it by 6 standard errors (a kink or a support
-        that depends on f, as for a Laplace distribution, whose Hessian is 0).
+        Raises ValueError if it depends on y, or if E[r r^T] exceeds it by 6 standard errors (a kink or a support that
+        depends on f, as for a Laplace distribution, whose Hessian is 0).
         """
         generator = torch.Generator(device=f.device).manual_seed(0)
         drawn = self.sample(f.repeat(DRAWS, 1), generator)
@@ -164,7 +164,7 @@ class FromDistribution(ByAutograd):
         if bool((spread > slack * size).any()):
             raise ValueError(
                 f"{self!r}: the Hessian of -log p depends on the target, so it is not the output Fisher (the outputs "
-                f"are no natural parameters), and the support is not finite. {MONTE_CARLO}; or let the outputs be "
+                f"are not natural parameters), and the support is not finite. {MONTE_CARLO}; or let the outputs be "
                 "natural parameters (a mean at a fixed variance, a log rate)."
             )
         if bool((excess > margin).any()):

@@ -18,21 +18,21 @@ TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
 
 
 class FromLoss(ByAutograd):
-    """The log-likelihood −loss(outputs, targets) of each point, up to an unknown normalising constant.
+    """A likelihood given by a loss: −loss(outputs, targets) for each point, up to an unknown normalising constant.
 
-    The function takes outputs (n, C) and targets as the data give them, and returns a loss a point, unreduced: (n,), or
-    in the shape of the outputs or the targets, whose entries are summed. A torch loss is called with
-    ``reduction="none"``; its other options count. H is the Hessian of the loss in the outputs, by C gradients a
-    product: a negative eigenvalue, with which there is no GGN, raises ValueError (the check waits for the device once a
-    batch). Where H vanishes, as in the tails of a Huber loss, a point adds nothing.
+    The function takes outputs (n, C) and the targets of the data, and returns a loss per point, unreduced: (n,), or in
+    the shape of the outputs or the targets, whose entries are summed. A torch loss is called with ``reduction="none"``;
+    its other options count. H is the Hessian of the loss in the outputs, by C gradients per product. A negative
+    eigenvalue, with which there is no GGN, raises ValueError (the check waits for the device once per batch). Where H
+    vanishes, as in the tails of a Huber loss, a point adds nothing.
 
     A posterior under it is the Gaussian approximation of exp(−loss) times the prior, a Gibbs or generalised posterior
     (Bissiri, Holmes & Walker 2016): its spread follows the scale of the loss; `temperature` changes it. Evidences lack
     the loss's normalising constant: they compare priors under one loss, not losses or their options. Targets cannot be
-    drawn: Monte-Carlo Fishers raise TypeError. Tensors inside a function must have the outputs' device.
+    drawn: Monte-Carlo Fishers raise TypeError. Tensors inside a function must be on the outputs' device.
 
     Args:
-        function: the loss, a module of torch or any function of (outputs, targets).
+        function: the loss, a torch module or any function of (outputs, targets).
 
     Raises:
         TypeError: not a function of two arguments, or one whose first argument is named like targets.
@@ -60,11 +60,11 @@ class FromLoss(ByAutograd):
         return f"FromLoss({_describe(self.function)})"
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        """Check that all targets have the shape of the first ones: a loss would silently broadcast another."""
+        """Check that all targets have the shape of the first ones, since a loss would silently broadcast others."""
         super().check_targets(y, num_outputs)
         if self._target_shape not in (None, y.shape[1:]):
             raise ValueError(
-                f"{self!r} was given targets of shape {('n', *self._target_shape)}, and now {tuple(y.shape)}."
+                f"{self!r} had targets of shape {('n', *self._target_shape)} before, and now {tuple(y.shape)}."
             )
         self._target_shape = y.shape[1:]
 
@@ -78,15 +78,13 @@ class FromLoss(ByAutograd):
             raise ValueError(
                 f"{self!r}: the loss of a point depends on the other points of its batch. Do the targets "
                 f"{tuple(y.shape)} broadcast against the outputs {tuple(f.shape)}? For one output use y.unsqueeze(-1); "
-                "take no mean over points."
+                "do not average over points."
             )
         random = torch.randn(f.shape, dtype=f.dtype, generator=torch.Generator().manual_seed(0)).to(f.device)
         try:
             sloped = any(bool(self.residual(at, y.clone()).any()) for at in (f, random))
         except RuntimeError as error:
-            hint = (
-                "" if y.is_floating_point() else f" Give floating targets, y.float(), where {y.dtype} are no classes."
-            )
+            hint = "" if y.is_floating_point() else f" Pass floating-point targets, y.float(), unless they are classes."
             raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
         if not sloped:
             raise ValueError(
@@ -97,7 +95,7 @@ class FromLoss(ByAutograd):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         raise TypeError(
             f"{self!r} is a loss, not a distribution of targets: there is nothing to draw. Use co.GGN(lin), "
-            "fisher='exact', or co.EmpiricalFisher(lin); or give the distribution, a function from outputs to a "
+            "fisher='exact', or co.EmpiricalFisher(lin); or pass the distribution, a function from outputs to a "
             "torch.distributions.Distribution."
         )
 
@@ -121,10 +119,10 @@ class FromLoss(ByAutograd):
         if not isinstance(found, Tensor):
             raise TypeError(f"{self!r} returns {type(found).__name__}, expected a tensor of losses ({len(f)},).")
         if found.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
-            hint = " Is it reduced? Return a loss a point, reduction='none'." if found.ndim == 0 else ""
+            hint = " Is it reduced? Return a loss per point, reduction='none'." if found.ndim == 0 else ""
             raise ValueError(
                 f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(found.shape)}; "
-                f"expected a loss a point, ({len(f)},), or the shape of outputs or targets.{hint}"
+                f"expected a loss per point, ({len(f)},), or the shape of outputs or targets.{hint}"
             )
         return -found.reshape(len(f), -1).to(f.dtype)
 
@@ -132,12 +130,12 @@ class FromLoss(ByAutograd):
         try:
             H = self._hessians(f, y)
         except RuntimeError as error:
-            raise ValueError(f"{self!r} has no second derivatives: {error}. Take co.EmpiricalFisher(lin).") from error
+            raise ValueError(f"{self!r} has no second derivatives: {error}. Use co.EmpiricalFisher(lin).") from error
         lowest = torch.linalg.eigvalsh(H.detach())[:, 0] if len(H) else H.new_zeros(1)
         if not bool(lowest.min() >= -_slack(H)):
             raise ValueError(
                 f"{self!r} is not convex in the outputs: its Hessian has an eigenvalue of {float(lowest.min()):.3g} at "
-                "a training point, so that there is no GGN. Take co.Hessian(lin), with a prior above its lowest "
+                "a training point, so there is no GGN. Use co.Hessian(lin), with a prior above its lowest "
                 f"eigenvalue, or co.EmpiricalFisher(lin).{getattr(self.function, 'remedy', '')}"
             )
         return H

@@ -15,13 +15,13 @@ from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights
 
 
 class Gaussian(Independent):
-    """Independent normal targets around the outputs: y ~ N(f, noise), H = I / noise.
+    """The Gaussian likelihood of independent targets around the outputs: y ~ N(f, noise), H = I / noise.
 
     Targets have the outputs' shape (n, C). A different known variance per point is a sample weight.
 
     Args:
-        noise: the *variance*, as in gpytorch: a positive number, or a floating tensor, 0-d or one entry per output
-            (C,), which may require a gradient.
+        noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor, 0-d or one entry per
+            output (C,), which may require a gradient.
 
     Raises:
         ValueError: noise that is not positive and finite.
@@ -31,7 +31,7 @@ class Gaussian(Independent):
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(
-                "Gaussian noise is a variance: a positive finite number, or a floating tensor of them, 0-d or of "
+                "Gaussian noise is a variance: a positive finite number, or a floating-point tensor of them, 0-d or of "
                 f"shape (C,); given {noise!r}."
             )
         self.noise = tensor

@@ -90,7 +90,7 @@ def test_another_problem_is_refused_by_name(tmp_path, saved_at_each_step):
         "algorithm": lambda: low_rank(CLUSTERED, tmp_path, rank=4),
     }
     for what, call in refused.items():
-        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+        with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
             call()
 
 
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(tmp_p
         with pytest.raises(error):
             co.linalg.cg(A, B, checkpoint=path)
     (tmp_path / "curvops.json").write_text("nonsense")
-    with pytest.raises(ValueError, match="delete the folder or give another path"):
+    with pytest.raises(ValueError, match="delete the folder or pass another path"):
         co.linalg.cg(SPREAD, B, checkpoint=tmp_path)
 
 

@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     with pytest.raises(ValueError, match="no second derivatives.*EmpiricalFisher"):
         co.GGN(lin).to_dense()
     lin = co.linearize(Net(1), (x, reals(1)), co.likelihoods.FromLoss(nn.HuberLoss()))
-    with pytest.raises(ValueError, match="was given targets of shape"):  # torch would broadcast it
+    with pytest.raises(ValueError, match="had targets of shape"):  # torch would broadcast it
         co.laplace(lin, check_mode=False).log_likelihood(x, reals())
 
 

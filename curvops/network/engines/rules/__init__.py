@@ -1,4 +1,4 @@
-"""The table of layer rules, one file per family of layers. Adding a layer is adding a row to `RULES`."""
+"""The table of layer rules, one file per family of layers; to add a layer, add a row to `RULES`."""
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -11,7 +11,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 __all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
 
-# A class of a package that need not be installed stands under its full name.
+# A class of a package that need not be installed is listed under its full name.
 RULES: dict[type | str, Rule] = {
     nn.Linear: LinearRule(),
     NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
@@ -44,7 +44,7 @@ def rule_of(kind: type) -> Rule | None:
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    """The rule of a layer, None where there is none: a subclass, a parametrised or a hooked layer may do anything."""
+    """Return the rule of a layer, or None: subclasses and parametrised or hooked layers may do anything."""
     rule = rule_of(type(layer))
     if rule is None or layer._forward_hooks or layer._forward_pre_hooks:
         return None

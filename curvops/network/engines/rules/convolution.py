@@ -1,6 +1,6 @@
-"""Convolutions and transposed convolutions of any number of dimensions; K kernels run as one of K times the channels.
+"""Convolutions and transposed convolutions of any number of dimensions; K kernels run as one with K times the channels.
 
-Channels of such a wide convolution are ordered group, column, channel: grouped convolutions stay grouped.
+Channels of such a wide convolution are ordered by group, column and channel, so that grouped convolutions stay grouped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 
 class ConvolutionRule(Rule):
-    """Cross-correlation. An input that is padded by other than as many zeros on both sides is kept padded."""
+    """The rule of convolutions (cross-correlations); inputs with unequal padding on the two sides are kept padded."""
 
     transposed = False
 
@@ -41,7 +41,7 @@ class ConvolutionRule(Rule):
         return z if bias is None else z + bias.view(1, *bias.shape, *(1,) * (z.ndim - 3))
 
     def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
-        """K kernels (K, *shape) as one."""
+        """Return K kernels (K, *shape) as one."""
         return weight.unflatten(1, (layer.groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
@@ -78,11 +78,11 @@ class ConvolutionRule(Rule):
         return rows.transpose(1, 2).flatten(2, 3)
 
     def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
-        """Groups as the layer's, t the output's pixels, p the group's channels."""
+        """Return the left side: groups as in the layer, t the output's pixels, p the group's channels."""
         return s.flatten(3).unflatten(2, (layer.groups, -1)).mT if "weight" in names else None
 
     def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """q the entries of a patch."""
+        """Return the right side, with q the entries of a patch."""
         return _grouped_patches(layer, kept, "bias" in names)
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
@@ -90,7 +90,7 @@ class ConvolutionRule(Rule):
 
 
 class TransposedConvolutionRule(ConvolutionRule):
-    """The adjoint of a convolution; its weight is (in, out / groups, *kernel)."""
+    """The rule of transposed convolutions, the adjoints; the weight is (in, out / groups, *kernel)."""
 
     transposed = True
 
@@ -106,7 +106,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return gradient.unflatten(1, (s.shape[1], outputs)).transpose(0, 1)
 
     def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
-        """Return each input pixel against the window of s that it writes to, one column at a time."""
+        """Return each input pixel paired with the window of s that it writes to, one column at a time."""
         a = kept.flatten(2).unflatten(1, (layer.groups, -1))
         sides = _both_sides(_padding(layer))
         rows = []
@@ -118,7 +118,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return torch.stack(rows, 1).view(*s.shape[:2], *layer.weight.shape)
 
     def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
-        """None: the input's pixels do not share the windows of s that they write to."""
+        """Return None: the input's pixels do not share the windows of s that they write to."""
         return None
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
@@ -133,7 +133,7 @@ def _is_kept_padded(layer: _ConvNd) -> bool:
 
 
 def _padding(layer: _ConvNd) -> tuple[int, ...]:
-    """Zeros that the convolution itself adds to both sides of each dimension."""
+    """Return the number of zeros that the convolution itself adds to both sides of each dimension."""
     sides = layer._reversed_padding_repeated_twice[::2]
     return (0,) * len(sides) if _is_kept_padded(layer) else tuple(reversed(sides))
 
@@ -143,7 +143,7 @@ def _geometry(layer: _ConvNd) -> tuple[Any, Any, Any]:
 
 
 def _spans(layer: _ConvNd) -> tuple[int, ...]:
-    """Pixels from a kernel's first to its last entry, both included."""
+    """Return the number of pixels from a kernel's first to its last entry, both included."""
     return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(layer.dilation, layer.kernel_size))
 
 
@@ -187,5 +187,5 @@ def _windows(layer: _ConvNd, a: Tensor) -> Tensor:
 
 
 def _both_sides(padding: Sequence[int]) -> list[int]:
-    """As `F.pad` takes it: the last dimension first."""
+    """Return the padding in the form of `F.pad`: the last dimension first."""
     return [side for pad in reversed(padding) for side in (pad, pad)]

@@ -1,4 +1,4 @@
-"""Embeddings: the input is indices, the weight's gradient a sum into the rows that they name.
+"""Embeddings: the input is indices, and the weight's gradient a sum into the rows that they name.
 
 The padding row has no gradient. `right` is an integer tensor (n, 1, t) of indices that stand for one-hot
 rows, and the matrix is the weight TRANSPOSED: the weight is (V, E), the matrix Σ_t left ⊗ onehot(right) is (E, V).
@@ -22,7 +22,7 @@ class TableRule(Rule):
     matrix_is_transposed = True
 
     def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        indices: Tensor = inputs[0].long()  # torch counts, scatters and fills by these alone
+        indices: Tensor = inputs[0].long()  # torch counts, scatters and fills only with this dtype
         return indices
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
@@ -31,7 +31,7 @@ class TableRule(Rule):
 
 
 class EmbeddingRule(TableRule):
-    """Rows of a table. Its own Jacobian (n, K, V, E) is made only where the engine finds V below t."""
+    """The rule of rows of a table; its Jacobian (n, K, V, E) is formed only if the engine finds V below t."""
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -48,12 +48,12 @@ class EmbeddingRule(TableRule):
         return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
-        """(n, R, 1, t, E), zero at padding."""
+        """Return the left side (n, R, 1, t, E), zero at padding."""
         return _per_position(layer, kept, s).unsqueeze(2)
 
 
 class EmbeddingBagRule(TableRule):
-    """Sums or means of rows of a table, (n, t) indices to (n, E): one bag a point."""
+    """The rule of sums or means of rows of a table, (n, t) indices to (n, E): one bag per point."""
 
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.mode in ("sum", "mean")
@@ -65,7 +65,7 @@ class EmbeddingBagRule(TableRule):
     def pull(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         total = s.new_zeros(s.shape[1], *layer.weight.shape)
         columns, weights = s.transpose(0, 1), _weights(layer, kept, s.dtype)
-        for index, weight in zip(kept.unbind(1), weights.unbind(1)):  # not all positions at once: t times the memory
+        for index, weight in zip(kept.unbind(1), weights.unbind(1)):  # one by one: less memory
             total.index_add_(1, index, columns * weight.unsqueeze(1))
         return {"weight": total}
 
@@ -75,17 +75,17 @@ class EmbeddingBagRule(TableRule):
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
     def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
-        """(n, R, 1, t, E), s at every position with its share of the mean."""
+        """Return the left side (n, R, 1, t, E), s at every position with its share of the mean."""
         return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
 
 
 def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
-    """Return where the indices are not padding; None where no row is."""
+    """Return where the indices are not padding; None if no row is."""
     return None if layer.padding_idx is None else indices != layer.padding_idx
 
 
 def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:
-    """s (n, K, *positions, E) as (n, K, t, E), zero at padding."""
+    """Return s (n, K, *positions, E) as (n, K, t, E), zero at padding."""
     flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _find_padding(layer, kept)
     return flat if counted is None else flat * counted.reshape(len(kept), 1, -1, 1)
 

@@ -1,4 +1,4 @@
-"""Linear layers, those that keep their weight transposed, and bilinear ones, linear in a product of two inputs."""
+"""Linear layers, layers that keep their weight transposed, and bilinear ones, linear in a product of two inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 
 class LinearRule(Rule):
-    """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
+    """The rule of y = a Wᵀ + b on the last dimension, with shared weights at the positions in between."""
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         n, positions = kept.shape[0], kept.shape[1:-1]
@@ -49,17 +49,17 @@ class LinearRule(Rule):
         return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
-        """Return one group, t the product of the dimensions in between, p outputs."""
+        """Return the left side: one group, t the product of the dimensions in between, p outputs."""
         return s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1]) if "weight" in names else None
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """q inputs."""
+        """Return the right side with q inputs."""
         right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
         return with_ones(right) if "bias" in names else right
 
 
 class TransposedLinearRule(LinearRule):
-    """y = a W + b with W (in, out), as Hugging Face's `Conv1D` keeps it: a linear layer of its weight transposed."""
+    """The rule of y = a W + b with W (in, out), as in Hugging Face's `Conv1D`: linear, with a transposed weight."""
 
     matrix_is_transposed = True
 
@@ -81,7 +81,7 @@ def _transpose(tensors: Mapping[str, Tensor]) -> Local:
 
 
 def with_ones(right: Tensor) -> Tensor:
-    """`right` (n, g, t, q) with a last column of ones, which stands for the bias."""
+    """Return `right` (n, g, t, q) with a last column of ones, which stands for the bias."""
     return torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
 
 
@@ -89,9 +89,9 @@ OUTER = LinearRule()
 
 
 class BilinearRule(Rule):
-    """y = x₁ᵀ W x₂ + b; the two inputs are kept side by side on the last dimension.
+    """The rule of y = x₁ᵀ W x₂ + b, with the two inputs kept side by side on the last dimension.
 
-    It has no left side: of an outer product of inputs the factors would be those inputs' sizes squared.
+    It has no left side: with an outer product of inputs, the factors would have the squares of those inputs' sizes.
     """
 
     operands = 2
@@ -119,7 +119,7 @@ def _outer(layer: nn.Bilinear, kept: Tensor) -> Tensor:
 
 
 def _unflatten_weight(layer: nn.Bilinear, gradients: Local) -> Local:
-    """Return gradients with the weight's two input dimensions apart."""
+    """Return gradients with the weight's two input dimensions separated."""
     return {
         name: value.unflatten(-1, layer.weight.shape[1:]) if name == "weight" else value
         for name, value in gradients.items()

@@ -12,7 +12,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 
 class ScaleRule(Rule):
-    """y = x̂ ∘ w + b for a layer that normalises its input first: x̂ is kept, the rest is elementwise.
+    """The rule of y = x̂ ∘ w + b for a layer that normalises its input first: x̂ is kept, the rest is elementwise.
 
     `leading` says whether the parameters run along dimension 1 (channels) or along the last dimensions.
     """
@@ -35,7 +35,7 @@ class ScaleRule(Rule):
         if isinstance(layer, nn.RMSNorm):
             return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
         if layer.running_mean is None:
-            return F.group_norm(a, layer.num_features, eps=layer.eps)  # of one channel each: instance norm
+            return F.group_norm(a, layer.num_features, eps=layer.eps)  # groups of one channel each: instance norm
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:

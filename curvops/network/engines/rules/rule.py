@@ -14,14 +14,14 @@ Local = dict[str, Tensor]
 class Rule(ABC):
     """The products of a kind of layer with its own parameters, for one call on a batch of n points.
 
-    A layer called with other than `operands` tensors has no rule.
+    A layer that is called with a number of tensors other than `operands` has no rule.
     """
 
     operands = 1
     matrix_is_transposed = False
 
     def supports(self, layer: Any) -> bool:
-        """Return whether a layer of this class is set up such that the rule holds."""
+        """Return whether a layer of this class is configured such that the rule holds."""
         return True
 
     def keep(self, layer: Any, *inputs: Any) -> Tensor:
@@ -45,19 +45,19 @@ class Rule(ABC):
         return output[0].numel()
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
-        """The rows as sums of outer products over the positions t that share the weight, or None: their left side.
+        """Return the left side of the rows as sums of outer products over positions t that share the weight, or None.
 
-        Left (n, R, g, t, p) from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: of point n,
-        column R and group g, `weight.reshape(g, p, q)` has the gradient Σ_t left ⊗ right. `matrix_is_transposed` says
-        that the matrix is the weight transposed, (1, p, q) for a weight (q, p). None where the names lack "weight", or
-        where the layer has no such structure.
+        Left (n, R, g, t, p) comes from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: for point
+        n, column R and group g, `weight.reshape(g, p, q)` has the gradient Σ_t left ⊗ right. `matrix_is_transposed`
+        says that the matrix is the weight transposed, (1, p, q) for a weight (q, p). None if the names lack "weight",
+        or if the layer has no such structure.
         """
         return None
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """Return the right side, where there is a left one.
+        """Return the right side, if there is a left one.
 
-        Where the names hold "bias" too it ends in a column of ones: q is one more, and column q − 1 the gradient of the
+        If the names contain "bias", it ends in a column of ones: q is one more, and column q − 1 the gradient of the
         bias, (g·p).
         """
         raise NotImplementedError  # there is no left side
