@@ -84,7 +84,7 @@ class FromLoss(ByAutograd):
         try:
             sloped = any(bool(self.residual(at, y.clone()).any()) for at in (f, random))
         except RuntimeError as error:
-            hint = "" if y.is_floating_point() else f" Pass floating-point targets, y.float(), unless they are classes."
+            hint = "" if y.is_floating_point() else " Pass floating-point targets, y.float(), unless they are classes."
             raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
         if not sloped:
             raise ValueError(
