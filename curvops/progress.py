@@ -1,12 +1,11 @@
 """Progress of long work: a bar on a terminal, calls of a function in programs, nothing otherwise.
 
-Work that has taken two seconds shows a bar on standard error where that is a terminal; the bar is cleared at the end.
-Every function that may take long has the keyword `progress`: None for that, False for no bar, True for a bar also where
-standard error is a file, or a function (what, done, total), called at each step; total is None where it is not known.
-
-An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and
-`count_products` makes a product count. Of nested algorithms the outermost is shown, and counts the products of all;
-work inside one product, inside a preconditioner or inside a callback is not counted.
+Work that has taken two seconds shows a bar on standard error if that is a terminal; the bar is cleared at the end.
+Every function that may take long has the keyword `progress`: None for this behaviour, False for no bar, True for a
+bar even if standard error is a file, or a function (what, done, total), called at each step; total is None if it is
+unknown. An algorithm of linear algebra counts its products: `at_work` names the algorithm, and `count_products` makes
+products count. Of nested algorithms the outermost is shown, and counts the products of all; work inside one product,
+inside a preconditioner or inside a callback is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from tqdm import tqdm
 
 PATIENCE = 2.0
-"""Seconds of silence."""
+"""Seconds before a bar is shown."""
 
 T = TypeVar("T")
 Options = ParamSpec("Options")
@@ -31,7 +30,7 @@ Progress = bool | Callable[[str, int, int | None], None] | None
 
 
 def check_progress(progress: Any) -> None:
-    """TypeError for what is neither None, a flag nor a function."""
+    """Raise TypeError unless `progress` is None, a flag or a function."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"progress must be None, False, True or a function (what, done, total), got {progress!r}.")
 
@@ -47,7 +46,7 @@ def progress_bar(what: str, total: int | None = None, progress: Progress = None,
 
 
 class Steps:
-    """The steps of some work and the bar that shows them, which is made when there is something to show."""
+    """The steps of some work and the bar that shows them, which is created when there is something to show."""
 
     def __init__(self, what: str, total: int | None, progress: Progress, unit: str) -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -59,7 +58,7 @@ class Steps:
         self._note = ""
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Count further steps; `note` stands behind the bar (a residual, an error bar)."""
+        """Count further steps; `note` is shown behind the bar (a residual, an error bar)."""
         self.done += count
         self._note = note or self._note
         if self._callback is not None:
@@ -75,7 +74,7 @@ class Steps:
                 self._bar.set_postfix_str(self._note, refresh=False)
 
     def remark(self, note: Callable[[], str]) -> None:
-        """Set the note behind the bar (a residual, an error bar); it is computed only where a bar is shown."""
+        """Set the note behind the bar (a residual, an error bar), which is computed only if a bar is shown."""
         if self._bar is not None:
             self._note = note()
 
@@ -91,14 +90,14 @@ _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
 _ASIDE = Steps("", None, False, "")
 """The steps of work outside the algorithm, which are not shown."""
 in_force: ContextVar[Any] = ContextVar("in_force", default=None)
-"""The checkpoint that the algorithm at work gives to its steps (`curvops.checkpoint`); what is done aside has none."""
+"""The checkpoint of the current algorithm for its steps (`curvops.checkpoint`); work done aside has none."""
 
 
 @contextmanager
 def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterator[None]:
-    """Count products as those of this algorithm on A, unless it works for another that is shown.
+    """Count products as those of this algorithm on A, unless it works for another one that is shown.
 
-    With `progress` None an operator of a linearised network shows them as the linearisation was asked to.
+    With `progress` None, an operator of a linearised network uses the linearisation's setting.
 
     Raises:
         TypeError: progress is neither None, a flag nor a function.
@@ -120,7 +119,7 @@ def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterato
 
 
 def progress_of(A: Any) -> Progress:
-    """Return how the networks in A show long work, None for a tensor or a foreign operator."""
+    """Return the networks' setting for bars in A, None for a tensor or a foreign operator."""
     progress: Progress = getattr(A, "progress", None)
     return progress
 
@@ -142,7 +141,7 @@ def as_step(count: int, work: Callable[Options, T], *args: Options.args, **optio
 
 
 def count_products(make: Maker) -> Maker:
-    """Count the products with blocks (n, K) that are made by this function, K each."""
+    """Count the products with blocks (n, K) that this function makes, K each."""
 
     @wraps(make)
     def wrap(*args: Any) -> Callable[[Any], Any]:
@@ -153,20 +152,20 @@ def count_products(make: Maker) -> Maker:
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:
-    """Return this work as a function whose products are not counted and which keeps no checkpoint."""
+    """Return this work as a function whose products are not counted and which saves no checkpoint."""
     return partial(as_step, 0, work)
 
 
 def time_left(share: float, since: float) -> str:
     """Return in words the time left, `share` times the time since `since` (of `time.monotonic`).
 
-    The share is an estimate, and the rate may change: the words name both.
+    The share is an estimate, and the rate may change: the words mention both.
     """
     return f"about {tqdm.format_interval(share * (time.monotonic() - since))} left at this rate"
 
 
 def remark(note: Callable[[], str]) -> None:
-    """Put this behind the bar, where there is one."""
+    """Show this behind the bar, if there is one."""
     steps = _current.get()
     if steps is not None:
         steps.remark(note)

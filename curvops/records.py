@@ -1,4 +1,4 @@
-"""Dataclasses as plain values and tensors, and made again of these."""
+"""Dataclasses as plain values and tensors, and dataclasses made from these."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record_of(value: Any) -> Any:
 
 
 def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
-    """Return the dataclass of this kind with these fields, which its annotations say how to read."""
+    """Return the dataclass of this kind with these fields, read according to its annotations."""
     hints = _hints(kind)
     return kind(**{name: _value(value, hints[name]) for name, value in record.items()})
 
@@ -38,7 +38,7 @@ def state_of(value: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def restore(value: Any, names: Iterable[str], record: Mapping[str, Any]) -> None:
-    """Set these attributes as a record has them."""
+    """Set these attributes to the values in a record."""
     hints = _hints(type(value))
     for name in names:
         setattr(value, name, _value(record[name], hints.get(name)))
@@ -51,7 +51,7 @@ def _value(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         container = tuple if get_origin(hint) is tuple else list
         return container(_value(part, get_args(hint)[0]) if get_args(hint) else part for part in value)
-    for kind in (hint, *get_args(hint)):  # of a union the one that is no plain value
+    for kind in (hint, *get_args(hint)):  # of a union, the member that is not a plain value
         if isinstance(kind, type) and value is not None:
             if issubclass(kind, Enum):
                 return kind[value]

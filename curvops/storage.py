@@ -1,12 +1,12 @@
-"""Trees of numbers, words and tensors as folders: written whole or not at all, and read only as they were written.
+"""Trees of numbers, words and tensors as folders: written completely or not at all, and checked when read.
 
-A folder holds `curvops.json`, the tree, and one file of tensors (safetensors), which the JSON names with its SHA-256;
-the rest of the JSON has a checksum of its own. What a tree means is its owner's affair, who gives it a kind
+A folder contains `curvops.json`, the tree, and one file of tensors (safetensors), which the JSON names with its
+SHA-256; the rest of the JSON has its own checksum. The meaning of a tree is its owner's affair, who gives it a kind
 ("posterior") and a version. Nothing is unpickled, imported or executed.
 
-Writing changes nothing that is there: the tensors go to a new file, named by its contents, and `curvops.json` is
-replaced in the last step, which a file system does at once or not at all. A crash or a full disk before that step
-leaves the earlier save as it was. What a crash leaves beside it does no harm, and a later save removes it.
+Writing changes no existing file: the tensors go to a new file, named by its contents, and `curvops.json` is replaced in
+the last step, which a file system does at once or not at all. A crash or a full disk before that step leaves the
+earlier save unchanged. The remains of a crash do no harm, and a later save removes them.
 """
 
 from __future__ import annotations
@@ -37,38 +37,39 @@ from torch import Tensor
 CONTENTS = "curvops.json"
 WRITTEN_BY = f"curvops {version_of('curvops')}"
 LAYOUT = 1
-"""The version of all that is not the tree."""
+"""The version of the format, apart from the tree."""
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 SCRATCH = ".writing-"
 STALE = 3600.0
-"""Seconds after which files that nothing refers to are those of a save that crashed."""
+"""Seconds after which files without a reference count as those of a save that crashed."""
 SLACK = 2**20
-"""Bytes to be free beside those of the tensors: names, and a file system's own."""
+"""Bytes that must be free in addition to those of the tensors: names, and a file system's own."""
 
 
 def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[str, Any]) -> None:
-    """Write a tree as the folder at `path`, in place of an earlier one of the same kind.
+    """Write a tree as the folder at `path`, replacing an earlier one of the same kind.
 
     Args:
-        path: the folder, which is made with those above it; other files in it are left alone.
-        kind: what the tree is, one word.
-        version: that of the tree's schema, to be raised when older programs would misread it.
+        path: the folder; it is created with its parent folders, and other files in it are left alone.
+        kind: the kind of the tree, one word.
+        version: the version of the tree's schema, to be raised when older programs would misread it.
         tree: mappings by name, lists and tuples (read back as lists), None, booleans, numbers, words and tensors.
-            Tensors keep their values, dtype and the order of their dimensions in memory, not their device or gradient.
+            Tensors keep their values, dtype and the order of their dimensions in memory, but not their device or
+            gradient.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; what was there before is unchanged.
-        FileExistsError: the path is a file, or holds another kind of tree.
-        TypeError: the path is no path, or a value is none of the above.
+        OSError: the disk is full, or the folder cannot be written; earlier contents are unchanged.
+        FileExistsError: the path is a file, or contains another kind of tree.
+        TypeError: the path is not a path, or a value is none of the above.
     """
     folder = folder_of(path)
     tensors: dict[str, Tensor] = {}
     encoded = _encode(tree, "", tensors)
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; give the path of a folder, which will be made.")
+        raise FileExistsError(f"{folder} is a file; pass the path of a folder, which will be created.")
     before = _contents(folder)
     if before.get("kind", kind) != kind:
-        raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; give another path.")
+        raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; pass another path.")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         _require_room(made[-1].parent if made else folder, sum(tensor.nbytes for tensor in tensors.values()))
@@ -79,30 +80,30 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
         with contextlib.suppress(OSError):
             for each in made:
                 each.rmdir()
-        why = f"{folder} was not written ({_reason(error)}); what it held before, if anything, is unchanged."
+        why = f"{folder} was not written ({_reason(error)}); earlier contents, if any, are unchanged."
         code = getattr(error, "errno", None)
         raise (OSError(why) if code is None else OSError(code, why)) from error
     _tidy(folder)
 
 
 def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, Any]:
-    """The schema's version and the tree of a folder that `save` wrote; tensors on the CPU, in memory of their own.
+    """Return the schema's version and the tree of a folder that `save` wrote; tensors on the CPU, in new memory.
 
     Args:
         path: the folder.
-        kind: what it must hold.
+        kind: the kind that it must contain.
         version: the newest version of the schema that the caller reads.
 
     Raises:
-        FileNotFoundError: no such folder, or nothing was saved in it.
-        ValueError: it holds another kind, was written by a newer version, or its files are truncated or changed.
-        TypeError: the path is no path.
+        FileNotFoundError: there is no such folder, or nothing was saved in it.
+        ValueError: it contains another kind, was written by a newer version, or its files are truncated or changed.
+        TypeError: the path is not a path.
     """
     folder = folder_of(path)
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}.")
     if not (folder / CONTENTS).is_file():
-        given = " (give the folder itself, not a file in it)" if folder.is_file() else ""
+        given = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
         raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not to the end{given}.")
     text = (folder / CONTENTS).read_bytes()
     while True:
@@ -113,28 +114,28 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
             again = (folder / CONTENTS).read_bytes()
             if again == text:
                 raise _damage(folder, f"{found['tensors']['file']} is missing") from error
-            text = again  # it was saved anew meanwhile
+            text = again  # it was saved again meanwhile
             continue
         return found["version"], _decode(found["tree"], tensors)
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the kind that the folder declares, unchecked; None where it declares none."""
+    """Return the kind that the folder declares, unchecked, or None."""
     found = _contents(folder_of(path)).get("kind")
     return found if isinstance(found, str) else None
 
 
 def folder_of(path: Any) -> Path:
-    """Return the path; TypeError for what is none, ValueError for an empty one."""
+    """Return the path; raise TypeError for what is not a path, ValueError for an empty one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"path must be that of a folder, a str or a Path, got {type(path).__name__}.")
+        raise TypeError(f"path must be the path of a folder, a str or a Path, got {type(path).__name__}.")
     if not os.fspath(path):
-        raise ValueError("path is empty; give that of a folder.")
+        raise ValueError("path is empty; pass the path of a folder.")
     return Path(path)
 
 
 def discard(path: str | os.PathLike[str], kind: str) -> None:
-    """Remove what `save` wrote there, if it is of this kind, with folders of the kind inside; nothing else goes."""
+    """Remove what `save` wrote there, if it is of this kind, with folders of the kind inside, and nothing else."""
     folder = folder_of(path)
     before = _contents(folder)
     if before.get("format") != "curvops" or before.get("kind") != kind:
@@ -150,7 +151,7 @@ def discard(path: str | os.PathLike[str], kind: str) -> None:
         folder.rmdir()
 
 
-# Trees as JSON: what begins with "$" is not a name but says what stands in its place.
+# Trees as JSON: a name that begins with "$" is not a name but describes the value.
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -166,9 +167,9 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_encode(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors are stored.")
+        raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors can be stored.")
     if not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{name or 'the tree'} has names that are no words: {list(value)}.")
+        raise TypeError(f"{name or 'the tree'} has names that are not words: {list(value)}.")
     return {
         f"${key}" if key.startswith("$") else key: _encode(part, f"{name}.{key}" if name else key, tensors)
         for key, part in value.items()
@@ -176,9 +177,9 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a reference to a tensor; of a transposed one with the order in which its dimensions lie in memory.
+    """Return a reference to a tensor, for a transposed one with the order of its dimensions in memory.
 
-    The layout is kept because products of another layout round otherwise.
+    The layout is kept because products of another layout round differently.
     """
     if tensor.layout != torch.strided or tensor.is_meta or not _is_storable(tensor.dtype):
         what = "without values" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
@@ -190,7 +191,7 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
     turned = tensor.detach().permute(order)
     if not turned.is_contiguous():
         order, turned = list(range(tensor.ndim)), tensor.detach()
-    # safetensors takes no two tensors that share memory, and writes all of it for a part.
+    # safetensors does not accept two tensors that share memory, and writes all of it for a part.
     own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
     tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
     return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
@@ -228,7 +229,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder inside, on the same file system, for what is not complete."""
+    """Yield a folder inside, on the same file system, for incomplete files."""
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
     try:
         yield scratch
@@ -239,7 +240,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 def _write(
     folder: Path, scratch: Path, contents: dict[str, Any], tensors: dict[str, Tensor], before: Mapping[str, Any]
 ) -> None:
-    """Both files, flushed to the disk; the replacement of `CONTENTS` makes them those of the folder."""
+    """Write both files, flushed to the disk; replacing `CONTENTS` makes them those of the folder."""
     file, text = scratch / "tensors", scratch / CONTENTS
     save_file(tensors, file)
     digest = _sha256(file)
@@ -248,7 +249,7 @@ def _write(
     contents["tensors"] = {"file": target.name, "sha256": digest}
     contents["sha256"] = _checksum(contents)
     text.write_text(json.dumps(contents, indent=1, allow_nan=False), encoding="utf-8")
-    file.chmod(text.stat().st_mode)  # that of any file of the user's, where safetensors lets nobody else read its own
+    file.chmod(text.stat().st_mode)  # the mode of any file of the user's: safetensors lets nobody else read its own
     _flush(file)
     _flush(text)
     predecessor = _file_of(before)
@@ -260,7 +261,7 @@ def _write(
         if target.name != _file_of(_contents(folder)):
             target.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # while it is not sure which JSON a power failure leaves, both files stay
+    with contextlib.suppress(OSError):  # while a power failure may leave either JSON, both files stay
         _flush(folder)
         if predecessor not in (None, target.name):
             (folder / str(predecessor)).unlink(missing_ok=True)
@@ -275,14 +276,14 @@ def _contents(folder: Path) -> Mapping[str, Any]:
 
 
 def _file_of(contents: Mapping[str, Any]) -> str | None:
-    """Return the file of tensors, where it is one of ours."""
+    """Return the file of tensors, if it is one of ours."""
     tensors = contents.get("tensors")
     name = tensors.get("file") if isinstance(tensors, dict) else None
     return name if isinstance(name, str) and TENSORS.fullmatch(name) else None
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what crashed saves left; files of one that may be running in another process are young."""
+    """Remove the remains of crashed saves; recent files may belong to another process that is saving."""
     current = _file_of(_contents(folder))
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
@@ -294,7 +295,7 @@ def _tidy(folder: Path) -> None:
 def _require_room(place: Path, nbytes: int) -> None:
     free = shutil.disk_usage(place).free
     if nbytes + SLACK > free:
-        raise OSError(errno.ENOSPC, f"it takes {nbytes + SLACK:,} bytes, and {free:,} are free on its disk")
+        raise OSError(errno.ENOSPC, f"it needs {nbytes + SLACK:,} bytes, and {free:,} are free on its disk")
 
 
 def _reason(error: Exception) -> str:
@@ -332,7 +333,7 @@ def _read_contents(folder: Path, text: bytes, kind: str, version: int) -> dict[s
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damage(folder, f"{CONTENTS} is no JSON ({error})") from error
+        raise _damage(folder, f"{CONTENTS} is not JSON ({error})") from error
     if not isinstance(found, dict) or found.get("format") != "curvops":
         raise ValueError(f"{folder / CONTENTS} is not a file of curvops.")
     _require_readable(folder, found, "layout", LAYOUT)
@@ -362,4 +363,4 @@ def _tensors(folder: Path, written: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _damage(folder: Path, what: str) -> ValueError:
-    return ValueError(f"{folder} is damaged: {what}. Save it again, or take a copy that is whole.")
+    return ValueError(f"{folder} is damaged: {what}. Save it again, or use an undamaged copy.")

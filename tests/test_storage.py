@@ -118,7 +118,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no curvops\.json: nothing was saved there"):
         load(tmp_path)
     save(tmp_path)
-    with pytest.raises(FileNotFoundError, match="give the folder itself"):
+    with pytest.raises(FileNotFoundError, match="pass the folder itself"):
         load(tmp_path / "curvops.json")
     with pytest.raises(ValueError, match="holds 'thing', expected 'chain'"):
         load(tmp_path, "chain")
@@ -134,8 +134,8 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "another tree": (lambda p: write(p, tree={}), "damaged: curvops.json"),
     "an older version": (lambda p: write(p, version=0), "damaged: curvops.json"),
     "another file": (lambda p: write(p, tensors={"file": "../secret", "sha256": ""}), "damaged: curvops.json"),
-    "no JSON": (lambda p: (p / "curvops.json").write_text('{"format": '), "damaged: curvops.json is no JSON"),
-    "binary": (lambda p: (p / "curvops.json").write_bytes(b"\xff\xfe\x00"), "damaged: curvops.json is no JSON"),
+    "not JSON": (lambda p: (p / "curvops.json").write_text('{"format": '), "damaged: curvops.json is not JSON"),
+    "binary": (lambda p: (p / "curvops.json").write_bytes(b"\xff\xfe\x00"), "damaged: curvops.json is not JSON"),
     "other JSON": (lambda p: (p / "curvops.json").write_text("[1]"), "not a file of curvops"),
     "truncated": (lambda p: os.truncate(tensors_of(p), tensors_of(p).stat().st_size - 1), "tensors-.* truncated"),
     "empty": (lambda p: tensors_of(p).write_bytes(b""), "tensors-.* truncated"),

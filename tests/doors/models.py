@@ -197,7 +197,7 @@ DOORS = [
             "infinite": (
                 lambda: classifier(Wired(lambda m, x: m.head(x) / 0)),
                 ValueError,
-                "outputs hold NaN or Inf; look at its buffers",
+                "outputs hold NaN or Inf; check its buffers",
             ),
             "frozen": (
                 lambda: classifier(Wired(lambda m, x: m.head(x)).requires_grad_(False)),
@@ -308,7 +308,7 @@ DOORS = [
                 "index 15 is out of range: the flat vector has 15 entries",
             ),
             "a negative index": (lambda: chosen(torch.tensor([-1])), ValueError, "index -1 is out of range"),
-            "an index twice": (lambda: chosen(torch.tensor([2, 2])), ValueError, "holds a position twice"),
+            "an index twice": (lambda: chosen(torch.tensor([2, 2])), ValueError, "contains a position twice"),
             "a real index": (
                 lambda: chosen(torch.tensor([1.0])),
                 TypeError,

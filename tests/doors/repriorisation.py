@@ -117,7 +117,7 @@ DOORS = [
             "no points": (
                 lambda: reprior(mlp(3, 4, 2), (torch.zeros(0, 3), torch.zeros(0, 2)), NOISE),
                 ValueError,
-                "[Tt]he data are empty|hold no points",
+                "[Tt]he data are empty|no points",
             ),
             "targets of another shape": (
                 lambda: reprior(mlp(3, 4, 2), (DATA[0], DATA[1][:, :1]), NOISE),

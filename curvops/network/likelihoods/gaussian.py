@@ -70,7 +70,7 @@ class Gaussian(Independent):
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
             raise TypeError(
-                f"Gaussian targets must have a floating dtype; given {y.dtype}. Convert with y.float(); "
+                f"Gaussian targets must have a floating-point dtype; given {y.dtype}. Convert with y.float(); "
                 'for class labels use likelihood="classification".'
             )
         check_rows(y, num_outputs, "Gaussian")

@@ -13,7 +13,7 @@ from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights
 
 
 class HeteroscedasticGaussian(Independent):
-    """Independent normal targets y ~ N(mu, sigma^2), both of them outputs: f = (mu_1 .. mu_m, s_1 .. s_m).
+    """The Gaussian likelihood of targets y ~ N(mu, sigma^2) with predicted variances: f = (mu_1 .. mu_m, s_1 .. s_m).
 
     The 2m outputs are first m means, then m log variances s = log sigma^2; targets are (n, m). H is the output Fisher
     diag(1 / sigma^2, 1/2), which is positive; the Hessian of -log p is not (at mu = s = 0 and y = 2 it has an
@@ -59,7 +59,7 @@ class HeteroscedasticGaussian(Independent):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
-            raise TypeError(f"HeteroscedasticGaussian targets must be floating; given {y.dtype}. Use y.float().")
+            raise TypeError(f"HeteroscedasticGaussian targets must be floating-point; given {y.dtype}. Use y.float().")
         if num_outputs is not None and num_outputs % 2:
             raise ValueError(
                 "HeteroscedasticGaussian needs m means and m log variances, an even number of outputs; the model has "

@@ -26,7 +26,7 @@ Weights = Float[Tensor, " n"] | None
 
 
 class Likelihood(ABC):
-    """Distribution p(y | f) of a target given the network's C outputs. Immutable; copies share their tensors."""
+    """A distribution p(y | f) of a target given the network's C outputs; immutable, and copies share their tensors."""
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
@@ -38,7 +38,7 @@ class Likelihood(ABC):
 
     @property
     def single_noise(self) -> Tensor | None:
-        """The noise of a Gaussian likelihood, of points or of positions, where it is one number."""
+        """The noise of a Gaussian likelihood, of points or of positions, if it is one number."""
         return None
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        """Return H u, where H is the output Fisher of each point times its weight. Costs O(C) a point and vector."""
+        """Return H u, where H is the output Fisher of each point times its weight. Costs O(C) per point and vector."""
 
     @abstractmethod
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
@@ -78,8 +78,8 @@ class Likelihood(ABC):
     ) -> Outputs:
         """Return the residual at one sampled target, scaled so that E[r r^T] = H, weights included.
 
-        The true targets enter only by their effect on H (class weights, ignored points): a likelihood that reads them
-        there overrides this.
+        The true targets enter only through their effect on H (class weights, ignored points); a likelihood that uses
+        them in another way overrides this.
         """
         return self.residual(f, self.sample(f, generator), None if w is None else w.sqrt())
 
@@ -92,14 +92,14 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        """Refuse targets that this likelihood cannot score.
+        """Raise an error for targets that this likelihood cannot score.
 
         Without ``num_outputs`` (C is known only after a forward pass) nothing that depends on C is checked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Refuse outputs and targets of the first points that do not fit each other."""
+        """Raise an error for outputs and targets of the first points that do not fit each other."""
         self.log_prob(f, y)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"]:
@@ -118,7 +118,7 @@ class Likelihood(ABC):
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """Return a copy with its tensors on another device or in another floating dtype; gradients flow through."""
+        """Return a copy on another device or in another floating-point dtype; gradients flow through."""
         new = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Likelihood):
@@ -128,7 +128,7 @@ class Likelihood(ABC):
         return new
 
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """Return `to` with copied tensors, so that later changes have no effect; those with a gradient are kept."""
+        """Return `to` with copied tensors, so that later changes have no effect, except those with a gradient."""
         new = copy.copy(self.to(device, dtype))
         for name, given in vars(self).items():
             used = getattr(new, name)
@@ -158,7 +158,7 @@ class Independent(Likelihood):
 
     @abstractmethod
     def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
-        """Return the square root of h, from logarithms or halves so that it does not underflow where h does."""
+        """Return the square root of h, computed such that it does not underflow where h does."""
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weigh(self.curvature(f, y) * u, w)
@@ -181,7 +181,7 @@ def normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def check_rows(y: Tensor, columns: int | None, name: str) -> None:
-    """Raise ValueError unless targets are (n, C) with C = `columns`, where that is known."""
+    """Raise ValueError unless targets are (n, C) with C = `columns`, if that is known."""
     if y.ndim != 2:
         hint = "Use y.unsqueeze(-1)." if y.ndim == 1 else "Flatten each target to C numbers."
         raise ValueError(f"{name} targets have the outputs' shape (n, C); given {tuple(y.shape)}. {hint}")

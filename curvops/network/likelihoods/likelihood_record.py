@@ -1,4 +1,4 @@
-"""Records of likelihoods as plain values: the class by name and its arguments; a text that tells them apart."""
+"""Records of likelihoods as plain values: the class by name and its arguments; and a text that identifies them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind
     for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
 }
-"""Classes that keep their constructor's arguments as attributes of the same names."""
+"""Classes that store their constructor's arguments as attributes of the same names."""
 
 
 def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    """Return class and arguments; None for another class, or one that holds a function, as `FromDistribution` does."""
+    """Return class and arguments; None for another class, or for one with a function, such as `FromDistribution`."""
     if STORED.get(type(likelihood).__name__) is not type(likelihood):
         return None
     arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}

@@ -18,13 +18,13 @@ FisherKind = Literal["exact", "mc", "empirical"]
 
 
 class OutputFisher(ABC):
-    """H_n = Σ_r s_r s_rᵀ for each point n: the likelihood's own, or a sum over a few residuals."""
+    """The output Fisher H_n = Σ_r s_r s_rᵀ of each point n: the likelihood's own, or a sum over a few residuals."""
 
     likelihood: Likelihood
 
     @abstractmethod
     def num_columns(self, num_outputs: int) -> int:
-        """Return R, the number of columns s_r a point has for C outputs."""
+        """Return R, the number of columns s_r per point for C outputs."""
 
     @abstractmethod
     def product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch) -> Float[Tensor, "K n C"]:
@@ -41,7 +41,7 @@ class OutputFisher(ABC):
         """Return Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
 
     def resume(self, kept: Checkpoint, device: torch.device) -> None:
-        """Continue a run that was saved: where targets are drawn, with the draws and the generator's state of then."""
+        """Continue a saved run: where targets are drawn, with its draws and the state of its generator."""
         return
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
@@ -59,7 +59,7 @@ class OutputFisher(ABC):
 class Exact(OutputFisher):
     """The likelihood's output Fisher, R = C columns: the curvature of the GGN.
 
-    With a `shift` (N, C) it is taken at the outputs f + shift, those of the linear model f + J δ.
+    With a `shift` (N, C) it is evaluated at the outputs f + shift, those of the linear model f + J δ.
     """
 
     likelihood: Likelihood
@@ -91,7 +91,7 @@ class Exact(OutputFisher):
 
 @dataclass(frozen=True, eq=False)
 class Unit(OutputFisher):
-    """H = I: the columns are those of the identity, and the rows Lᵀ J those of J itself."""
+    """The identity H = I: the columns are unit vectors, and the rows Lᵀ J those of J itself."""
 
     def num_columns(self, num_outputs: int) -> int:
         return num_outputs
@@ -110,7 +110,7 @@ class Unit(OutputFisher):
 
 
 class FromResiduals(OutputFisher):
-    """H_n = Σ_m r_m r_mᵀ over a few residuals: as few rows J_nᵀ r_m are kept, however many outputs there are."""
+    """The sum H_n = Σ_m r_m r_mᵀ over a few residuals, which needs few rows J_nᵀ r_m however many outputs there are."""
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return self.root_product(f, self.root_transpose_product(f, u, batch), batch)
@@ -141,11 +141,11 @@ class Sampled(FromResiduals):
 
 @dataclass(frozen=True, eq=False)
 class Empirical(FromResiduals):
-    """The empirical Fisher: one outer product of the residual at the true target a point (R = 1).
+    """The empirical Fisher: one outer product per point, of the residual at the true target (R = 1).
 
-    With `positions` T above 1 a point is a sequence of T tokens, each with its own outer product (R = T).
-    A sample weight is a number of points: it multiplies the outer product, and its root the residual. A sequence with a
-    weight for each position counts as its largest weight; the others are relative to that.
+    With `positions` T above 1 a point is a sequence of T tokens, each with its own outer product (R = T). A sample
+    weight is a number of points: it multiplies the outer product, and its root the residual. A sequence with a weight
+    for each position counts with its largest weight; the others are relative to that.
     """
 
     likelihood: Likelihood
@@ -214,9 +214,10 @@ IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
 
 
 class RootJacobian:
-    """Lᵀ J: a push of J followed by Lᵀ, and L followed by a pull. Costs what J costs, however few its rows.
+    """The map Lᵀ J: a push of J followed by Lᵀ, and L followed by a pull; it costs what J costs, however few its rows.
 
-    Made of an engine it is one; of a differentiable map it carries gradients to the likelihood's hyperparameters too.
+    Built on an engine it is an engine; on a differentiable map it carries gradients in the likelihood's
+    hyperparameters.
     """
 
     def __init__(self, whole: Any, root: Root) -> None:
@@ -226,21 +227,21 @@ class RootJacobian:
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ, inputs)."""
+        """The outputs f(θ, inputs)."""
         outputs: Tensor = self.whole.outputs
         return outputs
 
     def push(self, tangents: Any) -> Float[Tensor, "K n R"]:
-        """Lᵀ J V."""
+        """Return Lᵀ J V."""
         pushed = self.whole.push(tangents)  # first: a streamed push finds the outputs on its way
         return self.root.transpose_product(self.outputs, pushed)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Any:
-        """Jᵀ L U, in the form of J's pull."""
+        """Return Jᵀ L U, in the form of J's pull."""
         return self.whole.pull(self.root.product(self.outputs, cotangents))
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError unless `kind` names a Fisher."""
+    """Raise ValueError unless `kind` is the name of a Fisher."""
     if kind not in get_args(FisherKind):
-        raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target a point) or 'empirical'.")
+        raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target per point) or 'empirical'.")

@@ -10,7 +10,7 @@ from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights
 
 
 class Poisson(Independent):
-    """Independent counts with rate e^f: the residual is e^f - y, H = diag(e^f).
+    """The Poisson likelihood of counts with rate e^f: the residual is e^f - y, and H = diag(e^f).
 
     Targets (n, C) are whole numbers, at least 0, of any dtype. For counts of different exposures (areas, times), let
     the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.

@@ -16,18 +16,18 @@ SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
 
 
 class Sequences(Likelihood):
-    """A likelihood of T targets a point, independent given the outputs: log p sums over them, H is block-diagonal.
+    """A likelihood of T targets per point, independent given the outputs: log p sums over them, H is block-diagonal.
 
-    Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), as `likelihood` takes
-    them for n·T points. Weights (n, T) are one factor per position (zeros leave positions out), (n,) one per sequence.
-    `co.linearize` wraps any likelihood in this one where the model returns (N, T, C).
+    Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), in the form that
+    `likelihood` has for n·T points. Weights (n, T) are one factor per position (zeros leave positions out), (n,) one
+    per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
     """
 
     positions: int
 
     def __init__(self, likelihood: Likelihood, positions: int, num_outputs: int) -> None:
         if likelihood.positions not in (None, positions):
-            raise ValueError(f"{likelihood!r} is for {likelihood.positions} positions a point; given {positions}.")
+            raise ValueError(f"{likelihood!r} needs {likelihood.positions} positions per point; given {positions}.")
         self.likelihood, self.positions, self.num_outputs = likelihood, positions, num_outputs
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Sequences(Likelihood):
             self.likelihood.check_targets(y.flatten(0, 1), self.num_outputs)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
+            raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
         self.likelihood.check_scores(self._split(f), y.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""Losses of torch as likelihoods, and the check that loss and likelihood have equal gradients."""
+"""torch losses as likelihoods, and the check that loss and likelihood have equal gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from curvops.network.likelihoods.poisson import Poisson
 
 @dataclass(frozen=True)
 class Interpretation:
-    """The way a class of losses is read.
+    """How a class of losses is read.
 
-    likelihood: a function of a loss and the shape of a point's outputs, where that is known. class_dim: the dimension
-    of (N, ...) that holds the classes. indices: whether targets may be class indices, so that outputs are never (N,).
+    likelihood: a function of a loss and the shape of a point's outputs, if that is known. class_dim: the dimension of
+    (N, ...) that holds the classes. indices: whether targets may be class indices, so that outputs are never (N,).
     """
 
     likelihood: Callable[[nn.Module, torch.Size | None], Likelihood]
@@ -74,7 +74,7 @@ class MeansAndVariances(nn.Module):
 
 
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
-"""Losses of probabilities: the activation that makes these in the model belongs into the likelihood."""
+"""Losses of probabilities; the activation that makes these in the model belongs in the likelihood."""
 
 INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
     nn.CrossEntropyLoss: Interpretation(_cross_entropy, class_dim=1, indices=True),
@@ -86,7 +86,7 @@ INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
 
 
 def interpretation_of(spec: object) -> Interpretation | None:
-    """Return how a loss of torch, or a user's own module, is read; None for anything else."""
+    """Return how a torch loss, or a user's own module, is read; None for anything else."""
     found = next((interpretation for kind, interpretation in INTERPRETATIONS.items() if isinstance(spec, kind)), None)
     if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
         return Interpretation(lambda loss, shape: FromLoss(loss))
@@ -98,8 +98,9 @@ def require_same_loss(
 ) -> None:
     """Raise ValueError unless the sum of a torch loss has the likelihood's residual as its gradient.
 
-    `outputs` (n, *shape) and `targets` are as the model and the data give them, `f` are these outputs as rows. Compared
-    at these outputs and at random ones, which also detects a subclass that computes something else.
+    `outputs` (n, *shape) and `targets` have the form that the model and the data give them; `f` are these outputs as
+    rows. Gradients are compared at these outputs and at random ones, which also detects a subclass that computes
+    something else.
     """
     interpretation = interpretation_of(loss)
     assert interpretation is not None
@@ -124,7 +125,7 @@ def require_same_loss(
         if not bool(difference <= 10 * torch.finfo(f.dtype).eps ** 0.5 * size):
             raise ValueError(
                 f"{loss} has another gradient than {likelihood} (they differ by {float(difference):.2g}, the "
-                f"likelihood's own is {float(size):.2g}), so it is no plain {_plain(loss)}. Give a likelihood "
+                f"likelihood's own is {float(size):.2g}), so it is not a plain {_plain(loss)}. Pass a likelihood "
                 "of curvops.likelihoods, or this loss as curvops.likelihoods.FromLoss(loss)."
             )
 
@@ -144,7 +145,7 @@ def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor 
     except RuntimeError as error:
         raise ValueError(
             f"BCEWithLogitsLoss: {name} of shape {tuple(weight.shape)} does not broadcast over the outputs of a point, "
-            f"{tuple(shape)}. Give weights of points with the data: (inputs, targets, weights) and weights=True."
+            f"{tuple(shape)}. Pass weights of points with the data: (inputs, targets, weights) and weights=True."
         ) from error
     if full.ndim < 2:
         return full

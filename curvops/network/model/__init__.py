@@ -1,1 +1,1 @@
-"""The user's model: its snapshot, its parameters and the way it is called."""
+"""The user's model: its snapshot, its parameters and how it is called."""

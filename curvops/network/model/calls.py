@@ -1,7 +1,7 @@
-"""How a model is called: inputs become its arguments, and its errors are explained.
+"""How a model is called: its inputs become arguments, and its errors are explained.
 
-The signature decides. Entries that `forward` takes by name (for a tuple, by position) are passed as separate arguments,
-as in Hugging Face's models; otherwise the mapping or tuple is the only argument, as in `forward(self, batch)`.
+The signature decides. Entries that `forward` names (for a tuple, positions) are passed as separate arguments, as in
+Hugging Face models; otherwise the mapping or tuple is the only argument, as in `forward(self, batch)`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from curvops.network.data.inputs import Inputs, components
 
 
 class Calls:
-    """The way one module takes its inputs, decided once for each set of names or number of positions.
+    """The way one module receives its inputs, decided once for each set of names or number of positions.
 
-    `mapping_type` is the user's type of mapping, to which a dict is converted back where it is the only argument.
+    `mapping_type` is the user's type of mapping, to which a dict is converted if it is the only argument.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -30,7 +30,7 @@ class Calls:
         self.mapping_type: Any = dict
 
     def arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments. Raises TypeError where the signature allows neither way."""
+        """Return positional and keyword arguments; raise TypeError if the signature allows neither way."""
         if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Mapping | tuple | list):
             return (inputs,), {}
         form = _form(inputs)
@@ -41,7 +41,7 @@ class Calls:
         return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
     def as_given(self, inputs: Any) -> Any:
-        """Convert a mapping to the user's type, where a dict can be converted; return anything else unchanged."""
+        """Convert a mapping to the user's type, if a dict can be converted; return anything else unchanged."""
         if not isinstance(inputs, Mapping) or not issubclass(self.mapping_type, Mapping) or self.mapping_type is dict:
             return inputs
         try:
@@ -84,7 +84,7 @@ def _form(inputs: Any) -> Hashable:
 
 
 def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeError | None:
-    """Return the error of binding the arguments this way; None where they can be bound."""
+    """Return the error of binding the arguments in this way; None if they can be bound."""
     try:
         if whole:
             signature.bind(inputs)
@@ -97,17 +97,17 @@ def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeErro
     return None
 
 
-# Patterns of torch's messages and the remedy for each; the first that matches counts.
+# Patterns of torch's messages and the remedy for each; the first match counts.
 REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"same device|different device|device type",
         "Inputs are moved to the parameters' device. A tensor that is neither parameter nor buffer stays where it was "
-        "made: register it with register_buffer.",
+        "created: register it with register_buffer.",
     ),
     (
         r"scalar type|same dtype|dtype|indices.*FloatTensor",
-        "Floating inputs are cast to the parameters' dtype, others keep theirs: give indices in an integer dtype, real "
-        "numbers in a floating one, and cast inside the model where its parts have several dtypes.",
+        "Floating-point inputs are cast to the parameters' dtype, others keep theirs: pass indices in an integer "
+        "dtype, real numbers in a floating-point one, and cast inside the model if its parts have several dtypes.",
     ),
     (
         r"index out of range|out of bounds|device-side assert",
@@ -115,12 +115,12 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"unexpected keyword|missing \d+ required|positional argument|multiple values",
-        "Tensors and tuples are positional arguments, mappings keyword arguments (or, where forward names none of "
-        "them, its only one): name them as forward does.",
+        "Tensors and tuples are positional arguments, mappings keyword arguments (or, if forward names none of "
+        "them, its only argument): name them as forward does.",
     ),
     (
         r"shape|size|dimension|channels|rank",
-        "Inputs must have the shape that the model takes, with the points along the first dimension.",
+        "Inputs must have the shape that the model expects, with the points along the first dimension.",
     ),
 )
 OTHERWISE = "Call the model itself on these points: it should return the outputs (N, C)."
@@ -129,7 +129,7 @@ MISSING = "forward looks up an entry that the inputs do not have: name the mappi
 
 @contextlib.contextmanager
 def explain(inputs: Inputs) -> Iterator[None]:
-    """Add to an error of the model the inputs that it was run on and a remedy; the error itself becomes the cause.
+    """Add to an error of the model the inputs that it ran on and a remedy; the error itself becomes the cause.
 
     Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
     """

@@ -1,4 +1,4 @@
-"""Kernels with derivatives of both modes, switched on for the length of a call."""
+"""Kernels with derivatives of both modes, switched on for the duration of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTENTION = [
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
     for name in ("math", "flash", "mem_efficient", "cudnn", "overrideable")
 ]
-"""For each of attention's kernels: its getter, its setter, and whether it has forward mode."""
+"""For each attention kernel: its getter, its setter, and whether it has forward mode."""
 
 
 def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
@@ -88,7 +88,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which compiled code runs as it was written.
+    """Return a context in which compiled code runs in its original, uncompiled form.
 
     A compiled graph has no forward mode, and differentiating through it would compile it again.
     """

@@ -27,10 +27,10 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     """Return the names of the parameters of the single layer in whose output the model's output is linear.
 
     Views, choices, permutations, sums, means and products with constants may follow the layer. For a model given as a
-    function: the parameters of the last product, and those added to it. A tied weight has the first name that the model
-    gives it. One forward pass.
+    function: the parameters of the last product, and those added to it. A tied weight has its first name in the model.
+    Costs one forward pass.
 
-    Raises ValueError where there is no such layer: the outputs are a softmax or a sum over two layers, say.
+    Raises ValueError if there is no such layer, for example if the outputs are a softmax or a sum over two layers.
     """
     if model.module is None:
         found = _of_function(model, inputs)
@@ -46,7 +46,7 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
 
 
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
-    """Return the single module with parameters in whose output the model's output is linear; None without one.
+    """Return the single module with parameters in whose output the model's output is linear, or None.
 
     The model must be a module. One forward pass.
     """
@@ -109,7 +109,7 @@ def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
 
 
 def _before_views(node: Node) -> Node:
-    """Return the first node before this one that is not a linear operation, without a constant factor, on one input."""
+    """Return the first node before this one that is not a linear operation on one input without a constant factor."""
     while _kind(node) in LINEAR and len(_parents(node)) == 1:
         (node,) = _parents(node)
     return node

@@ -1,4 +1,4 @@
-"""Embeddings as plain lookups, which have derivatives of every order and mode, and the values of torch's kernels.
+"""Embeddings as plain lookups, which have derivatives of every order and mode, with the values of torch's kernels.
 
 `F.embedding_bag` has no forward mode and no second derivative; `sparse=True` gives gradients that no product can use,
 `scale_grad_by_freq=True` gradients that depend on the other points of a batch, and `max_norm` writes into the weight.
@@ -22,9 +22,9 @@ def needs_plain_lookups(module: nn.Module) -> bool:
 
 
 class PlainLookups(TorchFunctionMode):
-    """Mode in which embeddings, and bags of fixed length, are computed by a lookup and a reduction.
+    """A mode in which embeddings, and bags of fixed length, are computed by a lookup and a reduction.
 
-    Rows longer than `max_norm` are shortened in the result only, and have, as in torch, the derivative of the row
+    Rows longer than `max_norm` are shortened only in the result and, as in torch, have the derivative of the row
     itself. Bags given by offsets are left to torch.
     """
 
@@ -63,7 +63,7 @@ def _bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """Return the bags (n, E) of indices (n, t); None where they are given by offsets."""
+    """Return the bags (n, E) of indices (n, t); None if they are given by offsets."""
     if offsets is not None or input.ndim != 2:
         return None
     rows = _limit_norms(F.embedding(input, weight), max_norm, norm_type)

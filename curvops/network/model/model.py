@@ -1,4 +1,4 @@
-"""The user's model as a pure function of its parameters: a snapshot that later changes do not reach."""
+"""The user's model as a pure function of its parameters: a snapshot that later changes do not affect."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NORMALISATION = re.compile(r"Norm(\d+d)?$")
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()
 _PROCESS_LOCK = threading.RLock()
-"""Held while any model takes derivatives; acquired after the model's own lock, never before it."""
+"""The lock of any model that takes derivatives; acquired after the model's own lock, never before it."""
 
 
 class Model:
-    """The function f(θ, inputs) -> outputs (n, C) of the selected parameters θ; all else is held at its snapshot.
+    """The function f(θ, inputs) -> outputs (n, C) of the selected parameters θ; all else stays at its snapshot.
 
     Outputs at several positions a point, (n, ..., C), become rows (n, T·C) by its `layout`, once that is fixed.
 
     Built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
-    params). A module is copied with its present settings (`skeleton`) and only the copy is called: the user's module is
-    never changed, and later changes to it have no effect. The copy can hold one set of values at a time, so every call
-    takes `lock`. A function is called as it is.
-    `last` names the parameters of the last layer, for the selection "last_layer" (see `last_layer`).
-    Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
+    params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
+    is never changed, and later changes to it have no effect. The copy can hold one set of values at a time, so every
+    call takes `lock`. A function is called directly. `last` names the parameters of the last layer, for the selection
+    "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch (train
+    mode), or for a bad selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def values(self) -> Blocks:
-        """The selected parameters by name, views of the snapshot."""
+        """The selected parameters by name, as views of the snapshot."""
         return dict(self._views_now()[1])
 
     def _views_now(self) -> tuple[Tensor | None, Blocks, Blocks]:
@@ -151,7 +151,7 @@ class Model:
         return dict(self._views_now()[2])
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
-        """Return the outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
+        """Return the outputs at the selected parameters `values` in θ's dtype, one row per point, position by position.
 
         Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), in the layout that was fixed.
         """
@@ -189,7 +189,7 @@ class Model:
         return self.layout, checked_outputs(outputs, self.layout)
 
     def admit(self, inputs: Inputs) -> None:
-        """Run the model on two points of these inputs, where their dtypes or shapes are new to it.
+        """Run the model on two points of these inputs, if their dtypes or shapes are new to it.
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
@@ -224,7 +224,7 @@ class Model:
             self._writes = True
             raise ValueError(
                 "the model wrote into its inputs, which it did not do for the first points: the data may have changed. "
-                "Let it work on a copy, x = x.clone(), check the data, and linearise again."
+                "Let it use a copy, x = x.clone(), check the data, and linearise again."
             )
         return outputs
 
@@ -239,16 +239,16 @@ class Model:
         return self.holding(values, lambda: module(*args, **kwargs))
 
     def _checked_call(self, inputs: Any) -> Any:
-        """Call the model at the snapshot. Raises ValueError where it also reads the user's own parameters."""
+        """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters."""
         if self.module is None:
             return self._call(self.values, inputs)
         with TensorUse(dict(self.module.named_parameters())) as use:
             outputs = self._call(self.values, inputs)
         if use.names:
             raise ValueError(
-                f"the model's forward reads {sorted(use.names)} otherwise than from the modules that own them (from a "
-                "list, a global name, a variable of the scope where its class was defined), so they cannot be given "
-                "other values. Read them from self, as self.layer.weight."
+                f"the model's forward reads {sorted(use.names)} in another way than from the modules that own them "
+                "(from a list, a global name, a variable of the scope where its class was defined), so they cannot "
+                "be given other values. Read them from self, as self.layer.weight."
             )
         return outputs
 
@@ -277,7 +277,7 @@ class Model:
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
-        """Record derivatives even under no_grad or inference_mode, through kernels that have them.
+        """Record derivatives even under no_grad or inference_mode, with kernels that have them.
 
         Torch keeps the choice of kernels and the nesting of dual numbers per process, so one thread at a time enters.
         """
@@ -316,7 +316,8 @@ def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
 def tensors_of(source: Any) -> Blocks:
     """Return the present parameters and buffers of a user's model by name.
 
-    Buffers that are not persistent are left out: a model computes them itself, and no file of weights holds them.
+    Buffers that are not persistent are left out: a model computes them itself, and files of weights do not contain
+    them.
     """
     module, _, tensors = _parts(source)
     if module is None:
@@ -336,7 +337,7 @@ def _computed_buffers(module: nn.Module) -> set[str]:
 
 
 def _require_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> None:
-    """Raise ValueError, with the name of the parameter, where one of these tensors, which hold all, is not finite."""
+    """Raise ValueError, with the parameter's name, if one of these tensors is not finite."""
     if not all(map(is_finite, tensors)):
         name = next(name for name, tensor in named.items() if not is_finite(tensor))
         raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or {remedy}.")
@@ -353,7 +354,7 @@ class Place(NamedTuple):
 def places(paths: Mapping[nn.Module, str]) -> tuple[list[Place], Blocks, Blocks]:
     """Return every place that holds a parameter or buffer, once; all parameters, and all buffers, by their first name.
 
-    `functional_call` could tie the names itself, but leaves a module under two names holding the tensors of the call.
+    `functional_call` could tie the names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
     found: list[Place] = []
@@ -373,18 +374,18 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Place], Blocks, Blocks]
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
-    """Return the outputs; raise TypeError or ValueError unless they are a floating tensor (n, C) or (n, ..., C).
+    """Return the outputs; raise TypeError or ValueError unless they are a floating-point tensor (n, C) or (n, ..., C).
 
-    One number a point, (n,), is accepted where the layout allows it.
+    One number per point, (n,), is accepted if the layout allows it.
     """
     if not isinstance(outputs, Tensor):
-        wanted = "outputs.logits" if hasattr(outputs, "logits") else "the tensor of outputs alone"
+        wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
         raise TypeError(
             f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
             f"{wanted}."
         )
     if not outputs.is_floating_point():
-        raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")
+        raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
     if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
         raise ValueError(
             f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, ..., C) with positions between; "
@@ -398,7 +399,7 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
 
 
 def check_deterministic_modules(module: nn.Module) -> None:
-    """Raise ValueError where a module is in a mode that makes its outputs random or dependent on the batch."""
+    """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
     for name, part in module.named_modules():
         if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
             raise ValueError(
@@ -407,15 +408,15 @@ def check_deterministic_modules(module: nn.Module) -> None:
             )
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
             raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so that each point's "
+                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's "
                 "output depends on its batch; use track_running_stats=True or another normalisation."
             )
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model that `torch.compile`, `DataParallel` or `DistributedDataParallel` wraps; names lose the prefix.
+    """Return the model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`; names lose the prefix.
 
-    A wrapper with hooks of its own stays.
+    A wrapper with its own hooks stays.
     """
     if not isinstance(model, nn.Module):
         return getattr(model, "_torchdynamo_orig_callable", model)
@@ -453,7 +454,7 @@ def _versions(inputs: Inputs) -> list[int]:
 
 
 def _recordable(inputs: Any) -> Any:
-    """Return the inputs, copied where they were made in inference mode and are now to be differentiated."""
+    """Return the inputs, copied if they were made in inference mode and are now to be differentiated."""
     if isinstance(inputs, Tensor):
         return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
     if isinstance(inputs, Mapping):

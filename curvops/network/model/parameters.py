@@ -16,14 +16,14 @@ Blocks = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Names and shapes of tensors, in the order in which they lie in a vector (d,)."""
+    """Names and shapes of tensors, in their order in a vector (d,)."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
     @property
     def size(self) -> int:
-        """d."""
+        """The length d of the vector."""
         return sum(shape.numel() for shape in self.shapes)
 
     def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
@@ -36,7 +36,7 @@ class FlatLayout:
         return dict(zip(self.names, self.parts(vector)))
 
     def concatenate(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
-        """Return the vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
+        """Return the vector of tensors (*k, *shape), a copy; `leading` is the number of dimensions k."""
         return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
 
 
@@ -44,7 +44,8 @@ class FlatLayout:
 class Selection(FlatLayout):
     """The selected parameters, by name, as one vector of length D.
 
-    `index` (D,) picks entries out of the concatenated tensors, `size` in all, for a subnetwork; None takes all of them.
+    `index` (D,) selects entries of the concatenated tensors, `size` in total, for a subnetwork; None selects all of
+    them.
     """
 
     index: Int[Tensor, " D"] | None = None
@@ -99,12 +100,12 @@ class Selection(FlatLayout):
 def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any, last: Sequence[str]) -> Selection:
     """Return the selection that a user's `parameters=` argument describes.
 
-    `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
-    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
+        `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
+        `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
+        a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
     a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
-
-    Raises ValueError where nothing is selected, a name is unknown, an index is out of range or repeated, or the
-    selected tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
+        Raises ValueError if nothing is selected, a name is unknown, an index is out of range or repeated, or the selected
+        tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
     """
     index = None
     if isinstance(spec, Selection):
@@ -137,7 +138,7 @@ def matching(names: Iterable[str], *globs: str) -> list[str]:
 
 
 def layer_of(name: str) -> str:
-    """Return the path of the module that owns a parameter; the name itself of one that the model owns."""
+    """Return the path of the module that owns a parameter, or its own name if the model owns it."""
     return name.rpartition(".")[0] or name
 
 
@@ -155,12 +156,12 @@ def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Ten
 def _from_positions(
     parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Tensor
 ) -> tuple[list[str], Int[Tensor, " D"]]:
-    """Return the tensors that the positions touch, and the positions within those tensors alone."""
+    """Return the tensors that the positions touch, and the positions within only those tensors."""
     sizes = [parameters[name].numel() for name in trainable]
     total = sum(sizes)
     if spec.dtype == torch.bool:
         if spec.shape != (total,):
-            raise ValueError(f"the mask has shape {tuple(spec.shape)}, expected ({total},), one entry a parameter.")
+            raise ValueError(f"the mask has shape {tuple(spec.shape)}, expected ({total},), one entry per parameter.")
         spec = spec.nonzero().squeeze(1)
     if spec.ndim != 1 or spec.is_floating_point() or spec.is_complex():
         raise TypeError(f"an index must be a vector of integers, got {spec.dtype} of shape {tuple(spec.shape)}.")
@@ -171,14 +172,14 @@ def _from_positions(
     if low < 0 or high >= total:
         raise ValueError(f"index {low if low < 0 else high} is out of range: the flat vector has {total} entries.")
     if len(spec.unique()) != len(spec):
-        raise ValueError("the index holds a position twice; each parameter can be selected once.")
+        raise ValueError("the index contains a position twice; each parameter can be selected once.")
     touched, within = locate(sizes, spec)
     names = [trainable[i] for i in touched]
     return names, within.to(parameters[names[0]].device)
 
 
 def locate(sizes: Sequence[int], positions: Int[Tensor, " S"]) -> tuple[list[int], Int[Tensor, " S"]]:
-    """Return which of the tensors that lie one after the other are touched, and the positions within those alone."""
+    """Return which of the concatenated tensors are touched, and the positions within only those."""
     lengths = torch.tensor(sizes, device=positions.device)
     owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
     touched = torch.zeros_like(lengths, dtype=torch.bool).index_fill(0, owners, True)
@@ -194,7 +195,7 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the selected parameters mix {what}s: {found}; convert them, or select fewer.")
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
-            raise TypeError(f"parameter {name!r} is of {tensor.dtype}; only real floating parameters can be selected.")
+            raise TypeError(f"parameter {name!r} is {tensor.dtype}; only real floating-point ones can be selected.")
 
 
 def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:

@@ -1,4 +1,4 @@
-"""A copy of a module with settings of its own, which later changes to the user's module do not reach.
+"""A copy of a module with its own settings, which later changes to the user's module do not affect.
 
 Parameters and buffers are shared, since every call replaces them by the snapshot's. Everything else that a forward pass
 may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the order of
@@ -25,22 +25,22 @@ UNCHANGING = (type, Enum, int, float, complex, str, bytes)
 """Values of these types and of their subclasses are shared."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
-"""How deep the objects and containers of a configuration may be nested."""
+"""The largest depth of nested objects and containers in a configuration."""
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with settings of its own and shared parameters and buffers, to be called instead."""
+    """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead."""
     held = [t for part in module.modules() for t in (*part._parameters.values(), *part._buffers.values())]
     found: nn.Module = _Copier(held).of(module)
     return found
 
 
 class _Copier:
-    """A copier that copies each object once, so that shared and circular references stay so."""
+    """A copier that copies each object once, so that shared and circular references are preserved."""
 
     def __init__(self, held: Iterable[Tensor | None]) -> None:
         self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
-        self.alive: list[Any] = []  # a temporary's id would be used again
+        self.alive: list[Any] = []  # the id of a temporary object would be used again
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -93,7 +93,7 @@ class _Copier:
         return other
 
     def _fill(self, other: Any, value: Any) -> None:
-        """Give the other object copies of this one's attributes."""
+        """Copy this object's attributes to the other one."""
         for name, part in _slots(value).items():
             object.__setattr__(other, name, self.of(part))  # the object may be frozen
         if hasattr(value, "__dict__"):
@@ -148,7 +148,7 @@ def _holds_module(cell: CellType) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether an object consists of values that can be copied: its attributes, and nothing besides them."""
+    """Return whether an object consists of values that can be copied: its attributes, and nothing else."""
     kind = type(value)
     if kind in NUMBERS or isinstance(value, (*UNCHANGING, Tensor, nn.Module)) or hasattr(value, "__array_interface__"):
         return True
@@ -181,7 +181,7 @@ def _slots(value: Any) -> dict[str, Any]:
 
 
 class TensorUse(TorchFunctionMode):
-    """Mode that notes the names of those of the given tensors (by identity) that an operation uses."""
+    """A mode that records the names of given tensors (by identity) that an operation uses."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ from curvops.network.model.parameters import Selection, locate
 
 
 class Fingerprints(Mapping[str, int]):
-    """The fingerprints of tensors by name, taken when they are first compared; until then the tensors are kept.
+    """The fingerprints of tensors by name, computed on first comparison; until then the tensors are kept.
 
-    They are of values in float32, so that a network and its copy in float64 are at the same place.
+    They use values in float32, so that a network and its copy in float64 are at the same point.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -25,12 +25,12 @@ class Fingerprints(Mapping[str, int]):
         self._taken: dict[str, int] = {}
 
     def take(self) -> dict[str, int]:
-        """Return them as a dict. The first time is one pass over the tensors."""
+        """Return them as a dict; the first call makes one pass over the tensors."""
         if self._tensors:
             tensors = self._tensors
             found = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
             self._taken = dict(zip(tensors, found))
-            self._tensors = {}  # afterwards: another thread may be here, too
+            self._tensors = {}  # afterwards, since another thread may be here, too
         return self._taken
 
     def __getitem__(self, name: str) -> int:
@@ -50,8 +50,8 @@ class Fingerprints(Mapping[str, int]):
 class TangentSpace:
     """The tangent space at θ, to which steps, gradients and curvatures belong; it keeps fingerprints, not weights.
 
-    `held` maps the name of every tensor of the model to its fingerprint: frozen weights and buffers change the map,
-    too. `index` holds the positions of a subnetwork within the named tensors, None where all of them are selected.
+    `held` maps the name of every tensor of the model to its fingerprint, so that frozen weights and buffers count, too.
+    `index` holds the positions of a subnetwork within the named tensors, or None if all of them are selected.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class TangentSpace:
     index: Int[Tensor, " S"] | None = None
 
     def difference(self, other: Any) -> str | None:
-        """Describe how two tangent spaces differ, and the remedy; None where they do not."""
+        """Describe how two tangent spaces differ, and the remedy; return None if they do not differ."""
         if not isinstance(other, TangentSpace):
             return f"one belongs to a network's parameters, the other to {other!r}."
         if (self.names, self.shapes) != (other.names, other.shapes) or not _same(self.index, other.index):
@@ -68,18 +68,18 @@ class TangentSpace:
                 f"they belong to different parameters ({self._text()} and {other._text()}); linearise both with "
                 "the same parameters=."
             )
-        # A tensor in only one of them is a part of another model (the head of another task), not another value.
+        # A tensor in only one of them belongs to another model (the head of another task), and is not another value.
         moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
         if moved:
             return (
-                f"they were linearised at different weights (of {_some(moved)}), so that their sum is the curvature at "
-                "neither; linearise both data sets at one set of weights. Where the sum is intended (yesterday's "
+                f"they were linearised at different weights (of {_some(moved)}), so their sum is the curvature at "
+                "neither; linearise both data sets at one set of weights. If the sum is intended (yesterday's "
                 "curvature as a prior, merged Fishers), use a copy without its weights: op.detached_from_weights()."
             )
         return None
 
     def is_at(self, other: TangentSpace) -> bool:
-        """Return whether both have the same parameters, and hold the same tensors at the same values."""
+        """Return whether both have the same parameters, and the same tensors with the same values."""
         return self is other or (self.held == other.held and self.difference(other) is None)
 
     def join(self, other: TangentSpace) -> TangentSpace:
@@ -105,7 +105,7 @@ class TangentSpace:
 
 
 def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
-    """Return the tangent space of a selection in a model that holds these values."""
+    """Return the tangent space of a selection in a model with these values."""
     index = None if selection.index is None else _unless_all(selection.index, selection.size)
     return TangentSpace(selection.names, selection.shapes, Fingerprints(values), index)
 

@@ -28,7 +28,7 @@ def read_precision(name: str, given: Any, network: Model, others: str = "") -> T
 
 
 def read_vector(name: str, given: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:
-    """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own where it requires a gradient."""
+    """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own if it requires a gradient."""
     if isinstance(given, Mapping):
         return _by_parameter(given, network, name)
     if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
@@ -76,7 +76,7 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
     for name, shape in zip(selection.names, selection.shapes):
         glob, value = found[name]
         if isinstance(value, Tensor) and value.ndim and value.shape != shape:
-            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, {name!r} has {tuple(shape)}.")
+            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, but {name!r} has {tuple(shape)}.")
         used = torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device).expand(shape)
         tensors[name] = own(value, used, f"{what}[{glob!r}]") if isinstance(value, Tensor) else used
     return selection.flatten(tensors)

@@ -15,12 +15,12 @@ from curvops.network.walks.passes import Passes
 
 
 class DrawnFisher(FromResiduals):
-    """`Sampled`, its targets drawn when first asked for: in the walk's own pass where that is of all points at once."""
+    """`Sampled` with targets drawn on first use, in the walk's own pass if that covers all points at once."""
 
     def __init__(
         self, passes: Passes, num_data: int, likelihood: Likelihood, mc_samples: int, generator: torch.Generator | None
     ) -> None:
-        checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
+        checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
         check_generator(generator)
         self.passes, self.num_data, self.likelihood = passes, num_data, likelihood
         self.mc_samples, self.generator = mc_samples, generator
@@ -50,7 +50,7 @@ class DrawnFisher(FromResiduals):
         return Sampled(self.likelihood, self.draws)
 
     def draw(self) -> Float[Tensor, "M N C"]:
-        """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
+        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         with torch.no_grad():
             walked, line_up = [(batch, J.outputs) for batch, J in self.passes.each(0)], self.passes.line_up
             f, y = line_up([f for _, f in walked]), line_up([batch.targets for batch, _ in walked])
@@ -59,7 +59,7 @@ class DrawnFisher(FromResiduals):
 
     @torch.no_grad()
     def _draw(self, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "M N C"]:
-        """Draw for all points at once: equal seeds draw alike however the data are batched."""
+        """Draw for all points at once: equal seeds give equal draws, however the data are batched."""
         draws = [self.likelihood.mc_residual(f, y, w, self.generator) for _ in range(self.mc_samples)]
         return torch.stack(draws) / self.mc_samples**0.5
 
@@ -72,12 +72,12 @@ def output_fisher(
     mc_samples: int,
     generator: torch.Generator | None,
 ) -> OutputFisher:
-    """Return the H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical".
+    """Return the H that `fisher=` names: "exact", "mc" with `mc_samples` targets per point, or "empirical".
 
-    Raises ValueError for another word, for `mc_samples` below 1, and above 1 where nothing is drawn.
+    Raises ValueError for another word, for `mc_samples` below 1, and above 1 if nothing is drawn.
     """
     check_kind(kind)
-    checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
+    checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":

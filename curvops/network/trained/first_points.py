@@ -1,4 +1,4 @@
-"""The first points: what the model, the data and the likelihood are there is checked against each other, once."""
+"""The first points, at which the model, the data and the likelihood are checked against each other, once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from curvops.network.model.model import Model
 
 
 class NoCurvature(UserWarning):
-    """The likelihood of a target does not depend on the outputs, so that every curvature is zero."""
+    """A warning that the likelihood of a target does not depend on the outputs, so that every curvature is zero."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
-    """Interpret a likelihood or a loss at the first points: with the layout of the outputs, and these outputs.
+    """Interpret a likelihood or a loss at the first points; return it with the outputs' layout and these outputs.
 
     Raises ValueError or TypeError for outputs of the model, or positions, that do not suit it.
     """
@@ -40,21 +40,21 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
 
 
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
-    """Return the likelihood of all positions of a point, and the layout, which may learn of them from it.
+    """Return the likelihood of all positions of a point, and the layout, which may get them from the likelihood.
 
-    Raises ValueError where they disagree.
+    Raises ValueError if they disagree.
     """
     if layout.positions:
         return _over_positions(likelihood, layout), layout
     if isinstance(likelihood, Sequences):
         return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
     if likelihood.positions is not None:
-        raise ValueError(f"{likelihood} is for {likelihood.positions} positions a point; the model returns one.")
+        raise ValueError(f"{likelihood} needs {likelihood.positions} positions per point; the model returns one.")
     return likelihood, layout
 
 
 def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
-    """(C,) or (T, C): a likelihood of sequences has positions where the model returns rows (N, T·C), too."""
+    """Return (C,) or (T, C); a likelihood of sequences has positions even if the model returns rows (N, T·C)."""
     return likelihood.output_shape if isinstance(likelihood, Sequences) else layout.output_shape
 
 
@@ -76,7 +76,7 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
 
 
 def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    """Return the inputs of the first two points, their targets as they are given, and the type of mappings."""
+    """Return the inputs of the first two points, their targets in the user's form, and the type of mappings."""
     source = as_source(data, 2, weights)
     for item in items_of(source, theta.device):
         try:
@@ -86,14 +86,14 @@ def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, 
         inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
         if num_points(inputs) > 0:
             return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
-    as_batches(data, 1, weights=weights)  # says what is wrong with the data
+    as_batches(data, 1, weights=weights)  # raises for what is wrong with the data
     raise ValueError("the data hold no points.")
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
-    """Score the outputs at the first points: errors which need them and targets together are raised at the call.
+    """Score the outputs at the first points, so that errors which need outputs and targets are raised at the call.
 
-    Raises ValueError where `spec`, what the user gave, is a loss of torch that computes something else.
+    Raises ValueError if `spec`, the user's argument, is a torch loss that computes something else.
     """
     assert model.layout is not None
     y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
@@ -105,9 +105,9 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
 
 
 def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn where residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
+    """Warn if residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
     if not bool(likelihood.counted(y).any()):
-        return  # nothing can be said of points that do not count
+        return  # points that do not count say nothing
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
     of_loss = isinstance(likelihood.of_position, FromLoss)
@@ -125,8 +125,8 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     if of_loss:
         why = "it is linear in the outputs at the first points. The GGN and KFAC"
     warnings.warn(
-        f"{likelihood} has no curvature: {why} will be zero, and a posterior the prior. Use a likelihood that changes "
-        "with the outputs, of losses one that curves.",
+        f"{likelihood} has no curvature: {why} will be zero, and the posterior is the prior. Use a likelihood that "
+        "changes with the outputs, or a loss that is curved.",
         NoCurvature,
         stacklevel=5,
     )
@@ -147,9 +147,9 @@ def _repeat(x: Tensor, times: int = 8) -> Tensor:
 def checked_layout(
     model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False
 ) -> tuple[Layout, Float[Tensor, "n ..."]]:
-    """The outputs' layout, as `Model.fix_layout` finds it, and the outputs of these points as the model returns them.
+    """Return the outputs' layout, as `Model.fix_layout` finds it, and the outputs of these points as returned.
 
-    Raises ValueError where outputs are random or depend on the other points of the batch.
+    Raises ValueError if outputs are random or depend on the other points of the batch.
     """
     device = model.theta.device
     with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
@@ -160,12 +160,12 @@ def checked_layout(
         outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
-                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row a "
-                "point."
+                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row "
+                "per point."
             )
         if not bool(outputs.isfinite().all()):
-            raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
-        # The first pass may prepare what later ones find, and runs through other calls: it can agree, but not differ.
+            raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
+        # The first pass may prepare what later ones use, and runs through other calls, so its outputs prove nothing.
         times = 17 if drew else 0 if torch.equal(first, returned) else 1
         if not all(torch.equal(outputs, model(model.values, few)) for _ in range(times)):
             raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
@@ -175,14 +175,14 @@ def checked_layout(
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the model takes {num_points(few)} points but not one alone ({error}); call model.eval(), and let it "
-                "take batches of any size."
+                f"the model takes {num_points(few)} points but not a single one ({error}); call model.eval(), and "
+                "let it take batches of any size."
             ) from error
     slack = model.eps**0.5 * (1 + outputs.abs().max())
     if bool(((outputs[:1] - alone).abs() > slack).any()):
         raise ValueError(
             "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
-            "that sees one point at a time."
+            "over single points."
         )
     return layout, returned
 

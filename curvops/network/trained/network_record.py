@@ -1,7 +1,7 @@
 """Records of networks without the model and the data, and networks read again from all three.
 
-The record holds what tells a wrong model or other data from the right ones: fingerprints of every tensor, and the
-inputs and outputs of two points. Of the weights it keeps those selected, so that they can be put back.
+The record contains what distinguishes a wrong model or other data from the right ones: fingerprints of every tensor,
+and the inputs and outputs of two points. It also contains the selected weights, so that they can be restored.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from curvops.progress import Progress, check_progress
 
 @torch.no_grad()
 def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]:
-    """The record; `inputs` of one or two points, by default the first two of the data, are what models are tried on."""
+    """Return the record; models are tried on `inputs` of one or two points, by default the first two of the data."""
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
     few = data.few if inputs is None else take(lin.admit(inputs), slice(0, 2))
     if not num_points(few):
-        raise ValueError("inputs= hold no points; give one or two, at which the model is tried when it is loaded.")
+        raise ValueError("inputs= has no points; pass one or two, at which the model is tried when it is loaded.")
     outputs = model(model.values, few)
     return {
         "tensors": identity_of(model.kept_tensors),
@@ -67,9 +67,9 @@ def recorded_network(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> N:
-    """Read the network of this record again, with the model, and with the data where they are given.
+    """Read the network of this record again, with the model, and with the data if they are given.
 
-    Raises ValueError where the model, the data or the likelihood are not those of the record.
+    Raises ValueError if the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
@@ -94,12 +94,12 @@ def recorded_network(
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
     lin = kind(network, source, probability, shape, record["engine"], budget, progress, record["token"])
-    _ = lin.passes.engines  # the probe belongs to this call, not to the first product
+    _ = lin.passes.engines  # probe in this call, not in the first product
     return lin
 
 
 def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
-    """Return the layout, once the model gave the outputs that it gave when it was saved."""
+    """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
     layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
     known = record["tried"]["outputs"].to(network.theta.device)
@@ -110,21 +110,21 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     slack = network.eps**digits * (1 + known.abs().max())
     if layout.shape != shape or not bool(((found - known).abs() <= slack).all()):
         raise ValueError(
-            "the model holds the weights that were saved, but computes something else: its outputs at the saved inputs "
-            "differ. Its forward, or a setting such as an activation, is another than it was; restore it."
+            "the model has the weights that were saved, but computes something else: its outputs at the saved inputs "
+            "differ. Its forward, or a setting such as an activation, has changed; restore it."
         )
     return layout
 
 
 def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
-    """The batches, once they have the fingerprint that they had (taken before the network was cast, if it was)."""
+    """Return the batches, once they have the saved fingerprint (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(known)
     reading = reading_for(network, likelihood, layout, known["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
     batches = Batches(as_source(data, known["largest_batch"], known["weighted"]), reading)
     if batches.num_data != known["points"]:
         raise ValueError(
-            f"the data have {batches.num_data:,} points, those of the saved posterior were {known['points']:,}."
+            f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
     if batches.fingerprint != known["fingerprint"]:
         raise ValueError(
@@ -139,7 +139,7 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
     return found
 
 
-# The likelihood: by its arguments, or, where it holds a function, to be given again.
+# The likelihood: by its arguments or, if it holds a function, to be passed again.
 
 
 def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     if "class" in known:
         stored = recorded_likelihood(known, device)
         if named is not None and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):
-            raise ValueError(f"the posterior was saved with {stored}, given likelihood={given!r}; leave it out.")
+            raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
         raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, is none that is saved: it holds a function, or is of "
-            "a class of your own. Give it again, co.load(path, model, likelihood=...)."
+            f"the likelihood of this posterior, {known['given']}, cannot be saved, since it holds a function, or "
+            "belongs to a class of your own. Pass it again, co.load(path, model, likelihood=...)."
         )
     likelihood, layout = at_positions(named, layout)
     drawn, scores = known["drawn"], known["scores"]

@@ -39,9 +39,9 @@ N = TypeVar("N", bound="TrainedNetwork")
 
 @dataclass(frozen=True)
 class Source:
-    """The data of a log-likelihood and the likelihood itself, by fingerprints; equal where both are.
+    """The data of a log-likelihood and the likelihood itself, by fingerprints; equal if both are equal.
 
-    Small operators keep it in place of the data. Data are equal where all batches are: the same points in other batches
+    Small operators keep it instead of the data. Data are equal if all batches are; the same points in other batches
     differ.
     """
 
@@ -50,19 +50,20 @@ class Source:
     likelihood: str
 
     def __str__(self) -> str:
-        """Return the data alone: a likelihood that holds a function has a name that each process draws anew."""
+        """Return the data alone: a likelihood with a function has a name that differs between processes."""
         return f"{self.num_data} points of fingerprint {self.data}"
 
 
 class TrainedNetwork:
     """A network at a snapshot θ* of its weights, with its data and its likelihood.
 
-    Training the network further changes nothing here. Sums run over the data, never means. `output_shape` is that of
-    a point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere, position by position.
+    Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
+    is the shape of one point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere,
+    position by position.
     """
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
-    """Dataclasses that tell data and weights from others, which operators and records keep in their place."""
+    """Dataclasses that identify data and weights, which operators and records keep in their place."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class TrainedNetwork:
         few, points = (None, data.num_data) if data.is_present else (data.few, 0)
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few)
         self._theta = model.theta
-        self.token = os.urandom(16).hex() if token is None else token  # of a likelihood that cannot be fingerprinted
+        self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # at these hyperparameters
 
@@ -97,7 +98,7 @@ class TrainedNetwork:
         weights: bool,
         progress: Progress,
     ) -> N:
-        """Read a model, its data and its likelihood, as `co.linearize` takes them, and check them against each other.
+        """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
 
         Costs one pass over the data, and some over two points.
         """
@@ -126,12 +127,12 @@ class TrainedNetwork:
 
     @property
     def tangent_space(self) -> TangentSpace:
-        """Which parameters, at which values: operators of different ones are refused in a sum."""
+        """The selected parameters and their values; a sum of operators from different ones is refused."""
         return self.model.tangent_space
 
     @property
     def source(self) -> Source:
-        """Which data and likelihood, at its present hyperparameters, by fingerprints."""
+        """The data and the likelihood, at its present hyperparameters, by fingerprints."""
         known = self._known_now()
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
@@ -147,12 +148,12 @@ class TrainedNetwork:
 
     @property
     def memory_budget(self) -> int:
-        """Bytes for the engines kept between products and the vectors of algorithms, together."""
+        """The bytes for the engines kept between products and the vectors of algorithms, together."""
         return self.memory.budget
 
     @property
     def memory(self) -> Budget:
-        """The memory budget, and who holds how much of it: engines, and vectors of algorithms that are running."""
+        """The memory budget, with its present use by engines and by vectors of running algorithms."""
         return self.passes.memory
 
     @property
@@ -162,12 +163,12 @@ class TrainedNetwork:
 
     @property
     def num_outputs(self) -> int:
-        """C, the number of a point's outputs; T·C for sequences."""
+        """The number C of a point's outputs, T·C for sequences."""
         return self.output_shape.numel()
 
     @property
     def num_data(self) -> int:
-        """N, the number of training points."""
+        """The number N of training points."""
         return self.data.num_data
 
     @property
@@ -176,9 +177,9 @@ class TrainedNetwork:
         return self.passes.plan
 
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
-        """Return a walk over a copy of these inputs, how many they are, and their graph where they require a gradient.
+        """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
 
-        Raises as `admit`, and ValueError where J has no gradient in the inputs that is known to be right.
+        Raises as `admit`, and ValueError if J has no gradient in the inputs that is known to be right.
         """
         given, engines = copy(self.admit(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
@@ -189,9 +190,11 @@ class TrainedNetwork:
         return walk, num_points(inputs), graph
 
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
-        """f(x, θ*), the network's outputs at its snapshot, each position of a point as one, (n·T, C). One forward pass.
+        """Return f(x, θ*), the network's outputs at its snapshot, with each position as a point, (n·T, C).
 
-        With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
+        Costs one forward pass.
+
+        With `weights`, such as a draw of a posterior, the network itself at these; weights outside a subnetwork keep
         their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
         weights are one vector (D,).
         """
@@ -205,11 +208,11 @@ class TrainedNetwork:
         return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
-        """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
+        """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
-                f"{name} requires a gradient, which is not asked for here and would be taken for zero: use "
+                f"{name} requires a gradient, which this call does not compute and which would be taken for zero: use "
                 "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
                 "or call this under torch.no_grad()."
             )
@@ -217,13 +220,15 @@ class TrainedNetwork:
         return inputs
 
     def outputs(self) -> Float[Tensor, "N C"]:
-        """f(θ*) at the training inputs, each position of a point as one, (N·T, C). One forward pass."""
+        """Return f(θ*) at the training inputs, with each position as a point, (N·T, C). One forward pass."""
         return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
 
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass; under no_grad none after KFAC or a diagonal was made.
+        """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
 
-        (A likelihood that is a function may hold tensors of its own that want a gradient.)
+        Costs one forward pass; under no_grad none once KFAC or a diagonal has been built.
+
+        (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (known := self._known_now().get("log likelihood")) is not None:
             found: Tensor = known.clone()
@@ -232,7 +237,7 @@ class TrainedNetwork:
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
     def gradient(self) -> Float[Tensor, " D"]:
-        """Gradient of the negative log-likelihood (a sum over the data), Jᵀr. One gradient."""
+        """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = Exact(self.likelihood)
         return self.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
 
@@ -251,24 +256,24 @@ class TrainedNetwork:
         return output_fisher(self.passes, self.num_data, self.likelihood, kind, mc_samples, generator)
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
-        """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
+        """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator).draw()
 
     @torch.no_grad()
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
-        """Σ_n Σ_r g[n, r]², elementwise, for rows g[n, r] of LᵀJ with H = L Lᵀ."""
+        """Return Σ_n Σ_r g[n, r]², elementwise, for rows g[n, r] of LᵀJ with H = L Lᵀ."""
         chunk = self.passes.chunk_bytes
         groups = (group for _, groups in self.root_pieces(fisher, chunk) for group in groups)
         return sum_squares(self.passes, groups, chunk)
 
     def positions_apart(self, per_token: bool) -> int:
-        """T where the tokens of a sequence are to count one by one, else 1."""
+        """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
     def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
-        """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
+        """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; all callers share it.
 
-        r is kept as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
+        r is kept as a constant; None if a gradient for the likelihood's hyperparameters is recorded.
         """
         tensors = likelihood.hyperparameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -291,7 +296,7 @@ class TrainedNetwork:
         return known
 
     def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
-        """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
+        """Return Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
         return self.passes.total(term, columns)
 
     def root_pieces(
@@ -311,28 +316,28 @@ class TrainedNetwork:
             known["log likelihood"] = self.passes.add_up(found)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Named tensors as one vector, in the order of the selection."""
+        """Return named tensors as one vector, in the order of the selection."""
         return self.model.selection.flatten(tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
-        """Return one vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
+        """Return one vector as named tensors, the inverse of `flatten`, if whole tensors are selected.
 
-        Raises ValueError for a subnetwork, whose vector lacks the entries outside it, and names the alternatives,
-        `unflatten_weights` and `unflatten_tangent`.
+        Raises ValueError for a subnetwork, whose vector lacks the entries outside it; use `unflatten_weights` or
+        `unflatten_tangent` instead.
         """
         if self.model.selection.index is not None:
             raise ValueError(
-                "a subnetwork's vector does not hold all entries of its tensors: unflatten_weights(vector) takes the "
-                "others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) takes "
-                "zeros (for a step, gradient or product)."
+                "a subnetwork's vector does not contain all entries of its tensors: unflatten_weights(vector) takes "
+                "the others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) "
+                "uses zeros (for a step, gradient or product)."
             )
         return self.unflatten_tangent(vector)
 
     def unflatten_weights(self, weights: Float[Tensor, " D"]) -> dict[str, Tensor]:
-        """Weights, such as a draw of a posterior, as named tensors; entries outside a subnetwork are the snapshot's.
+        """Return weights, such as a draw, as named tensors; entries outside a subnetwork are those of the snapshot.
 
-        `model.load_state_dict(lin.unflatten_weights(draw), strict=False)` puts a draw into the model. Raises ValueError
-        unless it is one vector (D,).
+        `model.load_state_dict(lin.unflatten_weights(draw), strict=False)` loads a draw into the model. Raises
+        ValueError unless it is one vector (D,).
         """
         return self.model.unflatten(self._one_vector(weights))
 
@@ -346,13 +351,13 @@ class TrainedNetwork:
     def _one_vector(self, vector: Tensor) -> Tensor:
         if vector.shape != (self.num_parameters,):
             raise ValueError(
-                f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; of several, as "
-                "post.sample(k) gives them, take one at a time."
+                f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; for several, such as "
+                "those of post.sample(k), pass one at a time."
             )
         return vector
 
     def with_likelihood(self: N, likelihood: Likelihood) -> N:
-        """Return a copy with another likelihood of the same targets, unchecked; it shares engines for J."""
+        """Return a copy with another likelihood of the same targets, unchecked, which shares engines for J."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
         new._known = None, {}
@@ -408,7 +413,7 @@ def _require_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
 
 
 class _Labelled:
-    """The training data as (inputs, batch without its inputs): what a cached engine needs of a batch is small."""
+    """The training data as (inputs, batch without its inputs), so that a cached engine keeps little of a batch."""
 
     def __init__(self, data: Batches | AbsentBatches) -> None:
         self._data = data
@@ -416,7 +421,7 @@ class _Labelled:
     def __iter__(self) -> Any:
         start = 0
         for batch in self._data:
-            # Clones: what is kept of a batch must not change with the user's tensors.
+            # Clones: stored parts of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()
             yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
             start += batch.num_points

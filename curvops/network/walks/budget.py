@@ -1,4 +1,4 @@
-"""The memory budget: how much is free on a device where none was given, and who holds how much of one."""
+"""The memory budget: the free memory of a device as default, and the present users of a budget."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-# Where neither the kernel nor a control group tells, a small machine is assumed.
+# If neither the kernel nor a control group reports it, a small machine is assumed.
 UNKNOWN = 4 * 2**30
-# Vectors may take so much whatever the budget: below it nothing is worth being saved.
+# Vectors may take this much whatever the budget: below it there is nothing worth saving.
 LEAST_ROOM = 16 * 2**20
 
 
@@ -23,24 +23,24 @@ class Caching(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the engines kept now."""
+        """The bytes of the engines that are kept now."""
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that all its engines would take."""
+        """The bytes that all its engines would take."""
 
     def shrink(self, most: int) -> None:
-        """Free engines until at most so many bytes are kept."""
+        """Free engines until at most this many bytes are kept."""
 
     def expect_many(self) -> None:
         """Choose engines as for many products."""
 
 
 class Budget:
-    """One budget of bytes, shared by the engines kept between products and the vectors that algorithms work with.
+    """One budget of bytes, shared by the engines kept between products and the vectors of algorithms.
 
-    Where both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
-    again, within what is left, when later products need them. Pickling and copying drop the contents.
+    If both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
+    again, within the remaining bytes, when later products need them. Pickling and copying drop the contents.
     """
 
     def __init__(self, budget: int, device: torch.device | None = None) -> None:
@@ -53,26 +53,26 @@ class Budget:
         return Budget, (self.budget, self.device)
 
     def on(self, device: torch.device | None) -> Budget:
-        """Return the budget of the same network in another dtype: this one; on another device, as much there."""
+        """Return the budget of the same network in another dtype (this one), or on another device (as much there)."""
         return self if device in (None, self.device) else Budget(self.budget, device)
 
     def register(self, cache: Caching) -> None:
-        """Count what this keeps."""
+        """Count the bytes that this cache keeps."""
         self._caches.add(cache)
 
     @property
     def for_engines(self) -> int:
-        """Bytes that further engines may take now; negative where vectors took what engines had."""
+        """The bytes that further engines may take now; negative if vectors took the bytes of engines."""
         return self.budget - self._held - sum(cache.kept_bytes for cache in list(self._caches))
 
     def room(self) -> int:
-        """Bytes that an algorithm starting now may take for its vectors; 0 or less where others hold all of it."""
+        """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
         engines = sum(max(cache.kept_bytes, cache.wanted_bytes) for cache in list(self._caches))
         return max(self.budget, LEAST_ROOM) - self._held - min(self.budget // 2, engines)
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """So many bytes of vectors are in use; engines that are beyond what this leaves are let go."""
+        """Count so many bytes of vectors as used inside a `with` block, and free engines beyond the rest."""
         self._take(nbytes)
         try:
             yield
@@ -80,12 +80,12 @@ class Budget:
             self._take(-nbytes)
 
     def keep(self, owner: object, nbytes: int) -> None:
-        """So many bytes of vectors are in use for as long as ``owner`` exists."""
+        """Count so many bytes of vectors as used for as long as ``owner`` exists."""
         self._take(nbytes)
         weakref.finalize(owner, self._take, -nbytes).atexit = False
 
     def expect_many(self) -> None:
-        """Products to come are more than those made so far."""
+        """Announce more products than were made so far."""
         for cache in list(self._caches):
             cache.expect_many()
 

@@ -1,7 +1,8 @@
 """Outputs, rows of J and products with it at given inputs, with gradients in these inputs.
 
-The pass is recorded from the inputs on, and enters the user's graph as one step whose backward pass runs while the
-module holds its snapshot; the weights have no gradient. A row of J is a first derivative itself, taken with its graph.
+The pass is recorded from the inputs on. It enters the user's graph as one step, whose backward pass runs while the
+module holds its snapshot; the weights have no gradient. A row of J is a first derivative itself, computed with its
+graph.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Compute = Callable[..., Tensor]
 
 
 def through_inputs(model: Model, inputs: Inputs, compute: Compute, *vectors: Tensor) -> Tensor:
-    """`compute(inputs, *vectors)`, with its gradient in those of the inputs, and vectors, that require one.
+    """Return `compute(inputs, *vectors)` with its gradient in those inputs and vectors that require one.
 
-    First derivatives alone: RuntimeError where a gradient of the gradient is recorded.
+    It has first derivatives only; RuntimeError if a gradient of the gradient is recorded.
     """
     names = [name for name, tensor in components(inputs) if tensor.requires_grad]
     given = dict(components(inputs))
@@ -56,7 +57,7 @@ class _ThroughInputs(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would be taken for zero
             raise RuntimeError(
-                "predictions and Jacobians have first derivatives in their inputs alone: differentiate them without "
+                "predictions and Jacobians have only first derivatives in their inputs: differentiate them without "
                 "create_graph=True."
             )
         model: Model = ctx.model
@@ -72,7 +73,7 @@ class _ThroughInputs(Function):
 
 
 def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n C"]:
-    """f(inputs) at these weights, with its gradient in the inputs; ValueError where autograd sees none."""
+    """Return f(inputs) at these weights with its gradient in the inputs; raise ValueError if autograd has none."""
 
     def compute(given: Inputs) -> Tensor:
         outputs = model(values, given)
@@ -87,7 +88,7 @@ def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n
 
 
 class GraphRows(JacobianRows):
-    """The rows of J at some inputs by layer, with their graph; to be used where gradients are recorded."""
+    """The rows of J at some inputs by layer, with their graph, for use while gradients are recorded."""
 
     def __init__(self, engines: Engines, inputs: Inputs, chunk_bytes: int = 2**27) -> None:
         self.model, self._engines, self._inputs, self._chunk_bytes = engines.model, engines, inputs, chunk_bytes
@@ -105,7 +106,7 @@ class GraphRows(JacobianRows):
         )
 
     def jacobian_rows(self) -> Iterator[tuple[int, int, list[Group]]]:
-        """(0, n·C, the rows of all points)."""
+        """Yield (0, n·C, the rows of all points)."""
         model, inputs = self.model, self._inputs
         owners, others = self._engines.checked_owners(inputs)
         columns, n = self._engines.plan.num_outputs, num_points(inputs)
@@ -122,13 +123,13 @@ class GraphRows(JacobianRows):
         yield 0, n * columns, groups
 
     def by_layer(self) -> list[Group]:
-        """Return the rows of all points, one group a layer; of a last layer from its inputs alone."""
+        """Return the rows of all points, one group per layer; for a last layer from its inputs alone."""
         if (last := self.features()) is not None:
             groups = [group for each in last for group in groups_of(each, self._engines.plan.num_outputs)]
         else:
             ((_, _, groups),) = self.jacobian_rows()
         layers: dict[tuple[str, ...], list[Group]] = {}
-        for group in groups:  # of one point after the other where there is no layer rule
+        for group in groups:  # point by point without a layer rule
             layers.setdefault(group.names, []).append(group)
         return [Group.concatenate(parts) for parts in layers.values()]
 
@@ -152,9 +153,9 @@ class GraphRows(JacobianRows):
 
 
 class InputGraph:
-    """Inputs of which some require a gradient: what is computed with J there has its gradient in these, and in vectors.
+    """Inputs of which some require a gradient, in which, and in vectors, results with J there have a gradient.
 
-    `inputs` have their graph, and `names` tells which require a gradient.
+    `inputs` have their graph, and `names` are those that require a gradient.
     """
 
     def __init__(self, engines: Engines, inputs: Inputs, names: tuple[str, ...] = ()) -> None:
@@ -169,7 +170,7 @@ class InputGraph:
         return [named[name] for name in self.names]
 
     def at(self, tensors: Sequence[Tensor]) -> InputGraph:
-        """Return the same with other tensors in the place of those that require a gradient."""
+        """Return the same with other tensors in place of those that require a gradient."""
         other = copy(self)
         other.inputs = replace_tensors(self.inputs, dict(zip(self.names, tensors)))
         return other
@@ -185,14 +186,14 @@ class InputGraph:
         return other
 
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ*) at the inputs."""
+        """Return f(θ*) at the inputs."""
         model = self.engines.model
         return outputs_at(model, self.inputs, model.values)
 
     def push(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "nC K"]:
-        """J V, from the rows of J: C backward passes.
+        """Return J V from the rows of J, at C backward passes.
 
-        Differentiating the derivative of a backward pass would be one more derivative than some of torch's operations
+        Differentiating the derivative of a backward pass would need one more derivative than some torch operations
         have right (layer normalisation).
         """
 
@@ -203,7 +204,7 @@ class InputGraph:
             (piece,) = rows.jacobian_rows()
             _, count, groups = piece
             pushed: dict[tuple[str, ...], list[Tensor]] = {}
-            for group in groups:  # of one point after the other where there is no layer rule
+            for group in groups:  # point by point without a layer rule
                 pushed.setdefault(group.names, []).append(group.push(tangents).flatten(1))
             zero = V.new_zeros(V.shape[1], count)
             return torch.stack([zero, *(torch.cat(parts, 1) for parts in pushed.values())]).sum(0).mT
@@ -211,7 +212,7 @@ class InputGraph:
         return through_inputs(self.engines.model, self.inputs, compute, block)
 
     def pull(self, block: Float[Tensor, "nC K"]) -> Float[Tensor, "D K"]:
-        """Jᵀ U."""
+        """Return Jᵀ U."""
         model = self.engines.model
 
         def compute(given: Inputs, U: Tensor) -> Tensor:
@@ -223,13 +224,13 @@ class InputGraph:
         return through_inputs(model, self.inputs, compute, block)
 
     def followed_by(self, other: InputGraph) -> InputGraph:
-        """Return the points of both, one after the other."""
+        """Return the points of both, concatenated."""
         inputs = tree_map(lambda x, y: torch.cat([x, y]), self.inputs, other.inputs)
         names = tuple(name for name, tensor in components(inputs) if tensor.requires_grad)
         return InputGraph(self.engines, inputs, names)
 
     def by_rows(self, compute: Callable[..., Tensor], chunk_bytes: int, *vectors: Tensor) -> Tensor:
-        """`compute` of the rows of J and of vectors."""
+        """Return `compute` of the rows of J and of vectors."""
 
         def run(given: Inputs, *values: Tensor) -> Tensor:
             return compute(GraphRows(self.engines, given, chunk_bytes), *values)
@@ -238,9 +239,9 @@ class InputGraph:
 
 
 def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
-    """ValueError unless the rows of J have derivatives in the inputs that are known to be right.
+    """Raise ValueError unless the rows of J have derivatives in the inputs that are known to be right.
 
-    Tried on two points, once for each set of inputs that require a gradient.
+    This is tried on two points, once for each set of inputs that require a gradient.
     """
     model, few = engines.model, take(inputs, slice(0, 2))
     asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)

@@ -1,8 +1,8 @@
 """Rows g[n, r] = J_nᵀ s[n, r] of a square root of the curvature, layer by layer and in chunks, never all at once.
 
-One forward pass and a backward pass for each column r give every layer's sensitivity δ; what an operator wants of them
-(squares, second moments, Kronecker factors) it adds up chunk by chunk. Parameters without a layer rule get their rows
-by one backward pass for each point and column: right for any model, and slow.
+One forward pass and a backward pass for each column r give every layer's sensitivity δ; operators add up what they need
+from them (squares, second moments, Kronecker factors) chunk by chunk. Parameters without a layer rule get their rows by
+one backward pass for each point and column, which is right for any model, and slow.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from curvops.network.model.parameters import Blocks
 
 Score = Callable[[Float[Tensor, "n C"], Batch], None]
 Recording = tuple[Tensor, list[Call], set[str]]
-"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran otherwise."""
+"""The outputs of a pass with their graph, the calls of layers, and the parameters of misfits."""
 
 
 def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
-    """Return the rows of one call times K tangents by name, by way of whatever takes fewer multiply-adds."""
+    """Return the rows of one call times K tangents by name, in whichever way takes fewer multiply-adds."""
     layer, delta = part.layer, part.delta
     count, columns = delta.shape[1], len(tangents[next(iter(layer.names.values()))])
     outputs, size = delta[0, 0].numel(), layer.size * delta.element_size()
@@ -56,7 +56,7 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
 
 
 def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:
-    """Push through rows (m, r, *shape), parameter by parameter: side by side they would be a copy."""
+    """Push through rows (m, r, *shape) parameter by parameter, since rows side by side would be a copy."""
     pushed = [tangents[name].flatten(1) @ row.flatten(2).flatten(0, 1).mT for name, row in rows.items()]
     return torch.stack(pushed).sum(0).unflatten(1, next(iter(rows.values())).shape[:2])
 
@@ -65,9 +65,9 @@ def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K
 class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
-    `counted` (n,) says which points count, `positions` (n,) or (n, T) which of a sequence, `all_counted` whether each
-    does; `weights` are those of the batch; `first` says whether these are the first columns of their points; `start` is
-    the position of the first point in its batch.
+    `counted` (n,) says which points count, `positions` (n,) or (n, T) which positions of a sequence, `all_counted`
+    whether all of them do; `weights` are those of the batch; `first` says whether these are the first columns of
+    their points; `start` is the position of the first point in its batch.
     """
 
     names: tuple[str, ...]
@@ -82,17 +82,17 @@ class Group:
 
     @property
     def num_points(self) -> int:
-        """n."""
+        """The number n of points."""
         return len(self.counted)
 
     @property
     def num_columns(self) -> int:
-        """r, of each point."""
+        """The number r of columns of each point."""
         return self._sample.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """n·r."""
+        """The number n·r of rows."""
         return self.num_points * self.num_columns
 
     @property
@@ -106,11 +106,11 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these rows take in memory."""
+        """The bytes that these rows take in memory."""
         return sum(part.nbytes for part in self.parts) + sum(rows.nbytes for rows in self.given.values())
 
     def is_like(self, other: Group) -> bool:
-        """Return whether rows of other points are of the same layers and sizes."""
+        """Return whether rows of other points belong to the same layers and have the same sizes."""
         return self._sizes == other._sizes
 
     @property
@@ -127,19 +127,19 @@ class Group:
 
     @property
     def layer(self) -> Layer | None:
-        """The one layer that these rows belong to, if there is just one with an outer-product structure."""
+        """The one layer to which these rows belong, if there is just one with an outer-product structure."""
         paths = {part.layer.path for part in self.parts}
         return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
     def lefts(self) -> list[Tensor] | None:
-        """The left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`); None without one. Views of δ."""
+        """The left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`), views of δ, or None."""
         if self.layer is None:
             return None
         found = [part.left() for part in self.parts]
         return [left for left in found if left is not None] if all(left is not None for left in found) else None
 
     def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
-        """(left, right) of each call; None where there is no left side."""
+        """Return (left, right) of each call; None if there is no left side."""
         lefts = self.lefts()
         return None if lefts is None else [(left, part.right()) for left, part in zip(lefts, self.parts)]
 
@@ -161,7 +161,7 @@ class Group:
 
     @classmethod
     def concatenate(cls, groups: Sequence[Group]) -> Group:
-        """Return the rows of points that follow upon one another as one group; all must be like the first."""
+        """Return the rows of consecutive points as one group; all must be like the first."""
         first = groups[0]
         if len(groups) == 1:
             return first
@@ -171,7 +171,7 @@ class Group:
         return cls(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
-        """`rows` of some points at a time from the one named on, so many `together` at least, else `most_bytes`."""
+        """Yield `rows` of some points at a time from a point on, at least `together`, otherwise up to `most_bytes`."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
         step = most_bytes // max(1, size * self.num_columns * self._sample.element_size())
         step = max(1, step // together) * together
@@ -182,8 +182,8 @@ class Group:
 def groups_of(features: Features, outputs: int) -> list[Group]:
     """Return the rows of the last layer, whose δ is one identity for all points.
 
-    Where a position of the model has as many `outputs` as the layer has, each position is a point; where they are
-    flattened into the outputs of one, which has covariances between them, the point keeps them together.
+    If a position of the model has as many `outputs` as the layer has, each position is a point; if positions are
+    flattened into the outputs of one point, with covariances between them, the point keeps them together.
     """
     layer, a, each = features.layer, features.kept, features.outputs_each
     if each == outputs:
@@ -207,17 +207,17 @@ def each_group(
     recorded: Recording | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Iterator[Group]:
-    """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken).
+    """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
-    `score` is called once with the outputs and the batch, `advance` with the number of rows, whenever some were taken.
-    `recorded` is a pass over these inputs that was made before.
+    `score` is called once with the outputs and the batch, `advance` with the number of rows, whenever some are done.
+    `recorded` is an earlier pass over these inputs.
     """
     with model.lock:
         outputs, calls, misfits = recorded or _record(model, inputs, owners)
     if misfits:
         raise RuntimeError(
-            f"the layers of {sorted(misfits)} did not run as they did on the first points: call them alike for all "
-            "points (one row a point, in one dtype), or leave their parameters out of the selection."
+            f"the layers of {sorted(misfits)} did not run as they did on the first points: call them in the same way "
+            "for all points (one row per point, in one dtype), or leave their parameters out of the selection."
         )
     f = outputs.detach()
     if score is not None:
@@ -272,7 +272,7 @@ def groups_of_calls(calls: Sequence[Call], deltas: Sequence[Tensor | None], coun
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
-    """Return indices of calls by the parameters that they share, directly or through one another."""
+    """Return the indices of calls grouped by the parameters that they share, directly or through one another."""
     groups: list[tuple[set[str], list[int]]] = []
     for i, call in enumerate(calls):
         names, members = set(call.layer.names.values()), [i]
@@ -295,7 +295,7 @@ def _others(
     first: bool,
     chunk: int,
 ) -> Iterator[Group]:
-    """Rows of the parameters without a layer rule, point by point; a group for each module that owns some."""
+    """Yield rows of the parameters without a layer rule, point by point, a group for each module that owns some."""
     size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
     step, total = max(1, chunk // max(1, size)), num_points(inputs)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
@@ -319,18 +319,18 @@ class JacobianRows(ABC):
     @property
     @abstractmethod
     def chunk_bytes(self) -> int:
-        """Bytes that rows may take at a time."""
+        """The bytes that rows may take at a time."""
 
     @abstractmethod
     def features(self) -> list[Features] | None:
-        """Return the last layer's inputs, batch by batch, where it is all that is selected."""
+        """Return the last layer's inputs, batch by batch, if only that layer is selected."""
 
     @abstractmethod
     def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]:
         """Yield (first row, how many, groups) of some points at a time."""
 
     def groups_together(self, rows: int) -> Iterator[tuple[int, list[Group]]]:
-        """Yield (first row, groups) where so many rows that follow one another come in one piece.
+        """Yield (first row, groups) such that so many consecutive rows come in one piece.
 
         The points at the end of a piece whose rows are not complete wait for the next piece.
         """
@@ -348,7 +348,7 @@ class JacobianRows(ABC):
                 yield first, [group.take(slice(num_points - over)) for group in groups] if over else groups
 
     def selected_rows(self, together: int = 1) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, some points at a time, and a multiple of so many rows `together`."""
+        """Yield the rows of J as a matrix, some points at a time, in multiples of so many rows `together`."""
         rest: list[Tensor] = []
         for rows in self._selected_rows():
             rows = torch.cat([*rest, rows]) if rest else rows
@@ -357,7 +357,7 @@ class JacobianRows(ABC):
             yield rows[: len(rows) - over]
 
     def _selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, piece by piece; of a subnetwork its S columns alone."""
+        """Yield the rows of J as a matrix, piece by piece; for a subnetwork only its S columns."""
         selection, theta = self.model.selection, self.model.theta
         positions = selection.positions()
         for _, count, groups in self.jacobian_rows():
@@ -381,9 +381,9 @@ class JacobianRows(ABC):
 
 
 def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:
-    """Yield the group's columns by tensor: where they stand in the vector, and the rows there; `some` are left out.
+    """Yield the group's columns by tensor: their positions in the vector, and the rows there; `some` are left out.
 
-    Few entries of a layer's matrix are products of its two sides, of which no others are formed.
+    A few entries of a layer's matrix are products of its two sides, so that no others are formed.
     """
     matrices = group.matrices() if some else None
     if matrices is not None and all(right.is_floating_point() for _, right in matrices):

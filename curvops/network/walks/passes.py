@@ -1,4 +1,4 @@
-"""The one place that walks over the data: streaming, the cache of linearisations, and its memory budget."""
+"""All walks over the data: streaming, the cache of linearisations, and its memory budget."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 
-# On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
+# On a CPU more than this at a time is slower, since its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
 MANY = 10_000
-"""Products beside which those of a solve do not change what an engine costs."""
+"""The number of products beside which those of a solve do not change what an engine costs."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")
 MOST_RECORDED = 2**20
-"""Bytes of a graph that may wait for rows to be asked for."""
+"""The bytes of a graph that may wait until rows are used."""
 
 
 class BatchMap:
@@ -44,20 +44,20 @@ class BatchMap:
     def __init__(self, engine: Engine, model: Model, points: slice) -> None:
         self._engine, self._selection, self._lock = engine, model.selection, model.lock
         self.points = points
-        """Where the batch's points stand among all of the walk."""
+        """The positions of the batch's points among all of the walk."""
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
-        """f(θ, inputs)."""
+        """The outputs f(θ, inputs)."""
         with self._lock:
             return self._engine.outputs
 
     def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
-        """J V."""
+        """Return J V."""
         return _linear(vectors, self._push, self._pull)
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
-        """Jᵀ U."""
+        """Return Jᵀ U."""
         return _linear(cotangents, self._pull, self._push)
 
     def _push(self, vectors: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ class BatchMap:
 class Passes(JacobianRows):
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
-    `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
-    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any. `points`,
-    where they are known, tell what keeping all engines would take; `few` are inputs to probe the model on where the
-    source has none to give. A walk `with_root` multiplies with Lᵀ J.
-    Thread-safe: engines are built and run under the model's lock.
+    `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any walks.
+    `points`, if known, determine what keeping all engines would take; `few` are inputs to probe the model on if the
+    source has none. A walk `with_root` multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's
+    lock.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Passes(JacobianRows):
         self._engines: Engines | None = None
         self._few = few
         self._fisher: OutputFisher | None = None
-        self._whole: Passes | None = None  # the walk that multiplies with J, where this one has a root
+        self._whole: Passes | None = None  # the walk that multiplies by J, if this one has a root
         self._forget()
-        self._engines = engines  # once registered: where types are checked, that reads `wanted_bytes`, which probes
+        self._engines = engines  # once registered, since type checks read `wanted_bytes`, which probes
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
@@ -108,28 +108,28 @@ class Passes(JacobianRows):
         self.memory.register(self)
 
     def input_graph(self) -> InputGraph:
-        """Return the inputs of all batches as those of one, none of which requires a gradient."""
+        """Return the inputs of all batches as a single one, none of which requires a gradient."""
         inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self._source))
         return InputGraph(self.engines, inputs)
 
     @property
     def memory_budget(self) -> int:
-        """Bytes for engines and vectors together."""
+        """The bytes for engines and vectors together."""
         return self.memory.budget
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the engines kept now."""
+        """The bytes of the engines that are kept now."""
         return sum(engine.nbytes for _, engine in list(self._kept.values()))
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that engines of all points would take, of the kind that takes most."""
+        """The bytes that engines of all points would take, of the kind that takes most."""
         plan = None if self._engines is None else self._engines.try_keeping()
         return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
 
     def shrink(self, most: int) -> None:
-        """Let engines of the last batches go until at most so many bytes are kept."""
+        """Free engines of the last batches until at most so many bytes are kept."""
         with self.model.lock:
             while self._kept and self.kept_bytes > most:
                 self._kept.popitem()
@@ -141,9 +141,9 @@ class Passes(JacobianRows):
             self._asked = Counter({SOLVER: MANY})
 
     def with_root(self, fisher: OutputFisher) -> Passes:
-        """Return the walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
+        """Return the walk that multiplies by Lᵀ J, H = L Lᵀ, instead of J; its labels must be batches.
 
-        It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
+        It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
         """
         walk = Passes(self.model, self._source, self._choice, self.memory, progress=self.progress)
         walk._fisher, walk._whole = fisher, self
@@ -162,7 +162,7 @@ class Passes(JacobianRows):
 
     @property
     def plan(self) -> Plan:
-        """The plan, with what serves the batches now."""
+        """The plan, with the engines that serve the batches now."""
         with self.model.lock:
             self.engines.try_keeping()
             kinds = [engine.kind for _, engine in self._kept.values()]
@@ -174,7 +174,7 @@ class Passes(JacobianRows):
         return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
 
     def each(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
-        """(label, J of the batch) for every batch, for a product with `columns` vectors (0: outputs alone are wanted).
+        """Yield (label, J of the batch) for every batch, for a product with `columns` vectors (0: for outputs only).
 
         A walk over cached batches does not read the data again.
         """
@@ -198,7 +198,7 @@ class Passes(JacobianRows):
                     yield label, BatchMap(engine, self.model, slice(start, stop))
                     steps.advance(stop - start, engine.kind)
                     count, start = index + 1, stop
-        except Exception:  # the data changed: what was kept of them is invalid
+        except Exception:  # the data changed, so the kept engines are invalid
             with self.model.lock:
                 self._kept.clear()
                 self._complete = False
@@ -207,16 +207,16 @@ class Passes(JacobianRows):
             self._complete = len(self._kept) == count
 
     def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
-        """(label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""
+        """Yield (label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""
         for label, J in self.each(columns):
             yield label, J if root is None else RootJacobian(J, Root(root, label))
 
     def total(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
-        """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors; with a root Lᵀ J."""
+        """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J."""
         return self.add_up(term(label, J) for label, J in self._each(columns, root))
 
     def curvature_product(self, block: Float[Tensor, "D K"], fisher: OutputFisher) -> Float[Tensor, "D K"]:
-        """Σ over batches of Jᵀ H J V."""
+        """Return Σ over batches of Jᵀ H J V."""
 
         def term(batch: Any, J: BatchMap) -> Tensor:
             pushed = J.push(block)  # first: a streamed push finds the outputs on its way
@@ -227,7 +227,7 @@ class Passes(JacobianRows):
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
     ) -> Float[Tensor, "NR K"]:
-        """Return the terms of all points, those of a point together."""
+        """Return the terms of all points, with those of a point together."""
         parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
@@ -238,21 +238,21 @@ class Passes(JacobianRows):
         term: Callable[[Any, Any, Tensor], Tensor] = lambda label, J, z: J.pull(z),
         root: OutputFisher | None = None,
     ) -> Float[Tensor, "D K"]:
-        """Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point: z (K, n, R) is the batch's."""
+        """Return Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point; z (K, n, R) per batch."""
         z = block.mT.unflatten(1, (-1, rows))
         return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
 
     def draw(
         self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None
     ) -> Float[Tensor, "D k"]:
-        """k draws of Σ over batches of Jᵀ z, z standard normal with so many columns a point; with a root Jᵀ L z."""
+        """Draw k samples of Σ over batches of Jᵀ z, z standard normal, so many columns a point; with a root Jᵀ L z."""
         normals, like = PointNormals.drawn(generator), self.model.theta
         return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root)
 
     def add_up(self, parts: Iterable[Tensor]) -> Tensor:
-        """Add up the parts of all batches: every sum over data ends here, once.
+        """Add up the parts of all batches; every sum over data ends here.
 
-        In place where no gradient is recorded: the first part becomes the sum.
+        It adds in place if no gradient is recorded: the first part becomes the sum.
         """
         total: Tensor | None = None
         for part in parts:
@@ -262,22 +262,22 @@ class Passes(JacobianRows):
         return total
 
     def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
-        """Concatenate the parts of all batches in the order of the points: every concatenation over data ends here."""
+        """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """(inputs, label) of every batch, for what needs no J."""
+        """Yield (inputs, label) of every batch, for uses that need no J."""
         return iter(self._source)
 
     def root_pieces(
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0, score: Score | None = None
     ) -> Iterator[tuple[int, Iterator[Group]]]:
-        """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
+        """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
 
-        Some points at a time, (how many these and those before them are, rows), with all their columns, so that what
-        depends on a point alone is computed once; `apart` lets columns come in several groups, more points at a time.
-        Pieces take about `chunk` bytes (what is made of them is several times that); those that end at or before point
-        `first` are left out. `score` is called with the outputs of each piece and its batch.
+        They come some points at a time, as (how many these and those before them are, rows), with all their columns,
+        so that what depends only on a point is computed once; `apart` lets columns come in several groups, for more
+        points at a time. Pieces take about `chunk` bytes (their use takes several times that); those that end at or
+        before point `first` are left out. `score` is called with the outputs of each piece and its batch.
         """
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
@@ -297,7 +297,7 @@ class Passes(JacobianRows):
                         steps.advance(label.num_points * columns)
 
     def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
-        """The rows of `root_pieces` with all columns of some points together; without layer rules, of `names` alone."""
+        """Yield the rows of `root_pieces`, some points with all columns; without layer rules, only for `names`."""
         columns = fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
@@ -310,7 +310,7 @@ class Passes(JacobianRows):
                     yield list(each)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
-        """The rows of J by layer, some points at a time: (first row, how many, groups), all columns of each point.
+        """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
         Pieces whose first row is below `least` are left out.
         """
@@ -325,7 +325,7 @@ class Passes(JacobianRows):
                 total += points * columns
 
     def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """(first point, how many, their rows once they are asked for)."""
+        """Yield (first point, how many, their rows once they are used)."""
         owners, others = self.engines.checked_owners(inputs)
         batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
         columns = self.engines.plan.num_outputs
@@ -344,9 +344,10 @@ class Passes(JacobianRows):
             yield start, len(part.kept), partial(groups_of, part, outputs)
 
     def recorded_outputs(self) -> Tensor | None:
-        """Return the outputs at few points by a pass whose graph serves `jacobian_rows` next; None elsewhere.
+        """Return the outputs at few points by a pass whose graph serves `jacobian_rows` next; otherwise None.
 
-        Few are those of one batch in memory whose graph takes `MOST_RECORDED` bytes; each parameter has a layer rule.
+        Few means one batch in memory whose graph takes at most `MOST_RECORDED` bytes; each parameter needs a layer
+        rule.
         """
         with self.model.lock:
             plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
@@ -360,15 +361,15 @@ class Passes(JacobianRows):
             return self._recorded[1][0].detach()
 
     def _take_recorded(self, owners: Owners, count: int) -> Recording | None:
-        """Return the pass that `recorded_outputs` made, once, where it was of these layers and so many points."""
+        """Return the pass that `recorded_outputs` made, once, if it has these layers and so many points."""
         with self.model.lock:
             found, self._recorded = self._recorded, None
         return found[1] if found is not None and found[0] == owners and len(found[1][0]) == count else None
 
     def features(self) -> list[Features] | None:
-        """The last layer's inputs, batch by batch, where it is all that is selected and the budget has room for them.
+        """Return the last layer's inputs by batch, if only that layer is selected and the budget has room for them.
 
-        One forward pass, and none where a walk was there before.
+        Costs one forward pass, or none after an earlier walk.
         """
         with self.model.lock:
             plan = self.engines.plan
@@ -382,13 +383,13 @@ class Passes(JacobianRows):
             return whole if whole and len(whole) == len(kept) else None
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
-        """Steps that count points, or so many rows of each."""
+        """Return steps that count points, or so many rows of each."""
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(
         self, inputs: Any, batch: Batch, columns: int, chunk: int, of_others: bool = False
     ) -> Iterator[tuple[int, Any, Batch]]:
-        """(first point, inputs, batch) of some points at a time: as many as have that many columns in a chunk."""
+        """Yield (first point, inputs, batch) of some points at a time: as fit into a chunk with their columns."""
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
@@ -400,11 +401,11 @@ class Passes(JacobianRows):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that rows may take at a time."""
+        """The bytes that rows may take at a time."""
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
     def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """Return the cached engines of all batches, None where one is missing or another would serve it better."""
+        """Return the cached engines of all batches, None if one is missing or another would be better."""
         if not self._complete:
             return None
         cached = [self._kept[i] for i in range(len(self._kept))]
@@ -422,10 +423,10 @@ class Passes(JacobianRows):
         kind = self._choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
-        replaced, present = present is not None, None  # freed before the next is built: both need not fit at once
+        replaced, present = present is not None, None  # free it before the next is built: both need not fit
         self._kept.pop(index, None)
         if kind != "streamed":
-            inputs = copy(inputs)  # what is kept must not change with the user's tensors
+            inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
         engine = self.engines.build(kind, inputs, room, root)
         if engine.kind != "streamed" and engine.nbytes <= room:
@@ -435,9 +436,9 @@ class Passes(JacobianRows):
         return engine
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
-        """Choose an engine by the cost rule, once more where it keeps a recorded pass that was not tried yet.
+        """Choose an engine by the cost rule, again if it keeps a recorded pass that was not tried yet.
 
-        Outputs alone are no reason to build an engine, unless its first pass is all that it takes.
+        Outputs alone are not a reason to build an engine, unless its first pass is all that it needs.
         """
         rule = self._rule
         if columns == 0 and not rule.prefers_layerwise:
@@ -452,10 +453,10 @@ class Passes(JacobianRows):
         return self.memory.for_engines
 
     def by_points(self, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
-        """Walks over so many points each (fewer at the end of a batch), and how many they are.
+        """Yield walks over so many points each (fewer at the end of a batch), and their number.
 
-        Where a batch's layer inputs and sensitivities are kept, its walks share them. So many points `together` come
-        in one walk, whatever the batches.
+        If a batch's layer inputs and sensitivities are kept, its walks share them. So many points `together` come in
+        one walk, whatever the batches.
         """
         for index, inputs in self._batches_of_whole(together):
             for start in range(0, num_points(inputs), count):
@@ -479,7 +480,7 @@ class Passes(JacobianRows):
         return Passes(self.model, parts, self._choice, self.memory, self.engines)
 
     def _batches_of_whole(self, together: int) -> Iterator[tuple[int, Any]]:
-        """Yield the inputs of each batch by its number, −1 where points of two batches stand together."""
+        """Yield the inputs of each batch by its number, −1 where points of two batches are joined."""
         if together == 1:
             yield from ((index, inputs) for index, (inputs, _) in enumerate(self._source))
             return
@@ -491,7 +492,7 @@ class Passes(JacobianRows):
             yield -1, take(inputs, slice(whole))
 
     def minibatches(self, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:
-        """(positions of some points among all, a walk over them), all points once, shuffled within each batch."""
+        """Yield (positions of some points, a walk over them): all points once, shuffled within each batch."""
         device = None if generator is None else generator.device
         for inputs, batch in self._source:
             order = torch.randperm(num_points(inputs), generator=generator, device=device)
@@ -506,7 +507,7 @@ class Passes(JacobianRows):
         return Passes(walk, parts, self._choice, self.memory.on(device), progress=self.progress)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Caches stay behind when a linearisation is pickled or copied."""
+        """Return the state without caches, which stay behind when a linearisation is pickled or copied."""
         kept = {key: value for key, value in self.__dict__.items() if key not in CACHES}
         return kept | {"_engines": None, "progress": None}  # a function may not be picklable
 
@@ -516,12 +517,12 @@ class Passes(JacobianRows):
 
 
 def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
-    """Return bytes that rows may take at a time, on the device of `like`."""
+    """Return the bytes that rows may take at a time, on the device of `like`."""
     return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """total + part, in place where no gradient is recorded; None stands for nothing yet."""
+    """Return total + part, in place if no gradient is recorded; None stands for no total yet."""
     if total is None:
         return part
     if total.requires_grad or part.requires_grad:

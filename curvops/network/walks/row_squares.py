@@ -24,15 +24,15 @@ from curvops.network.walks.passes import Passes, chunk_bytes_within
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
 FEW = 2**14
-"""Numbers whose squares are summed at once on a CPU, too."""
+"""Up to this many numbers, squares are summed at once on a CPU, too."""
 
 
 def score_and_diagonal(
     engines: Engines, likelihood: Likelihood, batch: Batch, fisher: OutputFisher
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The log-likelihood, the gradient of its negative and the curvature's diagonal, from the pass that `engines` kept.
+    """Return log-likelihood, gradient of its negative and curvature diagonal, from the pass that `engines` kept.
 
-    To be called under `no_grad`, once for each pass. None where no pass over the batch serves: some parameters have no
+    Call it under `no_grad`, once for each pass. Returns None if no pass over the batch serves: some parameters have no
     layer rule, or δ is larger than a chunk.
     """
     found, model = engines.pop_first(), engines.model
@@ -56,7 +56,7 @@ def score_and_diagonal(
 
 @torch.no_grad()
 def squared_columns(passes: Passes) -> Float[Tensor, " D"]:
-    """Σ_n Σ_c J[n·C + c, d]² for each weight d: the diagonal of JᵀJ."""
+    """Return Σ_n Σ_c J[n·C + c, d]² for each weight d, the diagonal of JᵀJ."""
     return sum_squares(passes, (group for *_, groups in passes.jacobian_rows() for group in groups), passes.chunk_bytes)
 
 
@@ -75,14 +75,14 @@ def _add(total: Blocks, blocks: Blocks) -> None:
 
 
 def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
-    """Return one vector, with zeros for what no row is of."""
+    """Return one vector, with zeros where there is no row."""
     if len(blocks) < len(model.selection.names):
         blocks = {name: torch.zeros_like(value) for name, value in model.values.items()} | blocks
     return model.selection.flatten(blocks)
 
 
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
-    """Σ_n of the rows of a group's first column, and `_squares` of the others, or where `same` of this one."""
+    """Return Σ_n of the rows of a group's first column, and `_squares` of the others, or with `same` of this one."""
     slopes: Blocks = {}
     for part in group.parts:
         _add(slopes, _pull(part.layer, part.kept, part.delta[:, :1]))
@@ -113,10 +113,10 @@ def _squares(group: Group, chunk_bytes: int) -> Blocks:
 def second_moments(
     matrices: Sequence[tuple[Tensor, Tensor]], width: int, most_bytes: int
 ) -> Float[Tensor, "g p {width}"]:
-    """Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.left`, those of several calls added up first.
+    """Return Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.left`, with several calls added up first.
 
     At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
-    blocks of at most `most_bytes`, one point's R·q numbers at least. `width` is q, which indices do not tell.
+    blocks of at most `most_bytes`, at least one point's R·q numbers. `width` is q, which indices do not show.
     """
     left, right = matrices[0]
     if len(matrices) == 1 and not right.is_floating_point():
@@ -128,7 +128,7 @@ def second_moments(
 
 
 def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
-    """Σ_r left², on a CPU column by column: what is added to stays in its cache, and no squares are stored."""
+    """Return Σ_r left², on a CPU column by column: the sum stays in its cache, and no squares are stored."""
     if left.is_cuda or left.numel() <= FEW:
         return left.square().sum(1)
     total = left[:, 0].square()
@@ -150,15 +150,15 @@ def row_blocks(
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
     """Yield the rows Σ_t left ⊗ right, summed over all calls, in blocks: (points, lines of p, block).
 
-    A block takes at most `most_bytes`, on a CPU at most its cache, but one point's and line's R·q numbers at least. It
-    is written over by the next.
+    A block takes at most `most_bytes`, on a CPU at most its cache, but at least one point's and line's R·q numbers. The
+    next block overwrites it.
     """
     left, right = pairs[0]
     most_bytes = most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES)
     (n, r, g, _, p), q = left.shape, right.shape[-1]
     line = r * g * q * left.element_size()  # of one point and one of p
     points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
-    memory = left.new_empty(min(points, n) * lines * r * g * q)  # the same for all: new pages cost more than sums
+    memory = left.new_empty(min(points, n) * lines * r * g * q)  # one memory for all: new pages cost more than sums
     for start in range(0, n, points):
         for first in range(0, p, lines):
             some, part = slice(start, start + points), slice(first, first + lines)
@@ -178,7 +178,7 @@ def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tens
 def embedding_squares(
     left: Float[Tensor, "n r 1 t E"], indices: Tensor, num_embeddings: int
 ) -> Float[Tensor, "1 E {num_embeddings}"]:
-    """Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: a token's positions within a point add up before they are squared."""
+    """Return Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: positions of one token in a point add up before squaring."""
     tokens = indices[:, 0]
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(left.dtype)  # (n, t, t)
     summed = torch.einsum("nts,nrse->nrte", same, left[:, :, 0])

@@ -53,6 +53,7 @@ def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: 
     scale = vectors.norm() * products.norm()
     if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
         raise RuntimeError(
-            "the model's second derivatives are not symmetric, so some operation's are wrong (torch's fused "
-            "weight_norm is one); write that operation out, or use co.GGN(lin), which needs first derivatives alone."
+            "the model's second derivatives are not symmetric, so those of some operation are wrong (such as "
+            "torch's fused weight_norm); write that operation out, or use co.GGN(lin), which needs only first "
+            "derivatives."
         )

@@ -204,7 +204,7 @@ def test_losses_that_stand_for_them() -> None:
     assert repr(as_likelihood(spec)) == repr(Bernoulli(WEIGHT, POSITIVE))
     assert repr(as_likelihood(nn.BCEWithLogitsLoss())) == repr(Bernoulli())
     assert isinstance(as_likelihood(nn.PoissonNLLLoss()), Poisson)
-    with pytest.raises(ValueError, match="Give weights of points with the data"):
+    with pytest.raises(ValueError, match="Pass weights of points with the data"):
         as_likelihood(nn.BCEWithLogitsLoss(weight=torch.ones(N, 1)), torch.Size([C]))
 
 

@@ -44,9 +44,9 @@ def elsewhere(m: Any, x: Tensor) -> Tensor:
 # what: (model, data, the cause's class, what the message says)
 CASES: dict[str, tuple[nn.Module, Any, type, str]] = {
     "width": (net(), (X[:, :3], Y), RuntimeError, r"inputs \(2, 3\) of torch.float32.*2x3 and 4x6.*the shape that the"),
-    "dimensions": (nn.Conv1d(2, 3, 1), (X[:, :3, None], Y), RuntimeError, "the shape that the model takes"),
+    "dimensions": (nn.Conv1d(2, 3, 1), (X[:, :3, None], Y), RuntimeError, "the shape that the model expects"),
     "integers": (net(), (Y[:, None].expand(7, 4), Y), RuntimeError, "torch.int64.*real numbers in a floating one"),
-    "floats": (tokens(), (X, Y), RuntimeError, "give indices in an integer dtype"),
+    "floats": (tokens(), (X, Y), RuntimeError, "pass indices in an integer dtype"),
     "range": (tokens(), (torch.full((7, 4), 9), Y), IndexError, "compare the largest with num_embeddings"),
     "entry": (Entries(), ({"x": X}, Y), KeyError, "looks up an entry that the inputs do not have"),
     "no mapping": (net(), ({"x": X}, Y), TypeError, "Call the model itself on these points"),
@@ -111,7 +111,7 @@ def uniform(f: Tensor) -> distributions.Distribution:
 
 def test_a_likelihood_without_curvature_warns() -> None:
     y = torch.zeros(7, 3)
-    with pytest.warns(co.NoCurvature, match="no curvature.*a posterior the prior.*changes with the outputs"):
+    with pytest.warns(co.NoCurvature, match="no curvature.*the posterior is the prior.*changes with the outputs"):
         lin = co.linearize(net(), (X, y), uniform)
     assert (co.GGN(lin, mc_samples=1) @ torch.ones(lin.num_parameters) == 0).all()
     with pytest.warns(co.NoCurvature):
