@@ -100,12 +100,12 @@ class Selection(FlatLayout):
 def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any, last: Sequence[str]) -> Selection:
     """Return the selection that a user's `parameters=` argument describes.
 
-        `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
-        `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
-        a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
+    `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
+    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
     a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
-        Raises ValueError if nothing is selected, a name is unknown, an index is out of range or repeated, or the selected
-        tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
+
+    Raises ValueError if nothing is selected, a name is unknown, an index is out of range or repeated, or the selected
+    tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
     """
     index = None
     if isinstance(spec, Selection):
