@@ -230,7 +230,7 @@ def test_kronecker_identities(name: str, sharing: str, fisher: str) -> None:
     distance_k, distance_e = (blockwise - kfac.to_dense()).norm(), (blockwise - ekfac.to_dense()).norm()
     assert distance_e <= distance_k * (1 + 1e-10) + 1e-12
     if fisher != "mc":  # draws come batch by batch, so another batching draws other targets
-        for sizes in BATCHINGS[1:]:
+        for sizes in BATCHINGS[1:] if fisher == "exact" else BATCHINGS[1:2]:
             torch.testing.assert_close(build(co.KFAC, sizes).to_dense(), kfac.to_dense(), **TIGHT)
             if sharing == "expand":  # reduced factors leave a null space that rows reach, and whose basis is arbitrary
                 torch.testing.assert_close(build(co.EKFAC, sizes).to_dense(), ekfac.to_dense(), **TIGHT)

@@ -36,6 +36,12 @@ def task(i):
     return co.linearize(*network(i), "classification")
 
 
+@functools.cache
+def built(curvature, i):
+    """The curvature of a task."""
+    return curvature(task(i))
+
+
 X = torch.linspace(-1, 1, 8, dtype=DOUBLE).view(4, 2)
 
 
@@ -76,7 +82,7 @@ def under(prior):
 
     def made(curvature, temperature):
         lin = task(0)
-        return co.laplace(lin, curvature(lin), prior(lin), temperature=temperature, check_mode=False)
+        return co.laplace(lin, built(curvature, 0), prior(lin), temperature=temperature, check_mode=False)
 
     return made
 
@@ -85,10 +91,9 @@ def after(first=None, tasks=1, cooled=1.0, **options):
     """The posterior after updates of an earlier one, of a curvature and a temperature of its own."""
 
     def made(curvature, temperature):
-        post = co.laplace(task(1), (first or curvature)(task(1)), 12.0, temperature=cooled, check_mode=False)
+        post = co.laplace(task(1), built(first or curvature, 1), 12.0, temperature=cooled, check_mode=False)
         for i in range(2, tasks + 2):
-            lin = task(i)
-            post = post.update(lin, curvature(lin), check_mode=False, generator=seeded(), **options)
+            post = post.update(task(i), built(curvature, i), check_mode=False, generator=seeded(), **options)
         return dataclasses.replace(post, temperature=temperature)
 
     return made
@@ -106,7 +111,7 @@ def variational(covariance):
 
 
 def constant(curvature):
-    return under(lambda lin: curvature(task(1)).add_diagonal(5.0).detached_from_weights())
+    return under(lambda lin: built(curvature, 1).add_diagonal(5.0).detached_from_weights())
 
 
 PRIORS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@functools.cache
 def posterior(network: str, structure: str, parameters: Any = None) -> tuple[co.Laplace, torch.Tensor]:
     torch.manual_seed(0)
     make, shape = NETWORKS[network]
