@@ -50,7 +50,7 @@ def test_a_disk_that_fills_up_in_a_run_warns_once(tmp_path, saved_at_each_step, 
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "save", full)
-        with pytest.warns(NotSaved, match="no room.*The run goes on") as caught:
+        with pytest.warns(NotSaved, match="no room.*The run continues") as caught:
             kept.save(lambda: {"step": 2})
             kept.save(lambda: {"step": 3})
         assert len(caught) == 1

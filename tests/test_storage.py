@@ -236,7 +236,7 @@ def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 60, 40))  # type: ignore[attr-defined]
         for path in (tmp_path / "kept", tmp_path / "new" / "deep"):
-            with pytest.raises(OSError, match="it takes 1,088,576 bytes, and 40 are free") as raised:
+            with pytest.raises(OSError, match="it needs 1,088,576 bytes, and 40 are free") as raised:
                 save(path, large)
             assert raised.value.errno == 28
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -304,7 +304,7 @@ DOORS = [
             "whole numbers": (
                 lambda: regressed(CLASSES[:, None].expand(7, 3)),
                 TypeError,
-                "must have a floating dtype; given torch.int64",
+                "must have a floating-point dtype; given torch.int64",
             ),
             "a number a point": (
                 lambda: regressed(torch.zeros(7)),
@@ -334,7 +334,7 @@ DOORS = [
             "dtype": (
                 lambda: of_sequences(LABELS[..., None], "regression"),
                 TypeError,
-                "each of the 3 positions as a point.*floating dtype",
+                "each of the 3 positions as a point.*floating-point dtype",
             ),
             "weights of other positions": (
                 lambda: co.linearize(

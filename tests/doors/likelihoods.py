@@ -462,12 +462,12 @@ DOORS = [
             "weights of other positions": (
                 lambda: shaped(co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C)),
                 ValueError,
-                "(?i)is for 2 positions a point; given 3",
+                "(?i)needs 2 positions per point; given 3",
             ),
             "weights of positions": (
                 lambda: shaped(co.likelihoods.Bernoulli(torch.ones(2, C)), (C,), events(C)),
                 ValueError,
-                "(?i)is for 2 positions a point; the model returns one",
+                "(?i)needs 2 positions per point; the model returns one",
             ),
         },
     ),

@@ -614,7 +614,7 @@ DOORS = [
             "[tensor([-1, 0])]": (lambda: partition([torch.tensor([-1, 0])]), ValueError, "disjoint"),
             "[tensor([0.0, 1.0])]": (lambda: partition([torch.tensor([0.0, 1.0])]), ValueError, "LongTensor"),
             "[tensor([[0, 1]])]": (lambda: partition([torch.tensor([[0, 1]])]), ValueError, "LongTensor"),
-            "[range(0)]": (lambda: partition([range(0)]), ValueError, "not empty"),
+            "[range(0)]": (lambda: partition([range(0)]), ValueError, "non-empty"),
             "[range(0, 4, 2)]": (lambda: partition([range(0, 4, 2)]), ValueError, "step 1"),
             "[]": (lambda: partition([]), ValueError, "at least one"),
         },

@@ -101,12 +101,12 @@ DOORS = [
             "tuple": (
                 lambda: outputs_of(lambda h: (h, h)),
                 TypeError,
-                "returns tuple, expected a tensor .* forward returns the tensor of outputs",
+                "returns tuple, expected a tensor .* forward returns only the tensor of outputs",
             ),
             "integers": (
                 lambda: outputs_of(lambda h: h.argmax(1, True)),
                 TypeError,
-                "returns torch.int64, expected a real floating tensor",
+                "returns torch.int64, expected a real floating-point tensor",
             ),
             "complex": (lambda: outputs_of(lambda h: h * 1j), TypeError, "returns torch.complex64"),
             "vector": (
@@ -182,7 +182,7 @@ DOORS = [
             "image": (
                 lambda: classifier(Wired(lambda m, x: m.head(x)[:, :, None, None])),
                 ValueError,
-                r"3 x 1 positions a point.*\(n, 3, 1\)",
+                r"3 x 1 positions per point.*\(n, 3, 1\)",
             ),
             "no outputs": (
                 lambda: classifier(Wired(lambda m, x: m.head(x)[:, :0])),
@@ -325,7 +325,7 @@ DOORS = [
             "whole numbers": (
                 lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, []),
                 TypeError,
-                "'steps' is of torch.int64; only real floating parameters",
+                "'steps' is torch.int64; only real floating-point ones",
             ),
             "flatten without a name": (
                 lambda: chosen("last_layer").flatten({"head.weight": torch.zeros(2, 3, 1)}),

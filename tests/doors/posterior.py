@@ -441,8 +441,8 @@ DOORS = [
                 "x0 is torch.float32",
             ),
             "rtol": (lambda: post().deviations(2, None, "cg", None, -1.0), ValueError, "rtol"),
-            "dual of KFAC": (lambda: post(co.KFAC).deviations(2, method="dual"), ValueError, "KFAC has not"),
-            "sgd of KFAC": (lambda: post(co.KFAC).deviations(2, method="sgd"), ValueError, "KFAC has not"),
+            "dual of KFAC": (lambda: post(co.KFAC).deviations(2, method="dual"), ValueError, "KFAC does not have"),
+            "sgd of KFAC": (lambda: post(co.KFAC).deviations(2, method="sgd"), ValueError, "KFAC does not have"),
             "a tensor for the trace": (lambda: post().trace(torch.eye(51)), TypeError, r"\bM\b"),
             "a small operator for the trace": (
                 lambda: post().trace(co.linalg.Dense(torch.eye(4, dtype=DOUBLE))),

@@ -73,7 +73,7 @@ def test_label_probabilities_by_each_link(labels):
     spread = normal_average(lambda f: f.sigmoid().square(), predicted.mean, predicted.variance) - exact.square()
     error = labels.probabilities(X, "mc", generator=generator()) - exact
     assert float((error / (spread / 1000).sqrt()).abs().max()) < 5
-    with pytest.raises(ValueError, match="'bridge' is for classes.*'probit', 'mc' or 'network'"):
+    with pytest.raises(ValueError, match="'bridge' needs classes.*'probit', 'mc' or 'network'"):
         labels.probabilities(X, "bridge")
 
 
@@ -349,7 +349,7 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     x, y = torch.randn(20, 4).double(), torch.arange(20) * 3
     lin = co.linearize(nn.Linear(4, 70).double(), (x, y), "classification", memory_budget=2**24)
     post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(430, 4).double()
-    draws, match = post.sample(3, generator()), r"70 × 70 covariances of 430 points take 16,856,000 bytes.*samples="
+    draws, match = post.sample(3, generator()), r"70 × 70 covariances of 430 points need 16,856,000 bytes.*samples="
     exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(215)])
     torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
     expected = links.probit(lin.predict(points), exact.diagonal(dim1=1, dim2=2))
@@ -370,5 +370,5 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
             call()
     assert post.probabilities(points, "mc", samples=draws).shape == (430, 70)
     assert post.uncertainty(points, samples=draws).total.shape == (430,)
-    with pytest.raises(ValueError, match=r"joint covariance of 2,100 outputs takes 35,280,000 bytes.*functions"):
+    with pytest.raises(ValueError, match=r"joint covariance of 2,100 outputs needs 35,280,000 bytes.*functions"):
         post.predict(points[:30], joint=True).covariance_matrix  # noqa: B018

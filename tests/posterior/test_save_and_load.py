@@ -230,7 +230,7 @@ def test_data_are_those_that_they_were(tmp_path):
     for same in ((x, y), TensorDataset(x, y), [(x, y)], DataLoader(TensorDataset(x, y), 12)):
         back = co.load(path, model, same)
         torch.testing.assert_close(back.lin.gradient(), lin.gradient(), rtol=1e-12, atol=1e-12)
-    assert "have 11 points, those of the saved posterior were 12" in refusal(co.load, path, model, (x[:11], y[:11]))
+    assert "have 11 points, but those of the saved posterior were 12" in refusal(co.load, path, model, (x[:11], y[:11]))
     for other in ((x.flip(0), y.flip(0)), (x, (y + 1) % 3), [(x[:6], y[:6]), (x[6:], y[6:])]):
         assert "other values, or come in another order or in other batches" in refusal(co.load, path, model, other)
     assert "Pass a pair (inputs, targets)" in refusal(co.load, path, model, {"x": x})
@@ -316,7 +316,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path, annotations_unchecked):
     model, lin = linearised()
     post, path = laplace(lin, co.KFAC), tmp_path / "p"
     post.save(path)
-    assert "path must be that of a folder, a str or a Path, got Sequential" in refusal(co.load, model, path)
+    assert "path must be the path of a folder, a str or a Path, got Sequential" in refusal(co.load, model, path)
     assert "path must be" in refusal(post.save, None)
     assert "model must be an nn.Module or a pair" in refusal(co.load, path, str(path))
     assert "No likelihood for" in refusal(co.load, path, model, likelihood=3)
@@ -487,7 +487,7 @@ def test_a_likelihood_of_ones_own_is_given_again(tmp_path):
     assert torch.equal(back.predict(test).variance, post.predict(test).variance)
     assert back.log_evidence().value == post.log_evidence().value
     message = refusal(co.load, path, model)
-    assert "FromDistribution(double_exponential), is none that is saved" in message
+    assert "FromDistribution(double_exponential), cannot be saved" in message
     wider = lambda f: DoubleExponential(f, 2.0)  # noqa: E731
     assert "another than that of the saved posterior" in refusal(co.load, path, model, likelihood=wider)
 

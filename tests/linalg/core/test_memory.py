@@ -163,7 +163,7 @@ def test_a_block_without_memory_is_halved_and_says_so_once(solver, error):
     matrix = symmetric(torch.linspace(1, 3, 40).double())
     B = torch.randn(40, 11, generator=generator(), dtype=torch.float64)
     A = without_room_beyond(3, matrix, error)
-    with pytest.warns(BlockHalved, match="out of memory with 11 columns together: 5 ") as caught:
+    with pytest.warns(BlockHalved, match="out of memory with 11 columns at once: 5 ") as caught:
         found = solver(A, B, rtol=1e-10)
     assert len(caught) == 1 and found.groups == 6 and found.accepted
     torch.testing.assert_close(found.x, torch.linalg.solve(matrix, B), rtol=1e-8, atol=1e-8)
@@ -175,7 +175,7 @@ def test_a_product_without_memory_is_made_in_parts_and_says_so_once(budget):
     """In sketches, and in whatever else multiplies blocks of its own."""
     matrix = symmetric(torch.linspace(1, 3, 40).double())
     A, whole = without_room_beyond(3, matrix), without_room_beyond(40, matrix)
-    with pytest.warns(BlockHalved, match="out of memory with 8 columns together: 4 are multiplied") as caught:
+    with pytest.warns(BlockHalved, match="out of memory with 8 columns at once: 4 are multiplied") as caught:
         found = co.linalg.nystrom(A, 8, generator=generator(), memory_budget=budget)
     assert len(caught) == 1 and A.widths == [8, 4, 2, 2, 2, 2]
     expected = co.linalg.nystrom(whole, 8, generator=generator(), memory_budget=budget)

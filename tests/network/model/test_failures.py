@@ -45,7 +45,12 @@ def elsewhere(m: Any, x: Tensor) -> Tensor:
 CASES: dict[str, tuple[nn.Module, Any, type, str]] = {
     "width": (net(), (X[:, :3], Y), RuntimeError, r"inputs \(2, 3\) of torch.float32.*2x3 and 4x6.*the shape that the"),
     "dimensions": (nn.Conv1d(2, 3, 1), (X[:, :3, None], Y), RuntimeError, "the shape that the model expects"),
-    "integers": (net(), (Y[:, None].expand(7, 4), Y), RuntimeError, "torch.int64.*real numbers in a floating one"),
+    "integers": (
+        net(),
+        (Y[:, None].expand(7, 4), Y),
+        RuntimeError,
+        "torch.int64.*real numbers in a floating-point one",
+    ),
     "floats": (tokens(), (X, Y), RuntimeError, "pass indices in an integer dtype"),
     "range": (tokens(), (torch.full((7, 4), 9), Y), IndexError, "compare the largest with num_embeddings"),
     "entry": (Entries(), ({"x": X}, Y), KeyError, "looks up an entry that the inputs do not have"),
