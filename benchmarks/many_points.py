@@ -34,6 +34,8 @@ from curvops.plots import style
 
 INPUTS, NOISE, PRIOR = 8, 0.1, 3.5
 FEW, MANY, TEST = 2_000, 50_000, 500
+STEPS = 2_000
+"""Steps of the network's training, on batches of `BATCH`."""
 WIDTHS = {FEW: (INPUTS, 32, 33, 1), MANY: (INPUTS, 64, 64, 1)}
 RANKS = (50, 100, 200, 400, 800)
 SHOWN = (200, 800)
@@ -80,8 +82,8 @@ def problem(points: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]
     torch.manual_seed(0)
     model = perceptron(*WIDTHS[points]).to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2_000)
-    for _ in range(2_000):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
         chosen = torch.randint(points, (BATCH,), generator=generator)
         loss = nn.functional.mse_loss(model(x[chosen]), y[chosen]) / NOISE
         decay = sum(p.square().sum() for p in model.parameters()) * PRIOR / points

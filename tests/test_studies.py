@@ -9,7 +9,15 @@ from scipy import stats
 from torch import nn
 
 import curvops as co
-from benchmarks import chains_out_of_distribution, claims, cold_posterior, online_lora, study_page, subnetworks
+from benchmarks import (
+    chains_out_of_distribution,
+    claims,
+    cold_posterior,
+    many_points,
+    online_lora,
+    study_page,
+    subnetworks,
+)
 from benchmarks.report import filled
 
 
@@ -172,3 +180,26 @@ def test_losses_are_relative_to_all_data_and_first_episodes_agree(monkeypatch):
     assert all(float(each[0, 0]) == 0 for each in above.values())
     losses = torch.arange(16.0).view(1, 4, 4)
     assert online_lora.forgotten(losses).tolist() == [8.0]  # (12 − 0 + 13 − 5 + 14 − 10) / 3
+
+
+def test_a_sparse_process_trains_at_the_points_of_the_pivoted_cholesky(monkeypatch):
+    for name, value in (("RANK", 5), ("BATCH", 10), ("STEPS", 20), ("WIDTHS", {40: (many_points.INPUTS, 6, 1)})):
+        monkeypatch.setattr(many_points, name, value)
+    model, x, y = many_points.problem(40, torch.float32)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(many_points.NOISE))
+    training = many_points.Training(x, y, lin, learn=False)
+    before = training.process.covar_module.prior_precision.clone()
+    assert training.epoch() > 0
+    at = training.process.variational_strategy.inducing_points
+    rows = co.gp.reduced_posterior(lin, 5, many_points.PRIOR, check_mode=False).rows
+    assert torch.equal(at, x[rows[:, 0]]) and not at.requires_grad
+    assert not torch.equal(training.process.covar_module.prior_precision, before)
+    mean, variance = training.moments(many_points.held_out(torch.float32))
+    assert mean.shape == variance.shape == (many_points.TEST,) and bool((variance > 0).all())
+
+
+def test_errors_are_relative_to_the_exact_standard_deviations():
+    exact = {"near": torch.tensor([1.0, 4.0])}
+    row = many_points.score(lambda x: 4 * exact["near"].unsqueeze(1), {"near": torch.zeros(2, 1)}, exact)
+    assert row["near"] == 1 and row["predict"] >= 0
+    assert many_points.percent(0.0123) == "1.2 %" and many_points.percent(12.5) == "1,250 %"

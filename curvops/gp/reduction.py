@@ -62,7 +62,8 @@ class ReducedPosterior(Laplace):
     """A Laplace posterior whose curvature acts on K features alone, made by `co.gp.reduced_posterior`.
 
     It predicts, draws, is tuned, and goes into `co.gp.LaplaceModel` as every `co.Laplace`. The number `remainder`
-    bounds how far it is from the exact posterior, for the prior of the features and for multiples of it.
+    bounds how far it is from the exact posterior, for the prior of the features and for multiples of it. A file keeps
+    the posterior without these bounds: `co.load` returns a `Laplace`.
     """
 
     reduction: Reduction | None = field(default=None, repr=False)

@@ -334,6 +334,16 @@ FACE: dict[str, Callable[[World], Any]] = {
     "observation_noise": lambda w: co.laplace(w.regression).predict(w.x, noise=True),
     "samples": lambda w: w.post.predict(w.x, samples=w.post.sample(8, w.generator())),
     "temperature": lambda w: co.laplace(w.lin, temperature=0.3).predict(w.x),
+    **{
+        f"reduced_posterior({features})": lambda w, features=features: co.gp.reduced_posterior(
+            w.lin, 8, features=features, generator=w.generator()
+        ).predict(w.x)
+        for features in ("inducing", "leading", "random")
+    },
+    "reduced_posterior(points)": lambda w: (
+        co.gp.reduced_posterior(w.lin, points=w.x[:3]).without_rest().predict(w.x),
+        co.gp.reduced_posterior(w.lin, points=w.x[:3]).remainder,
+    ),
     "save": lambda w: saved(w, w.post, lambda post: post.predict(w.x)),
     "save, an operator": saved_alone,
     "RewardPairs, BradleyTerry": preferences,
