@@ -1,6 +1,6 @@
 """Gradients of the tangent kernel in its inputs and its prior, against finite differences.
 
-Tests `gram_graph.py` and the blocks and the diagonal in `tangent_kernel.py`.
+Tests `gram_graph.py`, `row_products.py` and the blocks and the diagonal in `tangent_kernel.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import curvops as co
+from curvops.operators.function_space.row_products import row_products
 
 
 class WithScale(nn.Module):
@@ -36,11 +37,18 @@ def convolutional() -> nn.Module:
     )
 
 
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (4, 2)), nn.Conv1d(4, 6, 2, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 2)
+    )
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, object]] = {
     "mlp": (mlp, 3, None),
     "last layer": (mlp, 3, "last_layer"),
     "subnetwork": (mlp, 3, torch.tensor([0, 3, 7, 20, 30])),
     "convolutional": (convolutional, 9, None),
+    "grouped convolution": (grouped, 8, None),
     "a parameter without a layer rule": (WithScale, 3, None),
 }
 QUESTIONS: dict[str, Callable[[co.TangentKernel, co.TangentKernel], Tensor]] = {
@@ -114,3 +122,23 @@ def test_blocks_that_do_not_divide_the_points() -> None:
         co.TangentKernel(lin, 2.0, x).blocks(2)
     with pytest.raises(ValueError, match="one set of inputs"):
         co.TangentKernel(lin, 2.0, x, x + 1).blocks(5)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 2**10, 2**20])
+@pytest.mark.parametrize("same", [True, False])
+def test_row_products_by_channels(same: bool, most_bytes: int) -> None:
+    """Of two groups of five channels: one channel at a time, some, and all together."""
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    one = torch.randn(3, 2, 2, 4, 5, **options), torch.randn(3, 2, 4, 6, **options)
+    other = one if same else (torch.randn(4, 1, 2, 3, 5, **options), torch.randn(4, 2, 3, 6, **options))
+    scale = torch.rand(2, 5, 6, **options)
+
+    def products(scale: Tensor, *tensors: Tensor) -> Tensor:
+        given = tensors[:2]
+        return row_products(given, given if same else tensors[2:], scale, most_bytes)
+
+    rows, others = (torch.einsum("nrgtp,ngtq->nrgpq", *side).flatten(2).flatten(0, 1) for side in (one, other))
+    tensors = one if same else (*one, *other)
+    torch.testing.assert_close(products(scale, *tensors), (rows * scale.flatten()) @ others.mT, rtol=1e-12, atol=1e-12)
+    assert gradcheck(products, (scale, *tensors), fast_mode=True)

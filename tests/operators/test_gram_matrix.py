@@ -54,17 +54,43 @@ def test_by_positions(lin, in_pieces, monkeypatch):
         monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
         monkeypatch.setattr(Budget, "room", lambda self: 3 * 2**13)
         monkeypatch.setattr(gram_matrix, "BLOCK_BYTES", 1)
-    with patch.object(gram_matrix, "_add_by_rows", side_effect=AssertionError("by rows")):
+    with patch.object(gram_matrix, "add_row_products", side_effect=AssertionError("by rows")):
         torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
         other = lin.jacobian(x).to_dense()
         cross = co.TangentKernel(lin, 2.0, x2=x).to_dense()
     torch.testing.assert_close(cross, J @ other.mT / 2, rtol=1e-10, atol=1e-10)
 
 
-def test_by_rows_is_the_same(lin, monkeypatch):
-    expected = co.TangentKernel(lin).to_dense()
+@pytest.mark.parametrize("room", [None, 3 * 2**13, 0])
+def test_by_rows_is_the_same(lin, monkeypatch, room):
+    """All channels at once, some of them and some points' inputs, and one channel and the inputs of one point."""
+    expected, vector = co.TangentKernel(lin).to_dense(), torch.rand(lin.num_parameters, dtype=DOUBLE) + 0.5
+    J = lin.jacobian().to_dense()
+    x = torch.randn(5, 32, dtype=DOUBLE)
     monkeypatch.setattr(gram_matrix, "pays_by_positions", lambda *_: False)
+    if room is not None:
+        monkeypatch.setattr(Budget, "room", lambda self: room)
     torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
+    cross, other = co.TangentKernel(lin, vector, x2=x).to_dense(), lin.jacobian(x).to_dense()
+    torch.testing.assert_close(cross, (J / vector) @ other.mT, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(co.TangentKernel(lin, vector).to_dense(), (J / vector) @ J.mT, rtol=1e-10, atol=1e-10)
+
+
+def test_terms_add_up_to_the_matrix(lin):
+    """One of all weights, one of all biases; the weights of one layer, and all else."""
+    J, selection = lin.jacobian(), lin.model.selection
+    for term_of in (
+        {name: int(name.endswith("bias")) for name in selection.names},
+        {name: int(name == selection.names[0]) for name in selection.names},
+    ):
+        found = gram_matrix.gram_terms(J, J, torch.tensor(2.0, dtype=DOUBLE), term_of)
+        for term, matrix in enumerate(found):
+            masks = {
+                name: torch.full(shape, float(term_of[name] == term))
+                for name, shape in zip(selection.names, selection.shapes)
+            }
+            own = J.to_dense() * selection.flatten(masks).to(DOUBLE)
+            torch.testing.assert_close(matrix, own @ own.mT / 2, rtol=1e-10, atol=1e-10)
 
 
 def test_a_panel_is_walked_over_once(lin, monkeypatch):

@@ -125,6 +125,15 @@ class Group:
         start = self.start + points.indices(self.num_points)[0]
         return Group(self.names, parts, self.counted[points], self.first, given, start)
 
+    def of(self, names: Sequence[str]) -> Group:
+        """Return the rows for some of the parameters."""
+        if len(names) == len(self.names):
+            return self
+        own = ({local: name for local, name in part.layer.names.items() if name in names} for part in self.parts)
+        parts = [replace(part, layer=replace(part.layer, names=n)) for part, n in zip(self.parts, own) if n]
+        given = {name: rows for name, rows in self.given.items() if name in names}
+        return replace(self, names=tuple(names), parts=tuple(parts), given=given)
+
     @property
     def layer(self) -> Layer | None:
         """The one layer to which these rows belong, if there is just one with an outer-product structure."""

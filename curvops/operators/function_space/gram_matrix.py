@@ -18,6 +18,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Layer, Passes, Plan
+from curvops.operators.function_space.row_products import Sides, add_row_products, matrix_of_scales
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
@@ -59,8 +60,9 @@ def gram_terms(
             return
         for term in {term_of[name] for name in group.names}:
             target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
-            own = {name: scales[name] if term_of[name] == term else result.new_zeros(()) for name in group.names}
-            _add(target, group, partner, own, most_bytes // 8)
+            own = [name for name in group.names if term_of[name] == term]
+            first = group.of(own)
+            _add(target, first, first if group is partner else partner.of(own), scales, most_bytes // 8)
 
     with passes.memory.holding(most_bytes):
         for end, panel in _panels(passes.jacobian_rows(begin), 3 * most_bytes // 8):
@@ -127,12 +129,23 @@ def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
     """Add the inner products of one layer's rows; of a group with itself, at least those on and above the diagonal."""
-    scale, half = [scales[name] for name in group.names], group is partner
-    constant = all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all())
-    if constant and pays_by_positions(group, partner):
-        _add_by_positions(target, sides_of(group), sides_of(partner), scale[0], most_bytes, half)
+    layer, one, other = group.layer, _sides(group), _sides(partner)
+    if layer is None or one is None or other is None:
+        _add_by_all_rows(target, group, partner, scales, most_bytes, group is partner)
+        return
+    scale = matrix_of_scales(layer, scales)
+    if all(scales[name].ndim == 0 for name in group.names) and pays_by_positions(group, partner):
+        _add_by_positions(target, sides_of(group), sides_of(partner), scale[0, 0], most_bytes, group is partner)
     else:
-        _add_by_rows(target, group, partner, scales, most_bytes, half)
+        add_row_products(target, one, one if group is partner else other, scale, most_bytes)
+
+
+def _sides(group: Group) -> Sides | None:
+    left = _left(group)
+    part = group.parts[0] if left is not None else None
+    return (
+        None if left is None or part is None else Sides(left, lambda points: part.at(points).right(), part.layer.width)
+    )
 
 
 def pays_by_positions(group: Group, partner: Group) -> bool:
@@ -184,6 +197,11 @@ def _left(group: Group) -> Tensor | None:
     return group.parts[0].left()
 
 
+def has_sides(group: Group) -> bool:
+    """Return whether the rows are sums of outer products, of a layer that is applied once, to numbers."""
+    return _left(group) is not None
+
+
 def sides_of(group: Group) -> tuple[Tensor, Tensor]:
     """Return δ (n, r, g, t, p) and the inputs (n, g, t, q) of a layer that is applied once."""
     left = _left(group)
@@ -191,7 +209,7 @@ def sides_of(group: Group) -> tuple[Tensor, Tensor]:
     return left, group.parts[0].right()
 
 
-def _add_by_rows(
+def _add_by_all_rows(
     target: Float[Tensor, "nr ms"],
     group: Group,
     partner: Group,
@@ -220,7 +238,7 @@ def _add_by_positions(
     target: Float[Tensor, "nr ms"],
     first: tuple[Tensor, Tensor],
     second: tuple[Tensor, Tensor],
-    scale: Tensor,
+    scale: Float[Tensor, " q"],
     most_bytes: int,
     half: bool,
 ) -> None:
@@ -233,7 +251,7 @@ def _add_by_positions(
         for start in range(0, n, step):
             points, kept = slice(start, start + step), slice(start if half else 0, None)
             outer = left[points].flatten(0, 2) @ other[kept].flatten(0, 2).mT
-            inner = (scale * a[points]).flatten(0, 1) @ b[kept].flatten(0, 1).mT
+            inner = (a[points] * scale).flatten(0, 1) @ b[kept].flatten(0, 1).mT
             outer = outer.view(-1, r, t, m - kept.start, s, u)
             outer.mul_(inner.view(len(outer), 1, t, m - kept.start, 1, u))
             summed = outer.view(-1, (m - kept.start) * s) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)

@@ -1,0 +1,167 @@
+"""Inner products of the rows Σ_t δ_t ⊗ a_t of one layer, which are formed for some output channels at a time.
+
+Channels add up independently: every row is formed once, whatever memory there is, and once again for the gradient in
+δ, a and the scales of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from curvops.linalg.core.symmetry import mirror
+from curvops.network import Layer
+
+STRIPES = 8
+"""Of a symmetric product, each of which is computed from the diagonal on."""
+
+
+class Sides(NamedTuple):
+    """δ (n, r, g, t, p), and a function from some of the points to their a (m, g, t, q); see `Rule.left`."""
+
+    left: Tensor
+    right: Callable[[slice], Tensor]
+    width: int
+    """q."""
+
+    @property
+    def num_rows(self) -> int:
+        """n·r."""
+        return self.left.shape[0] * self.left.shape[1]
+
+    @property
+    def point_bytes(self) -> int:
+        """Bytes of a for one point."""
+        return self.left.shape[2] * self.left.shape[3] * self.width * self.left.element_size()
+
+
+class Block(NamedTuple):
+    """Some of a layer's groups, and some of their output channels."""
+
+    groups: slice
+    channels: slice
+
+    def of(self, matrices: Float[Tensor, "g p q"]) -> Tensor:
+        """Return these entries of a layer's matrices, as a vector."""
+        return matrices[self.groups, self.channels].flatten()
+
+
+def add_row_products(
+    target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, "g p q"], most_bytes: int
+) -> None:
+    """Add Σ_ij rows_ij scale_ij rows'_ij; where both sides are the same object what lies on and above the diagonal.
+
+    Args:
+        target: what is added to.
+        one: of the rows.
+        other: of the columns.
+        scale: of each weight, as `Layer.to_matrix` orders them.
+        most_bytes: for what is formed at a time.
+    """
+    for block in _blocks(one, other, most_bytes):
+        rows = _rows(one, block, most_bytes)
+        scaled = rows * block.of(scale)
+        if one is other:
+            n = len(target)
+            for start in range(0, n, step := max(1, -(-n // STRIPES))):
+                target[start : start + step, start:].addmm_(scaled[start : start + step], rows[start:].mT)
+        else:
+            target.addmm_(scaled, _rows(other, block, most_bytes).mT)
+
+
+def row_products(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scale: Float[Tensor, "g p q"], most_bytes: int
+) -> Float[Tensor, "nr ms"]:
+    """Return products of rows given by δ and a, with their gradient; symmetric where both are the same object."""
+    result: Tensor = _RowProducts.apply(most_bytes, scale, *one, *(() if other is one else other))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RowProducts(Function):
+    """Products whose rows are formed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, most_bytes: int, scale: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, *tensors)
+        ctx.most_bytes = most_bytes
+        one, other = _sides_of(tensors)
+        result = scale.new_zeros(one.num_rows, other.num_rows)
+        add_row_products(result, one, other, scale, most_bytes)
+        return mirror(result.unsqueeze(0)).squeeze(0) if one is other else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale, *tensors = ctx.saved_tensors
+        one, other = _sides_of(tensors)
+        same, needed = one is other, ctx.needs_input_grad
+        gradient = gradient + gradient.mT if same else gradient
+        found = [torch.zeros_like(tensor) if asked else None for tensor, asked in zip(tensors, needed[2:])]
+        of_scale = torch.zeros_like(scale) if needed[1] else None
+        for block in _blocks(one, other, ctx.most_bytes):
+            rows, factor = _rows(one, block, ctx.most_bytes), block.of(scale)
+            against = gradient @ (rows if same else _rows(other, block, ctx.most_bytes))
+            if of_scale is not None:
+                part = of_scale[block.groups, block.channels]
+                part += (rows * against).sum(0).view_as(part) / (2 if same else 1)
+            _add_gradient(found[:2], tensors[:2], block, against.mul_(factor))
+            if not same:
+                _add_gradient(found[2:], tensors[2:], block, (gradient.mT @ rows).mul_(factor))
+        return None, of_scale, *found
+
+
+def matrix_of_scales(layer: Layer, scales: Mapping[str, Tensor]) -> Float[Tensor, "g p q"]:
+    """Return the scales of a layer's weights by parameter name, 0-d where they are constant, as its matrices."""
+    shapes = {name: layer.shape_of(local) for local, name in layer.names.items()}
+    return layer.to_matrix({name: scales[name].expand(shape) for name, shape in shapes.items()})
+
+
+def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
+    one, *rest = (Sides(left, a.__getitem__, a.shape[3]) for left, a in zip(tensors[::2], tensors[1::2]))
+    return one, rest[0] if rest else one
+
+
+def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
+    """Yield what has rows, on both sides and once scaled, of at most half so many bytes: at least one channel."""
+    _, _, g, _, p = one.left.shape
+    channel = 2 * (2 * one.num_rows + other.num_rows) * one.width * one.left.element_size()
+    many = max(1, most_bytes // max(1, channel))
+    for start in range(0, g, step := max(1, many // p)):
+        some = slice(start, start + step)
+        yield from (Block(some, slice(first, first + many)) for first in range(0, p, many))
+
+
+def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]:
+    """Return these entries of all rows; a is formed for some points at a time."""
+    step = max(1, most_bytes // max(1, 4 * sides.point_bytes))
+    parts = [slice(start, start + step) for start in range(0, len(sides.left), step)]
+    found = [_by_column(_positions(sides.left[s], block) @ sides.right(s)[:, block.groups], sides) for s in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _positions(left: Tensor, block: Block) -> Float[Tensor, "n g rp t"]:
+    return left[:, :, block.groups, :, block.channels].permute(0, 2, 1, 4, 3).flatten(2, 3)
+
+
+def _by_column(rows: Float[Tensor, "n g rp q"], sides: Sides) -> Float[Tensor, "nr gpq"]:
+    return rows.unflatten(2, (sides.left.shape[1], -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _add_gradient(
+    into: list[Tensor | None], tensors: list[Tensor], block: Block, rows: Float[Tensor, "nr gpq"]
+) -> None:
+    """Add what the gradient in these entries of the rows gives to the gradients in δ and a."""
+    (left, a), (of_left, of_a) = tensors, into
+    shape = len(a[0, block.groups]), -1, a.shape[3]
+    rows = rows.unflatten(0, left.shape[:2]).unflatten(2, shape).transpose(1, 2).flatten(2, 3)  # (n, g, r·p, q)
+    if of_left is not None:
+        found = (rows @ a[:, block.groups].mT).unflatten(2, (left.shape[1], -1))  # (n, g, r, p, t)
+        of_left[:, :, block.groups, :, block.channels] += found.permute(0, 2, 1, 4, 3)
+    if of_a is not None:
+        of_a[:, block.groups] += _positions(left, block).mT @ rows
