@@ -13,6 +13,7 @@ from benchmarks import (
     chains_out_of_distribution,
     claims,
     cold_posterior,
+    infinite_width,
     many_points,
     online_lora,
     study_page,
@@ -203,3 +204,31 @@ def test_errors_are_relative_to_the_exact_standard_deviations():
     row = many_points.score(lambda x: 4 * exact["near"].unsqueeze(1), {"near": torch.zeros(2, 1)}, exact)
     assert row["near"] == 1 and row["predict"] >= 0
     assert many_points.percent(0.0123) == "1.2 %" and many_points.percent(12.5) == "1,250 %"
+
+
+def test_features_of_the_reprior_predict_as_its_readout_does():
+    """Given the hidden weights: the mean is that of T at φ = 0 of the readout, the evidence the ratio of densities."""
+    x, y, new = infinite_width.problem()
+    model = infinite_width.network("gelu", 8)
+    prior = co.sampling.ntk_precision(model, infinite_width.WEIGHT_STD, infinite_width.BIAS_STD)
+    rep = co.sampling.reprior(model, (x, y.unsqueeze(1)), infinite_width.NOISE, prior_precision=prior)
+    draws = [
+        {name: block[0] for name, block in rep.normal(1, torch.Generator().manual_seed(s)).items()} for s in range(3)
+    ]
+    points = torch.cat([x, new])
+    K = torch.stack([infinite_width.feature_kernel(model, points, rep.map(phi)) for phi in draws])
+    mean, covariance = infinite_width.given_features(K, y)
+    for phi, row in zip(draws, mean):
+        middle = rep.map({name: 0 * block if name in rep.readout else block for name, block in phi.items()})
+        torch.testing.assert_close(torch.func.functional_call(model, middle, (new,)).squeeze(1), row)
+    ratios = torch.stack([rep.log_ratio(phi) for phi in draws])
+    found = infinite_width.log_evidence(K, y)
+    torch.testing.assert_close(found - found[0], ratios - ratios[0])
+    exact = infinite_width.of_limit(x, y, new)
+    assert bool((infinite_width.distances(exact, exact) == 0).all())
+    alone = infinite_width.mixture((mean, covariance), torch.tensor([0.0, 2.0, 0.0]).double())
+    torch.testing.assert_close(alone, (mean[1], covariance[1]))
+
+
+def test_the_exponent_of_a_power_of_the_width():
+    assert infinite_width.slope((4, 16, 64), [3 * w**-0.5 for w in (4, 16, 64)]) == pytest.approx(-0.5)
