@@ -22,7 +22,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import BoTorch's part when it is asked for: it is an extra, and slow to import."""
+    """Import BoTorch's part on first access: it is an extra, and slow to import."""
     if name != "LaplaceModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     try:

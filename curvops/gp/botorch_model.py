@@ -28,27 +28,26 @@ MODES = ("map", "linear")
 
 
 class LaplaceModel(Model, FantasizeMixin):
-    """A Laplace posterior of a network as a BoTorch `Model`.
+    """A Laplace posterior of a network as a BoTorch `Model`, joint within each set of q points and with gradients in X.
 
-    `posterior(X)` for X (b x q x d) is joint within each set of q points and has gradients in X (first derivatives).
-    Covariances between the sets are never formed. Conditioning on observations is exact for the linearised model: its
-    mean and covariance change, the linearisation stays where it is. Far from the weights that it was made at, train
-    the network again.
+    `posterior(X)` for X (b x q x d) never forms covariances between the sets; gradients in X are first derivatives.
+    Conditioning on observations is exact for the linearised model: its mean and covariance change, the linearisation
+    does not. Far from the weights at which it was made, train the network again.
 
-    Cost of a posterior: that of `post.predict(x, groups=q)`; conditioned on n points that of q + n points a set, and
-    the Cholesky factorisation of an n·C × n·C matrix.
+    Cost of a posterior: that of `post.predict(x, groups=q)`; conditioned on n points, that of q + n points per set,
+    and the Cholesky factorisation of an n·C × n·C matrix.
 
     Args:
-        post: a Laplace posterior, as `co.laplace` returns it.
-        mode: the mean of the weights: "map" are the network's own, so that the mean is the network's output; "linear"
-            the linear model's mode, for a network that was not trained to the end.
-        input_transform: a transform of BoTorch's; the network was trained on what it gives.
-        outcome_transform: a transform of BoTorch's, of the targets, likewise.
+        post: a Laplace posterior, the result of `co.laplace`.
+        mode: the mean of the weights: "map" for the network's own weights, so that the mean is the network's output;
+            "linear" for the linear model's mode, for a network that was not trained to the end.
+        input_transform: a BoTorch transform; the network was trained on its outputs.
+        outcome_transform: a BoTorch transform of the targets, likewise.
 
     Raises:
         TypeError: a posterior of another kind.
-        ValueError: X of another last dimension; observation noise of a likelihood that is not Gaussian; an observation
-            whose covariance is singular (repeated points without noise): no jitter is added.
+        ValueError: X with another last dimension; observation noise for a likelihood that is not Gaussian;
+            observations with a singular covariance (repeated points without noise): no jitter is added.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> None:
         super().__init__()
         if not isinstance(post, Laplace):
-            raise TypeError(f"post must be a Laplace posterior, as co.laplace returns it, got {type(post).__name__}.")
+            raise TypeError(f"post must be a Laplace posterior from co.laplace, got {type(post).__name__}.")
         check_choice("mode", mode, MODES)
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
@@ -74,12 +73,12 @@ class LaplaceModel(Model, FantasizeMixin):
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs of the network, or of those that `subset_output` left."""
+        """The number of outputs of the network, or of those selected by `subset_output`."""
         return len(self._outputs)
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The batch shape of what the model was conditioned on."""
+        """The batch shape of the observations that the model was conditioned on."""
         return torch.broadcast_shapes(*(part.shape[:-2] for X, Y, _ in self._observed for part in (X, Y)))
 
     def posterior(  # type: ignore[override]
@@ -115,7 +114,8 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> LaplaceModel:
         """Return the model conditioned on targets Y (*b' x n x m) at X (*b x n x d), each with its batches.
 
-        The linearisation stays: exact for the linear model. `noise` is that of the targets; None is the likelihood's.
+        The linearisation does not change, which is exact for the linear model. `noise` is the variance of the
+        targets; None uses the likelihood's.
         """
         C = self.post.lin.num_outputs
         if X.shape[-2] != Y.shape[-2] or Y.shape[-1] != C or self.num_outputs != C:
@@ -132,7 +132,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return new
 
     def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
-        """Return the model of some of the outputs."""
+        """Return the model of a subset of the outputs."""
         new = copy(self)
         new._outputs = [self._outputs[i] for i in idcs]
         return new
@@ -159,12 +159,12 @@ class LaplaceModel(Model, FantasizeMixin):
         return transformed
 
     def _set_transformed_inputs(self) -> None:
-        """Do nothing: the training inputs are the linearisation's, as the network was trained on them."""
+        """Do nothing: the training inputs are those of the linearisation, on which the network was trained."""
 
     def _noise(self) -> Tensor:
         if not isinstance(self.likelihood, Gaussian):
             raise ValueError(
-                f"observation noise is that of a Gaussian likelihood, this is {self.likelihood!r}: take the outputs' "
+                f"observation noise needs a Gaussian likelihood, and this is {self.likelihood!r}: use the outputs' "
                 "own distribution, observation_noise=False, with an objective such as GenericMCObjective."
             )
         return self.likelihood.noise
@@ -200,7 +200,7 @@ class LaplaceModel(Model, FantasizeMixin):
         if bool(((info > 0) | (left.amin(-1) < 10 * noise.shape[-1] * torch.finfo(left.dtype).eps)).any()):
             raise ValueError(
                 "the observations' covariance is singular: points that are repeated, or too close to each other for "
-                "their noise. Leave some out, or give noise; no jitter is added."
+                "their noise. Leave some out, or pass noise; no jitter is added."
             )
         half = torch.linalg.solve_triangular(factor, covariance[..., cut:, :cut], upper=False)
         residual = (Y - mean[..., q:, :]).flatten(-2).unsqueeze(-1)

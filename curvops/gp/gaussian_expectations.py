@@ -1,6 +1,6 @@
-"""E[φ(u) φ(v)] and E[φ'(u) φ'(v)] for Gaussian u, v of mean zero, in closed form: one row of a table an activation φ.
+"""E[φ(u) φ(v)] and E[φ'(u) φ'(v)] for zero-mean Gaussian u, v in closed form, one row of a table per activation φ.
 
-Every formula is free of a difference of near numbers where u and v nearly coincide, and has finite derivatives there.
+No formula takes a difference of close numbers where u and v nearly coincide, and all derivatives are finite there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 SAME = 64
-"""Directions nearer than so many roundings are one: their difference holds no direction of its own."""
+"""Directions closer than this many roundings count as one, since their difference has no direction."""
 
 
 class Covariance(NamedTuple):
@@ -28,7 +28,7 @@ class Covariance(NamedTuple):
 
 
 class Expectations(NamedTuple):
-    """E[φ(u) φ(v)], E[φ'(u) φ'(v)], and where r is read 1 − E[φ(u) φ(v)]/√(E[φ(u)²] E[φ(v)²])."""
+    """The values E[φ(u) φ(v)], E[φ'(u) φ'(v)], and where r is used 1 − E[φ(u) φ(v)]/√(E[φ(u)²] E[φ(v)²])."""
 
     product: Tensor
     slope: Tensor
@@ -36,15 +36,15 @@ class Expectations(NamedTuple):
 
 
 def identity(of: Covariance) -> Expectations:
-    """φ(u) = u: the products of a linear network."""
+    """Return the expectations for φ(u) = u, the products of a linear network."""
     return Expectations(of.c, torch.ones_like(of.c))
 
 
 def relu(of: Covariance) -> Expectations:
-    """φ(u) = max(u, 0): √(ab)(sin θ + (π − θ) cos θ)/2π and (π − θ)/2π at the angle θ, cos θ = c/√(ab).
+    """Return the expectations for φ(u) = max(u, 0): √(ab)(sin θ + (π − θ) cos θ)/2π and (π − θ)/2π, cos θ = c/√(ab).
 
-    θ = 2 arcsin(r/2) has all its digits where points nearly coincide. There E[φ'φ'] has a kink, like |x − x'|, whose
-    derivative at the tip is taken as 0, the mean over directions.
+    The angle θ = 2 arcsin(r/2) keeps all its digits where points nearly coincide. There E[φ'φ'] has a kink, like
+    |x − x'|, whose derivative at the tip is taken as 0, the mean over directions.
 
     Source: Cho and Saul 2009, the arc-cosine kernels of order 1 and 0; Kahan 2006 for the angle.
     """
@@ -57,7 +57,9 @@ def relu(of: Covariance) -> Expectations:
 
 
 def erf(of: Covariance) -> Expectations:
-    """φ(u) = erf(u): (2/π) arcsin(2c/√((1+2a)(1+2b))) and (4/π)/√((1+2a)(1+2b) − 4c²).
+    """Return the expectations for φ(u) = erf(u).
+
+    They are (2/π) arcsin(2c/√((1+2a)(1+2b))) and (4/π)/√((1+2a)(1+2b) − 4c²).
 
     Source: Williams 1998, equation 11; the second is its derivative in c.
     """
@@ -66,10 +68,11 @@ def erf(of: Covariance) -> Expectations:
 
 
 def gelu(of: Covariance) -> Expectations:
-    """φ(u) = u Φ(u), Φ the normal distribution function, with Δ = (1+a)(1+b) − c² and the density D = 1/(2π√Δ).
+    """Return the expectations for φ(u) = u Φ(u), Φ the normal distribution function.
 
-    E[φφ] = c P + D (ab − c² + c²/(1+a) + c²/(1+b)) and E[φ'φ'] = P + c D (1/(1+a) + 1/(1+b) + 1/Δ), where P =
-    1/4 + arcsin(c/√((1+a)(1+b)))/2π is the probability that two normal variables lie below u and v.
+    With Δ = (1+a)(1+b) − c² and the density D = 1/(2π√Δ), E[φφ] = c P + D (ab − c² + c²/(1+a) + c²/(1+b)) and
+    E[φ'φ'] = P + c D (1/(1+a) + 1/(1+b) + 1/Δ), where P = 1/4 + arcsin(c/√((1+a)(1+b)))/2π is the probability that two
+    normal variables lie below u and v.
 
     Source: Tsuchida, Pearce, van der Heide, Roosta and Gallagher 2021; here by integration by parts.
     """
@@ -97,5 +100,5 @@ def root(x: Tensor) -> Tensor:
 
 
 def _determinant(of: Covariance) -> Tensor:
-    """Return ab − c², which rounding makes negative where u and v nearly coincide."""
+    """Return ab − c², clamped where rounding makes it negative (u and v nearly coincide)."""
     return (of.a * of.b - of.c * of.c).clamp(min=0)

@@ -31,32 +31,32 @@ class InfiniteWidthKernel(OperatorKernel):
         K¹ = σ_w² x·x'/d + σ_b²,    Kˡ⁺¹ = σ_w² E[φ(u) φ(v)] + σ_b²    ("nngp": the covariance of outputs)
         Θ¹ = K¹,                    Θˡ⁺¹ = Kˡ⁺¹ + σ_w² E[φ'(u) φ'(v)] Θˡ    ("ntk": all layers and biases trained)
 
-    Under `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)` the kernel J A⁻¹Jᵀ of a network of finite width,
-    `co.TangentKernel` or `LinearizedKernel`, is the empirical one that converges to Θ, and its prior the one whose
-    outputs have the covariance K. In neural_tangents it is `stax.serial` of `Dense(n, W_std=σ_w, b_std=σ_b)`.
+    Under `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)`, the kernel J A⁻¹Jᵀ of a network of finite width
+    (`co.TangentKernel` or `LinearizedKernel`) is the empirical one that converges to Θ, and the outputs have the prior
+    covariance K. In neural_tangents it is `stax.serial` of `Dense(n, W_std=σ_w, b_std=σ_b)`.
 
     The variances σ_w² and σ_b² are gpytorch parameters, which train by marginal likelihood. Gradients in the inputs are
-    right at coincident points too; of a rectifier's tangent kernel, which has a kink there, the mean of both sides.
-    Matrices are curvops operators, as those of `LinearizedKernel`: solves and determinants are ours.
+    right at coincident points, too; for a rectifier's tangent kernel, which has a kink there, they are the mean of both
+    sides. Matrices are curvops operators, as for `LinearizedKernel`: solves and determinants are ours.
 
     Args:
         depth: the number of hidden layers, at least 0.
         activation: φ: "relu", "erf", "gelu" (the exact one, x Φ(x)) or "identity".
         kind: "nngp" or "ntk".
-        weight_variance: the start of σ_w², a positive number, or depth + 1 of them, one a layer from the inputs on. A
-            tensor gives the parameter its dtype; of numbers it has torch's default, whose rounding `.double()` keeps.
-        bias_variance: the start of σ_b², likewise; 0 is a network without biases.
+        weight_variance: the initial σ_w², a positive number, or depth + 1 of them, one per layer from the inputs on. A
+            tensor determines the parameter's dtype; numbers get torch's default, whose rounding `.double()` keeps.
+        bias_variance: the initial σ_b², likewise; 0 is a network without biases.
         weight_variance_prior: a gpytorch prior of σ_w².
         weight_variance_constraint: a gpytorch constraint of σ_w²; None is `Positive()`.
         bias_variance_prior: a gpytorch prior of σ_b².
         bias_variance_constraint: a gpytorch constraint of σ_b²; None is `Positive()`.
         options: `batch_shape` and `active_dims` of gpytorch's `Kernel`.
 
-    Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), of any leading dimensions that broadcast. Cost:
-    depth × some 20 passes over the matrix, "relu" also d of them.
+    Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), with any leading dimensions that broadcast.
+        Cost: depth × some 20 passes over the matrix, for "relu" also d of them.
 
     Raises:
-        TypeError, ValueError: arguments of another kind; another number of variances than layers; inputs of no
+        TypeError, ValueError: arguments of another kind; another number of variances than layers; inputs without a
             dimension; `last_dim_is_batch`.
 
     Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
@@ -101,7 +101,7 @@ class InfiniteWidthKernel(OperatorKernel):
             raise ValueError("a prior or a constraint of the bias variance needs biases: pass bias_variance=1.0.")
 
     def _start(self, name: str, given: Any) -> Float[Tensor, "*batch L"]:
-        """Return variances, one for all layers or one for each, in a given tensor's dtype, else torch's default."""
+        """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
         several = given.flatten().tolist() if isinstance(given, Tensor | np.ndarray) else given
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
         if len(values) not in (1, self.depth + 1):
@@ -115,7 +115,7 @@ class InfiniteWidthKernel(OperatorKernel):
 
     @property
     def weight_variance(self) -> Float[Tensor, "*batch L"]:
-        """σ_w², one number or one a layer."""
+        """The weight variance σ_w², one number or one per layer."""
         return self._value("weight_variance")
 
     @weight_variance.setter
@@ -124,7 +124,7 @@ class InfiniteWidthKernel(OperatorKernel):
 
     @property
     def bias_variance(self) -> Float[Tensor, "*batch L"]:
-        """σ_b², one number or one a layer; 0 where there are no biases."""
+        """The bias variance σ_b², one number or one per layer; 0 without biases."""
         return self._value("bias_variance") if self.has_bias else torch.zeros_like(self.weight_variance[..., :1])
 
     @bias_variance.setter
@@ -155,7 +155,7 @@ class InfiniteWidthKernel(OperatorKernel):
 
 
 def _first_layer(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor, diag: bool, distances: bool) -> Covariance:
-    """Return the covariance of the first layer's outputs; for `diag` that of the i-th points, (..., n, 1)."""
+    """Return the covariance of the first layer's outputs; with `diag` that of the i-th points, (..., n, 1)."""
     if x1.shape[-1] == 0:
         raise ValueError(f"inputs of shape {tuple(x1.shape)} have no dimension: expected (..., n, d), one row a point.")
     first, second = (_augmented(x, weight, bias) for x in (x1, x2))
@@ -181,7 +181,7 @@ def _augmented(x: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "*b n e
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    """Return the vectors' directions; zero has none and stays."""
+    """Return the vectors' directions; zero has none and is unchanged."""
     length = root(vectors.square().sum(-1, keepdim=True))
     return vectors / length.masked_fill(length == 0, 1)
 
@@ -191,7 +191,7 @@ def _with_itself(variance: Tensor) -> Covariance:
 
 
 def _next_distance(a: Tensor, b: Tensor, bias: Tensor, gap: Tensor) -> Tensor:
-    """Return r of variances a + σ_b² and b + σ_b² and the covariance √(ab)(1 − gap) + σ_b², without cancellation."""
+    """Return r for variances a + σ_b² and b + σ_b² and covariance √(ab)(1 − gap) + σ_b², without cancellation."""
     middle, lengths = root(a) * root(b), root((a + bias) * (b + bias))
     some = lengths.masked_fill(lengths == 0, 1)
     return root(2 * (bias * (root(a) - root(b)).square() / (some + bias + middle) + middle * gap) / some)

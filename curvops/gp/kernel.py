@@ -28,24 +28,25 @@ OVER = ("scalar", "layers", "tensors")
 
 
 class LinearizedKernel(OperatorKernel):
-    """k(x, x') = s J(x) A⁻¹ J(x')ᵀ: the covariance of a linearised network's outputs under the prior N(m, A⁻¹).
+    """The tangent kernel k(x, x') = s J(x) A⁻¹ J(x')ᵀ, the prior covariance of a linearised network's outputs.
 
-    Its parameters are the prior precision, one number for all weights, for each layer or for each tensor, and where it
-    is asked for the output scale s (which one prior precision makes redundant). They train by gpytorch's marginal
-    likelihoods with any optimiser. Rows are ordered point by point, as `MultitaskMultivariateNormal` interleaves them.
+    The prior of the weights is N(m, A⁻¹). The kernel's parameters are the prior precision, one number for all weights,
+    for each layer or for each tensor, and optionally the output scale s (redundant beside a single prior precision).
+    They train by gpytorch's marginal likelihoods with any optimiser. Rows are ordered point by point, as
+    `MultitaskMultivariateNormal` interleaves them.
 
-    The matrix of one set of points is J itself where it has fewer columns than rows (weight space), else the Gram
-    matrix, kept for the last inputs without a gradient. Where the memory budget has no room for it, it is products with
-    J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if there are fewer weights than rows.
-    Sums with a noise variance stay operators of curvops: solves and determinants are ours. gpytorch's own kernels of
-    this one (`ScaleKernel`, sums, products) evaluate lazily by gpytorch's rules, under
-    `gpytorch.settings.lazily_evaluate_kernels(False)` at once.
+    The matrix of one set of points is J itself if it has fewer columns than rows (weight space), otherwise the Gram
+    matrix, which is kept for the last inputs without a gradient. If the memory budget has no room for it, it is known
+    by products with J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if there are fewer
+    weights than rows. Sums with a noise variance remain operators of curvops: solves and determinants are ours.
+    gpytorch's own kernels of this one (`ScaleKernel`, sums, products) evaluate lazily by gpytorch's rules, or at once
+    under `gpytorch.settings.lazily_evaluate_kernels(False)`.
 
     Args:
-        lin: the linearised network. It is no submodule: not trained, not moved, not in the state dict.
-        prior_precision: the start of A, a positive number, or {glob over parameter names: number}, one parameter each.
+        lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
+        prior_precision: the initial A, a positive number, or {glob over parameter names: number}, one parameter each.
         over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
-        outputscale: the start of s; None leaves it out.
+        outputscale: the initial s; None leaves it out.
         prior_precision_prior: a gpytorch prior of A.
         prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.
         outputscale_prior: a gpytorch prior of s.
@@ -72,7 +73,7 @@ class LinearizedKernel(OperatorKernel):
     ) -> None:
         super().__init__()
         if not isinstance(lin, Linearization):
-            raise TypeError(f"lin must be a Linearization, as co.linearize returns it, got {type(lin).__name__}.")
+            raise TypeError(f"lin must be a Linearization from co.linearize, got {type(lin).__name__}.")
         self.lin, self._kept = lin, KeptMatrices()
         self._group_of, start = _groups(lin, prior_precision, over)
         self._add_parameter("prior_precision", start, prior_precision_prior, prior_precision_constraint)
@@ -85,7 +86,7 @@ class LinearizedKernel(OperatorKernel):
 
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
-        """A, one number for each group of weights."""
+        """The prior precision A, one number for each group of weights."""
         return self._value("prior_precision")
 
     @prior_precision.setter
@@ -94,7 +95,7 @@ class LinearizedKernel(OperatorKernel):
 
     @property
     def outputscale(self) -> Float[Tensor, ""]:
-        """s; 1 where the kernel has none."""
+        """The output scale s, 1 if the kernel has none."""
         return self._value("outputscale") if self.has_outputscale else torch.ones_like(self.lin.theta[0])
 
     @outputscale.setter
@@ -104,7 +105,7 @@ class LinearizedKernel(OperatorKernel):
         self._set_value("outputscale", value)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
-        """C, the number of the network's outputs."""
+        """Return C, the number of the network's outputs."""
         return self.lin.num_outputs
 
     def forward(
@@ -125,7 +126,7 @@ class LinearizedKernel(OperatorKernel):
         return self.outputscale / self.prior_precision
 
     def _entries(self) -> Float[Tensor, " D"]:
-        """s A⁻¹, one number a weight."""
+        """Return s A⁻¹, one number per weight."""
         selection, scales = self.lin.model.selection, self._scales()
         each = {
             name: scales[self._group_of[name]].expand(shape) for name, shape in zip(selection.names, selection.shapes)
@@ -137,12 +138,12 @@ class LinearizedKernel(OperatorKernel):
         return TangentKernel(self.lin, self._precision(), as_points(self.lin, x1), second)
 
     def _precision(self) -> Tensor:
-        """Return a / s as `TangentKernel` takes it."""
+        """Return a / s in the form of `TangentKernel`'s prior."""
         scales = self._scales()
         return scales.reciprocal().squeeze(0) if len(scales) == 1 else self._entries().reciprocal()
 
     def _blocks(self, x1: Tensor, x2: Tensor) -> Float[Tensor, "*b nC mC"]:
-        """Return a matrix for each batch: of both sets of points together, where there are two."""
+        """Return a matrix for each batch, of both sets of points if there are two."""
         batch, rows = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2]), x1.shape[-2] * self.lin.num_outputs
         sets = [x1] if x2 is x1 else [x1, x2]
         together = torch.cat([x.expand(*batch, -1, -1) for x in sets], -2)
@@ -172,7 +173,7 @@ class LinearizedKernel(OperatorKernel):
         return gram_terms(left, right, torch.ones_like(self.lin.theta[0]), self._group_of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
-        """Return a copy with parameters of its own that shares the linearisation."""
+        """Return a copy with its own parameters that shares the linearisation."""
         memo[id(self.lin)], memo[id(self._kept)] = self.lin, KeptMatrices()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -181,13 +182,13 @@ class LinearizedKernel(OperatorKernel):
 
 
 class KeptMatrices:
-    """The last matrix of each kind that needed passes of the network, for as long as the points are the same."""
+    """The last matrix of each kind that needed passes of the network, kept for as long as the points are the same."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Tensor, Tensor, Any]] = {}
 
     def get(self, kind: str, x1: Tensor, x2: Tensor, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`, or what it returned for these points before."""
+        """Return `compute()`, or its earlier result for these points."""
         entry = self._entries.get(kind)
         if entry is None or not (same_points(entry[0], x1) and same_points(entry[1], x2)):
             entry = self._entries[kind] = x1.detach().clone(), x2.detach().clone(), compute()
@@ -198,7 +199,7 @@ class KeptMatrices:
 
 
 def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], Float[Tensor, " G"]]:
-    """Return the group of each parameter tensor, and the prior precision that each group starts from."""
+    """Return the group of each parameter tensor, and the initial prior precision of each group."""
     check_choice("over", over, OVER)
     names = lin.model.selection.names
     if isinstance(start, Mapping):

@@ -37,20 +37,20 @@ from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutpu
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.posterior.solves.streamed_space import StreamedSpace
 
-SPENT = "Newton's method spent its steps: raise maxiter, or take a larger prior precision."
+SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."
 NO_DESCENT = (
-    "No step along Newton's direction lowers the loss, far above its rounding: take a larger prior precision, or "
-    "float64; of a likelihood that is not log-concave, another prior_mean."
+    "No step along Newton's direction lowers the loss, far above its rounding: use a larger prior precision, or "
+    "float64; for a likelihood that is not log-concave, another prior_mean."
 )
 NOT_FINITE = (
-    "The likelihood at the linear model's outputs for the prior mean, where the search starts, is NaN or Inf: take a "
+    "The likelihood at the linear model's outputs for the prior mean, where the search starts, is NaN or Inf: use a "
     "prior_mean nearer to the trained weights, or co.laplace, which starts at these."
 )
 REMEDIES = {Reason.ITERATION_LIMIT: SPENT, Reason.STAGNATION: NO_DESCENT, Reason.NON_FINITE: NOT_FINITE}
 
 
 class ModeNotFound(NotConverged):
-    """The mode of the outputs was not found to the tolerance; `reason`, `gradient` and `steps` say how far it came."""
+    """Raised when the mode was not found to the tolerance; `reason`, `gradient` and `steps` describe the end."""
 
     def __init__(self, reason: Reason, gradient: float, steps: int, rtol: float) -> None:
         self.reason, self.gradient, self.steps, self.rtol = reason, gradient, steps, rtol
@@ -65,41 +65,41 @@ class ModeNotFound(NotConverged):
 class LaplaceProcess(Summarised, Predictive):
     """The Gaussian approximation of a linearised network's outputs under its likelihood, made by `co.gp.laplace_gp`.
 
-    It predicts as the posterior N(θ̄, (J H J + A)⁻¹) of the weights does: θ̄ is the linear model's own mode, and H the
-    likelihood's Fisher at the linear model's outputs there. Immutable.
+    It predicts as the posterior N(θ̄, (Jᵀ H J + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
+    the likelihood's Fisher at the linear model's outputs there. Immutable.
     """
 
     lin: Linearization
     theta: Float[Tensor, " D"]
-    """θ̄ = m + A⁻¹Jᵀu, the weights of the mode."""
+    """The weights θ̄ = m + A⁻¹Jᵀu of the mode."""
     outputs: Float[Tensor, "N C"]
     """The mode f + J(θ̄ − θ*) of the outputs at the training points; a sequence counts as T points."""
     residual_weights: Float[Tensor, "N C"]
-    """u, the gradient of the log-likelihood at the mode: K u is what the data add to the prior mean."""
+    """The gradient u of the log-likelihood at the mode; the data add K u to the prior mean."""
     training_log_likelihood: Float[Tensor, ""]
-    """log p(y | f) at the mode, in nats."""
+    """The log-likelihood log p(y | f) at the mode, in nats."""
     gradient: float
-    """‖u + r‖ / ‖r‖ at the end, r the residuals."""
+    """The relative gradient ‖u + r‖ / ‖r‖ at the end, r the residuals."""
     reason: Reason
     """CONVERGED, or PRECISION_LIMIT: as near as the dtype allows."""
     steps: int
-    """The Newton steps."""
+    """The number of Newton steps."""
     matvecs: int
-    """The products with J A⁻¹ Jᵀ or a curvature."""
+    """The number of products with J A⁻¹ Jᵀ or a curvature."""
     is_formed: bool
     """Whether the Gram matrix of the training points was formed."""
     _terms: PrecisionTerms = field(repr=False)
     _dual: tuple[Tensor, Tensor] | None = field(repr=False)
-    """The factor of I + LᵀKL and L, where the Gram matrix was formed."""
+    """The factor of I + LᵀKL and L, if the Gram matrix was formed."""
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
-        """θ̄, the mean of the weights."""
+        """The mean θ̄ of the weights."""
         return self.theta
 
     @property
     def precision(self) -> Any:
-        """P = JᵀHJ + A, (D, D), with H at the mode."""
+        """The precision P = JᵀHJ + A, (D, D), with H at the mode."""
         return self._terms.precision
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
@@ -108,11 +108,11 @@ class LaplaceProcess(Summarised, Predictive):
         Args:
             k: the number of draws, at least 1.
             generator: source of the draws.
-            rtol: relative residual of each solve, far below the sampling error of k draws.
+            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
 
         Raises:
             NotConverged: rtol was not reached.
-            TypeError, ValueError: k is no whole number of draws, rtol not a positive number.
+            TypeError, ValueError: k is not a whole number of draws, or rtol not a positive number.
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
@@ -125,15 +125,16 @@ class LaplaceProcess(Summarised, Predictive):
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
         """Compute log p(data) under the approximation, in nats: log p(y | f) − ½ (uᵀKu + log det(I + LᵀKL)).
 
-        Exact for a Gaussian likelihood, whose `post.log_evidence(mode="linear")` it is. For others that has the
-        curvature at the network's own outputs, this at the linear model's mode (Rasmussen & Williams 2006, eq. 3.32).
+        Exact for a Gaussian likelihood, for which it equals `post.log_evidence(mode="linear")`. For others that uses
+        the curvature at the network's own outputs, this at the linear model's mode (Rasmussen & Williams 2006, eq.
+        3.32).
 
         Args:
-            rtol: relative accuracy of the log-determinant where it is estimated: the Gram matrix was not formed.
+            rtol: relative accuracy of the log-determinant if it is estimated, because the Gram matrix was not formed.
             generator: source of the probes.
 
         Raises:
-            TypeError, ValueError: an rtol that is not a positive number, a generator that is none.
+            TypeError, ValueError: an rtol that is not a positive number, or a generator that is not one.
         """
         check_accuracy(rtol, generator)
         if self._dual is None:
@@ -173,31 +174,31 @@ def laplace_gp(
 
     The outputs f* + J(θ − θ*) with θ ~ N(m, A⁻¹) are a Gaussian process with the mean f* + J(m − θ*) and the kernel
     J A⁻¹ J'ᵀ. Newton's method finds the mode of the N·C training outputs, for any likelihood of `co.linearize`; a
-    singular output Fisher, as a softmax has, takes no jitter. Predictions are those of the weights' posterior
-    N(θ̄, (JᵀHJ + A)⁻¹) at the linear model's mode θ̄ with the curvature there, and not at the network's weights as
-    `co.laplace` has it: the two agree where the network's weights are that mode.
+    singular output Fisher, such as a softmax's, needs no jitter. Predictions are those of the weights' posterior
+    N(θ̄, (JᵀHJ + A)⁻¹) at the linear model's mode θ̄ with the curvature there, while `co.laplace` uses the network's
+    weights: the two agree if the network's weights are that mode.
 
     Args:
         lin: the linearised network, with its data and its likelihood.
         prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
-        prior_mean: m, a number, a vector (D,) or such a mapping.
-        rtol: tolerance of the gradient u + r in the outputs, relative to the residuals r; None is 1e-6, in float64
-            1.5e-8.
-        maxiter: the most Newton steps.
+        prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
+        rtol: tolerance of the gradient u + r in the outputs, relative to the residuals r; None is 1e-6, and 1.5e-8 in
+            float64.
+        maxiter: the maximum number of Newton steps.
 
     Returns:
         A `LaplaceProcess`, which predicts as posteriors do, and has the log evidence.
 
     Raises:
         ModeNotFound: the tolerance was not reached within maxiter steps, or no step lowers the loss; `reason` says why.
-        NotConverged: a system inside a step was not solved.
+        NotConverged: the solve of a step failed.
         TypeError, ValueError: arguments of another kind or size; a prior precision that is an operator or an earlier
-            posterior; hyperparameters that require a gradient, which this has not.
+            posterior; hyperparameters that require a gradient, which this does not have.
 
-    Cost: where memory has room for five matrices of (N·C)² numbers in float64, and there are no more outputs in all
-    than weights: the Gram matrix, and a Cholesky factorisation each step; a prediction then takes the Gram matrix with
-    the training points. Elsewhere conjugate gradients on I + LᵀKL, or on JᵀHJ + A where that is smaller, at two passes
-    over the data each iteration; predictions as those of `co.laplace`.
+    Cost: if memory has room for five matrices of (N·C)² numbers in float64, and there are at most as many outputs in
+    total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes the Gram matrix
+    with the training points. Otherwise conjugate gradients on I + LᵀKL, or on JᵀHJ + A if that is smaller, at two
+    passes over the data per iteration; predictions as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
     """
@@ -210,8 +211,8 @@ def laplace_gp(
     A = prior.diagonal
     if A is None:
         raise ValueError(
-            "laplace_gp takes a prior_precision that is a number, a vector or a mapping {glob: number}, got "
-            f"{type(prior_precision).__name__}; co.laplace takes operators and earlier posteriors."
+            "laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}, got "
+            f"{type(prior_precision).__name__}; co.laplace accepts operators and earlier posteriors."
         )
     if carries_graph((A, prior.mean)):
         raise ValueError(
@@ -248,7 +249,7 @@ def laplace_gp(
 
 
 def _space_for(lin: Linearization, A: Tensor) -> FunctionSpace:
-    """Return function space with the Gram matrix formed, where memory has room for it and weights are not fewer."""
+    """Return function space with the Gram matrix formed, if memory has room and weights are not fewer."""
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
         return FormedSpace(FormedKernel(lin, metric=A), 1.0)

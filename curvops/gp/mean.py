@@ -14,16 +14,16 @@ from curvops.operators import Linearization
 
 
 class LinearizedMean(Mean):
-    """The mean of the linear model under its prior N(m, A⁻¹): f(x, θ*) + J(x)(m − θ*).
+    """The mean f(x, θ*) + J(x)(m − θ*) of the linear model under its prior N(m, A⁻¹), as a gpytorch mean.
 
-    With it and `LinearizedKernel` a gpytorch `ExactGP` is the linearised network as a Gaussian process: for a Gaussian
+    With it and `LinearizedKernel`, a gpytorch `ExactGP` is the linearised network as a Gaussian process: for a Gaussian
     likelihood its predictions are those of `co.laplace` at the linear model's mode.
 
-    Shapes: inputs (..., n, d); the result (..., n) of a network with one output, else (..., n, C). Cost: a forward pass
-    and one product with J. It has a gradient in the inputs, none in the network's weights.
+    Shapes: inputs (..., n, d); the result (..., n) for a network with one output, otherwise (..., n, C). Cost: a
+        forward pass and one product with J. It has a gradient in the inputs, but none in the network's weights.
 
     Args:
-        lin: the linearised network. It is no submodule: not trained, not moved, not in the state dict.
+        lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
         prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What kernels of curvops share as gpytorch kernels: parameters with constraints, and matrices that stay operators."""
+"""The shared base of curvops kernels in gpytorch: parameters with constraints, and matrices that remain operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OperatorKernel(Kernel):
         return found
 
     def _add_parameter(self, name: str, start: Tensor, prior: Prior | None, constraint: Interval | None) -> None:
-        """Register a parameter by its start; the class has a property of this name from `_value` and `_set_value`."""
+        """Register a parameter with its initial value; the class has its property, from `_value` and `_set_value`."""
         self.register_parameter(f"raw_{name}", torch.nn.Parameter(torch.zeros_like(start)))
         self.register_constraint(f"raw_{name}", Positive() if constraint is None else constraint)
         if prior is not None:
@@ -47,13 +47,13 @@ class OperatorKernel(Kernel):
 
 
 def refuse_single_dimensions(last_dim_is_batch: bool) -> None:
-    """Raise ValueError where gpytorch asks for a kernel of each input dimension."""
+    """Raise ValueError if gpytorch requests a kernel of each input dimension."""
     if last_dim_is_batch:
         raise ValueError("last_dim_is_batch makes a kernel of each input dimension; a network takes them together.")
 
 
 class LazyOperatorKernel(LazyEvaluatedKernelTensor):
-    """A kernel matrix that is evaluated when it is first used; its sums are curvops operators."""
+    """A kernel matrix that is evaluated on first use; its sums are curvops operators."""
 
     def __add__(self, other: Any) -> LinearOperator:
         return self.evaluate_kernel() + other

@@ -1,4 +1,4 @@
-"""Inputs as gpytorch and BoTorch give them, (..., n, d), as the network takes them."""
+"""Inputs in the form of gpytorch and BoTorch, (..., n, d), in the form of the network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from curvops.operators import Linearization
 
 
 def as_points(lin: Linearization, x: Tensor) -> Tensor:
-    """Return the points (..., n, d) in one row, each of the shape that the network takes.
+    """Return the points (..., n, d) in one row, each in the shape of the network's input.
 
-    Raises TypeError where the network takes several tensors, and ValueError where d is not the size of its input.
+    Raises TypeError if the network takes several tensors, and ValueError if d is not the size of its input.
     """
     few = lin.data.few
     if not isinstance(few, Tensor):
@@ -26,14 +26,14 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
     if x.ndim < 2 or x.shape[-1] != math.prod(shape):
         raise ValueError(
             f"inputs of shape {tuple(x.shape)} do not fit a network whose input has the shape {tuple(shape)}: expected "
-            f"(..., n, {math.prod(shape)}), one row a point."
+            f"(..., n, {math.prod(shape)}), one row per point."
         )
     points = x.reshape(-1, *shape)
     return points if few.is_floating_point() else points.to(few.dtype)
 
 
 def same_points(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same points, whose gradients may be taken together, as of one tensor given twice."""
+    """Return whether two tensors hold the same points, so that gradients may be taken as of one tensor given twice."""
     if x is y or (
         x._base is not None and x._base is y._base and x.data_ptr() == y.data_ptr() and _layout(x) == _layout(y)
     ):

@@ -1,14 +1,14 @@
 """A posterior of few features for many points: inducing points, leading or random features of J.
 
-W (D, K), with orthonormal columns, spans the features in weights whitened by the prior: of the prior's kernel
-K = J A⁻¹ Jᵀ they have the part Q = J A^-½W WᵀA^-½ Jᵀ. The data inform the features alone, through the K × K matrix
-WᵀA^-½ G A^-½W, which a pass over the data gives; it is diag(g) after a rotation of W, and then
+W (D, K), with orthonormal columns, spans the features in weights whitened by the prior. They keep the part
+Q = J A^-½W WᵀA^-½ Jᵀ of the prior's kernel K = J A⁻¹ Jᵀ. The data inform only the features, through the K × K matrix
+WᵀA^-½ G A^-½W, which a pass over the data computes; it is diag(g) after a rotation of W, and then
 
     Σ = A^-½ (I − W g/(1 + g) Wᵀ) A^-½,
 
 the covariance of the Laplace posterior whose curvature is Ĝ = A^½W g WᵀA^½. At inducing points it is that of Seeger,
-Williams & Lawrence 2003 ("DTC") and of Titsias 2009, who finds it as the optimum of a bound. ELLA (Deng, Zhou & Zhu
-2022) leaves out what the prior has outside the features: `without_rest`.
+Williams & Lawrence 2003 ("DTC") and of Titsias 2009, who derives it as the optimum of a bound. ELLA (Deng, Zhou & Zhu
+2022) omits the prior's part outside the features: `without_rest`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from curvops.posterior import GaussianPosterior, Laplace, laplace
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
-"""Random rows for each feature that is kept of them."""
+"""The number of random rows for each feature that is kept."""
 OVERSAMPLING = 10
 """Columns of a sketch beyond the features wanted, at least, and half as many as these (Halko, Martinsson & Tropp 2011).
 
 In `benchmarks.many_points`, whose spectrum falls slowly, half leave 3–8 % more than the eigenvectors do, ten 20–40 %.
 """
 PROPORTIONAL = 1e-5
-"""By so much the ratio of the entries of two priors may vary that count as multiples of each other."""
+"""The ratio of the entries of two priors may vary by this much for them to count as multiples of each other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The features as they were made: Ĝ, the prior A, its mean entry, g, tr(A⁻¹G), its rounding, and the rows."""
+    """The features when they were made: Ĝ, the prior A, its mean entry, g, tr(A⁻¹G), its rounding, and the rows."""
 
     curvature: LowRank
     prior: Tensor
@@ -59,10 +59,10 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class ReducedPosterior(Laplace):
-    """A Laplace posterior whose curvature acts on K features alone, made by `co.gp.reduced_posterior`.
+    """A Laplace posterior whose curvature acts only on K features, made by `co.gp.reduced_posterior`.
 
-    It predicts, draws, is tuned, and goes into `co.gp.LaplaceModel` as every `co.Laplace`. The number `remainder`
-    bounds how far it is from the exact posterior, for the prior of the features and for multiples of it. A file keeps
+    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
+    bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
     the posterior without these bounds: `co.load` returns a `Laplace`.
     """
 
@@ -75,18 +75,18 @@ class ReducedPosterior(Laplace):
 
     @property
     def rows(self) -> Int[Tensor, "K 2"] | None:
-        """The rows of J that are inducing, as (training point, output) in the order chosen; None of other features."""
+        """The inducing rows of J as (training point, output), in the order chosen; None for other features."""
         return self._made.rows
 
     @property
     def remainder(self) -> Estimate:
-        """The trace tr(A⁻¹(G − Ĝ)) = Σ_n tr H_n(K_nn − Q_nn) of what the features leave out, in units of nats.
+        """The trace tr(A⁻¹(G − Ĝ)) = Σ_n tr H_n(K_nn − Q_nn) that the features leave out, in nats.
 
-        With t for it, KL(reduced ‖ exact) ≤ t/2 (Titsias 2009; Burt, Rasmussen & van der Wilk 2019), and the exact
-        posterior's log evidence lies between this one's less t/2 and this one's. It is exact but for rounding, which
-        its bias bound is of.
+        Calling it t, KL(reduced ‖ exact) ≤ t/2 (Titsias 2009; Burt, Rasmussen & van der Wilk 2019), and the exact
+        posterior's log evidence is between this one's minus t/2 and this one's. It is exact up to rounding, which its
+        bias bound covers.
 
-        Raises ValueError where the prior or the curvature were replaced by others than the features were made for.
+        Raises ValueError if the prior or the curvature has been replaced by others than the features were made for.
         """
         made, scale = self._made, self._scale
         left = made.trace - made.values.sum()
@@ -103,18 +103,18 @@ class ReducedPosterior(Laplace):
 
     @property
     def factor(self) -> float:
-        """The factor κ ≥ 1 within which the exact posterior's covariance Σ* lies: Σ/κ ≤ Σ* ≤ κ Σ, of all predictions.
+        """The factor κ ≥ 1 that bounds the exact posterior's covariance Σ*: Σ/κ ≤ Σ* ≤ κ Σ, for all predictions.
 
-        κ = 1 + (t + √(t² + 4t))/2 with t the remainder: a guarantee, and seldom sharp. Raises as `remainder` does.
+        κ = 1 + (t + √(t² + 4t))/2 with t the remainder; it is guaranteed, and seldom sharp. Raises as `remainder` does.
         """
         found = self.remainder
         t = float(found.value) + float(found.bias_bound)
         return 1 + (t + math.sqrt(t * t + 4 * t)) / 2
 
     def log_evidence_bound(self) -> Estimate:
-        """Return a lower bound of the exact posterior's log evidence at θ*, this one's less t/2 (Titsias 2009).
+        """Return a lower bound of the exact posterior's log evidence at θ*, this one's minus t/2 (Titsias 2009).
 
-        Where K is small, choose the prior precision by it, among multiples of that of the features: a weak prior has
+        If K is small, use it to choose the prior precision, among multiples of that of the features: a weak prior has
         much variance outside them, which the bound counts and `log_evidence` does not. Raises as `remainder` does.
         """
         whole, left = self.log_evidence(mode="map"), self.remainder
@@ -122,11 +122,11 @@ class ReducedPosterior(Laplace):
         return Estimate.rounded(whole.value.to(left.value) - left.value / 2, bound)
 
     def without_rest(self) -> GaussianPosterior:
-        """Return the posterior of a prior that has no weights outside the features: A^-½ W (1 + g)⁻¹ Wᵀ A^-½.
+        """Return the posterior of a prior without weights outside the features: A^-½ W (1 + g)⁻¹ Wᵀ A^-½.
 
-        That of ELLA, and of a subset of regressors: never more than the exact covariance, too small far from the
-        features, and 0 where they vanish. A prediction costs one product of J with K vectors, not C backward passes.
-        It has no precision: Σ is singular. Raises as `remainder` does.
+        It is that of ELLA, and of a subset of regressors. Its covariance never exceeds the exact one, is too small
+        far from the features, and is 0 where they vanish. A prediction costs one product of J with K vectors, not C
+        backward passes. It has no precision, since Σ is singular. Raises as `remainder` does.
         """
         made = self._made
         values = self.temperature * made.mean / (self._scale + made.values)
@@ -140,7 +140,7 @@ class ReducedPosterior(Laplace):
 
     @property
     def _scale(self) -> float:
-        """The number that the prior is of that which the features were made under."""
+        """The factor between the prior and that for which the features were made."""
         made, prior = self._made, self.prior.diagonal
         ratio = None if prior is None else (prior.detach() / made.prior).double()
         if (
@@ -149,8 +149,8 @@ class ReducedPosterior(Laplace):
             or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
         ):
             raise ValueError(
-                "what the features leave out is known under the prior that they were made for, and its multiples: call "
-                "co.gp.reduced_posterior again, with this prior and these data."
+                "what the features leave out is known only for the prior that they were made for, and its "
+                "multiples: call co.gp.reduced_posterior again, with this prior and these data."
             )
         return float(ratio.mean())
 
@@ -170,31 +170,31 @@ def reduced_posterior(
 ) -> ReducedPosterior:
     """Make the Laplace posterior of K features of the network's tangent kernel, for many points N·C and weights D.
 
-    Its prior is N(m, A⁻¹) in all weights, but the data inform K directions alone. Where K is the rank of J it is the
-    exact posterior, `co.laplace(lin, co.GGN)`. The mean stays that of the network, θ*.
+    Its prior is N(m, A⁻¹) in all weights, but the data inform only K directions. If K is the rank of J, it is the exact
+    posterior, `co.laplace(lin, co.GGN)`. The mean is that of the network, θ*.
 
     Args:
         lin: the linearisation, by `co.linearize`.
-        rank: K. There may be fewer features where the kernel's rank is smaller.
+        rank: K. There may be fewer features if the kernel's rank is smaller.
         prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
         prior_mean: as in `co.laplace`.
         temperature: as in `co.laplace`.
         features: "inducing", the rows of J that a pivoted Cholesky of K = J A⁻¹ Jᵀ chooses (Harbrecht, Peters &
             Schneider 2012); "leading", the leading eigenvectors of A^-½GA^-½ (by a Nyström sketch), the best of all
             for `remainder`; "random", the leading combinations of random rows of J (ELLA, Deng et al. 2022).
-        points: inputs as the network takes them; all their rows of J are the features, in place of a rank.
-        candidates: how many random rows features="random" chooses from; None for 4 K.
+        points: inputs in the network's form, all of whose rows of J are the features; replaces a rank.
+        candidates: how many random rows features="random" chooses from; None is 4 K.
         generator: source of rows and sketches.
         check_mode: as in `co.laplace`.
 
     Returns:
-        A `ReducedPosterior`, whose `error`, `remainder` and `factor` say how far it is from the exact one.
+        A `ReducedPosterior`, whose `error`, `remainder` and `factor` measure its distance from the exact one.
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: a rank below 1 or above N·C or D, neither a rank nor points or both, features whose D × K numbers
-            the memory budget of `lin` has no room for (the message says which rank has), or a likelihood whose
-            curvature is zero at all points.
+        ValueError: a rank below 1 or above N·C or D, both or neither of rank and points, features whose D × K numbers
+            exceed the memory budget of `lin` (the message names the largest rank), or a likelihood whose curvature is
+            zero at all points.
 
     Cost: C backward passes for the trace, K products with G for g, and for inducing points K products of J with one
     vector each, for leading features 1.5 K products with G, and as many for g. Memory: three arrays of as many vectors
@@ -202,7 +202,7 @@ def reduced_posterior(
     prediction takes C backward passes and a product of J with K vectors.
     """
     if not isinstance(lin, Linearization):
-        raise TypeError(f"lin must be a Linearization, as co.linearize returns it, got {type(lin).__name__}.")
+        raise TypeError(f"lin must be a Linearization from co.linearize, got {type(lin).__name__}.")
     check_generator(generator)
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)
@@ -229,17 +229,17 @@ class FeatureChoice:
 
     @property
     def root(self) -> Tensor:
-        """A^½ as a column (D, 1), or 0-d."""
+        """The root A^½ as a column (D, 1), or 0-d."""
         return self.prior.sqrt() if self.prior.ndim == 0 else self.prior.sqrt().unsqueeze(-1)
 
     @property
     def whitened(self) -> Operator:
-        """A^-½ G A^-½."""
+        """The whitened curvature A^-½ G A^-½."""
         scale = Diagonal(self.prior.rsqrt().expand_as(self.lin.theta))
         return Product(scale, GGN(self.lin), scale)
 
     def reduce(self, points: Any) -> Reduction:
-        """Choose the features and find Ĝ."""
+        """Choose the features and compute Ĝ."""
         exact = Exact(self.lin.likelihood)
         diagonal = self.lin.curvature_diagonal(exact)
         trace = (diagonal.double() / self.prior).sum()
@@ -268,7 +268,7 @@ class FeatureChoice:
         return Reduction(curvature, self.prior, mean, values, trace, rounding, rows)
 
     def _pivots(self) -> Int[Tensor, " K"]:
-        """Return the rows of K that a greedy pivoted Cholesky takes: fewer than K where its range is exhausted."""
+        """Return the rows of K chosen by a greedy pivoted Cholesky: fewer than K if its range is exhausted."""
         kernel = TangentKernel(self.lin, self.prior)
         return cholesky(kernel, self.rank, memory_budget=_bytes(kernel, 2 * self.rank)).pivots
 
@@ -291,7 +291,7 @@ class FeatureChoice:
         return independent_basis(R, products)
 
     def _leading(self) -> Float[Tensor, "D K"]:
-        """Return a basis that holds the leading eigenvectors of A^-½GA^-½."""
+        """Return a basis that contains the leading eigenvectors of A^-½GA^-½."""
         columns = _sketch_columns(self.lin.num_parameters, self.rank)
         found = nystrom(
             self.whitened, columns, generator=self.generator, memory_budget=_bytes(self.whitened, 3 * columns)
@@ -299,7 +299,7 @@ class FeatureChoice:
         return found.U
 
     def _rotate(self, basis: Float[Tensor, "D M"]) -> tuple[Float[Tensor, " K"], Float[Tensor, "D K"]]:
-        """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g): products with G, a few at a time."""
+        """Return g, descending and in float64, and W with WᵀA^-½GA^-½W = diag(g), by blocks of products with G."""
         G, count = self.whitened, basis.shape[1]
         longer = max(self.lin.num_parameters, self.lin.num_data * self.lin.num_outputs)
         width = columns_at_a_time(count, 4 * longer * basis.element_size(), self.lin.memory.room())
@@ -311,7 +311,7 @@ class FeatureChoice:
 
 
 def _sketch_columns(weights: int, rank: int) -> int:
-    """Return the number of columns of a sketch from which so many leading features are taken."""
+    """Return the number of columns of a sketch for so many leading features."""
     return min(weights, rank + max(OVERSAMPLING, rank // 2))
 
 
@@ -321,23 +321,23 @@ def _bytes(op: Any, vectors: int) -> int:
 
 
 def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, candidates: Any) -> tuple[int, int]:
-    """Return K, and how many rows or columns it is chosen from; raise ValueError where memory has no room for them."""
+    """Return K, and how many rows or columns it is chosen from; raise ValueError if memory has no room for them."""
     if (rank is None) == (points is None):
-        raise ValueError("give the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
+        raise ValueError("pass the number of features, rank=100, or the inputs points=Z whose rows of J they are.")
     D, terms = lin.num_parameters, lin.num_data * lin.num_outputs
     if points is not None:
         if features != "inducing" or candidates is not None:
             raise ValueError("points=Z are the features themselves: leave out features and candidates.")
         rank = lin.jacobian(points).shape[-2]
         if not rank:
-            raise ValueError("points=Z holds no points.")
+            raise ValueError("points=Z has no points.")
     else:
         if checked_whole("rank", rank, 1, kind="a whole number of features") > min(D, terms):
             raise ValueError(
                 f"rank must be at most {min(D, terms):,}: J has {terms:,} rows and {D:,} columns, got {rank}."
             )
     if candidates is not None and features != "random":
-        raise ValueError(f'candidates are of features="random", not of {features!r}.')
+        raise ValueError(f'candidates need features="random", not {features!r}.')
     drawn = (
         min(terms, CANDIDATES * rank) if candidates is None else checked_whole("candidates", candidates, rank, terms)
     )
@@ -347,7 +347,8 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     if needed > room:
         fits = int(room / (each * lin.theta.element_size()))
         raise ValueError(
-            f"{rank} features of {D:,} weights and {terms:,} outputs take {needed:,} bytes, the memory budget has room "
-            f"for {room:,}: for {fits} features. Lower the rank, or pass a larger memory_budget to co.linearize."
+            f"{rank} features of {D:,} weights and {terms:,} outputs need {needed:,} bytes, and the memory budget "
+            f"has room for {room:,}, or {fits} features. Lower the rank, or pass a larger memory_budget to "
+            "co.linearize."
         )
     return rank, drawn

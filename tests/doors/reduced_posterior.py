@@ -41,8 +41,8 @@ DOORS = [
         rows={
             "a module": (lambda: co.gp.reduced_posterior(nn.Linear(3, 1), 5), TypeError, "lin must be a Linearization"),
             "an operator": (lambda: co.gp.reduced_posterior(co.GGN(lin()), 5), TypeError, "got GGN"),
-            "nothing": reduced(words="give the number of features, rank=100, or the inputs points=Z"),
-            "both": reduced(5, points=X, words="give the number of features, rank=100, or the inputs points=Z"),
+            "nothing": reduced(words="pass the number of features, rank=100, or the inputs points=Z"),
+            "both": reduced(5, points=X, words="pass the number of features, rank=100, or the inputs points=Z"),
             "no features": reduced(0, words="rank must be at least 1, got 0"),
             "more features than points": reduced(21, words="at most 20: J has 20 rows and 31 columns, got 21"),
             "part of a feature": reduced(
@@ -52,12 +52,12 @@ DOORS = [
             "a word": reduced("5", error=TypeError, words="rank must be a whole number of features"),
             "unknown features": reduced(5, features="best", words="features must be one of 'inducing', 'leading'"),
             "features of points": reduced(points=X, features="random", words="points=Z are the features themselves"),
-            "no points": reduced(points=X[:0], words="points=Z holds no points"),
+            "no points": reduced(points=X[:0], words="points=Z has no points"),
             "points of another size": reduced(points=X[:, :2], words="the model failed on inputs"),
             "points with NaN": reduced(points=X * math.nan, words="NaN or infinite"),
             "points as a number": reduced(points=3, error=TypeError, words="Inputs are a tensor"),
             "few candidates": reduced(5, features="random", candidates=4, words="candidates must lie between 5 and"),
-            "candidates of inducing points": reduced(5, candidates=9, words='candidates are of features="random"'),
+            "candidates of inducing points": reduced(5, candidates=9, words='candidates need features="random"'),
             "a prior of zero": reduced(5, 0.0, words="prior_precision must be positive and finite, got 0"),
             "a prior operator": reduced(
                 5, co.linalg.Diagonal(torch.ones(31)), error=TypeError, words="prior_precision"

@@ -183,7 +183,7 @@ def test_probabilities_of_a_classifier_as_an_objective() -> None:
     X = torch.rand(5, 2, 2, dtype=DOUBLE, requires_grad=True)
     value = acquisition(X)
     assert value.shape == (5,) and bool(torch.autograd.grad(value.sum(), X)[0].isfinite().all())
-    with pytest.raises(ValueError, match="observation noise is that of a Gaussian likelihood"):
+    with pytest.raises(ValueError, match="observation noise needs a Gaussian likelihood"):
         model.posterior(X, observation_noise=True)
 
 
