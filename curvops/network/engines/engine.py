@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
-from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
+from curvops.network.engines.layerwise import Call, Layerwise, Owners, Recording, never_ran, owners_of, record
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
-from curvops.network.engines.proofs import Proof, forget, key_of, proof_of
+from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
@@ -50,8 +50,9 @@ class Engines:
 
     The probe finds the number of outputs, which derivatives exist and are right (see `probes`), which layers run as
     layers, and the bytes that an engine keeps. An engine that is kept is checked on the first batch that it serves, and
-    the layer rules on some of its points. Checks of a network of the same structure are not repeated (see `proofs`).
-    With `whole`, the pass over all of `first` is kept for a caller that needs its rows (`pop_first`).
+    the layer rules on some of its points, or on all if its recorded pass has another path than theirs. Checks of a
+    network of the same structure are not repeated (see `proofs`). With `whole`, the pass over all of `first` is kept
+    for a caller that needs its rows (`pop_first`).
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
@@ -70,12 +71,14 @@ class Engines:
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
         seen = first if whole else take(first, slice(0, 2))
         outputs, calls, misfits = record(model, seen, self._owned)
-        self.model, self._first = model, (outputs, calls) if whole else None
+        self.model, self._first = model, (seen, (outputs, calls, misfits)) if whole else None
         key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
         if key is not None and key == self._key:
             return  # rules found wrong after they were proven are known here, too
         self._key, self._num_outputs = key, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
+        self._unlike: frozenset[str] = frozenset()
+        self._first_differs: bool | None = None
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
 
@@ -91,10 +94,47 @@ class Engines:
         self.plan = self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
-        """Return the outputs and calls of the pass over all first points, once; None without layer rules for all."""
+        """Return the outputs and calls of the pass over all first points, once; None without right rules for all."""
         found, self._first = self._first, None
-        self.check_rows(self._few)
-        return None if self.plan.others else found
+        if self.checked_others(self._few) or found is None:
+            return None
+        inputs, recording = found
+        if self._first_differs is None:
+            self._first_differs = bool(self._differing(inputs, recording))
+        return None if self._first_differs else recording[:2]
+
+    def record(self, inputs: Any, graph: bool = False) -> Recording:
+        """Return a pass over these points as `layerwise.record` does; a layer that ran differently is a misfit, too.
+
+        Without layer rules it has no graph.
+        """
+        with self.model.lock:
+            if not self.plan.layers:
+                with torch.no_grad():
+                    return self.model(self.model.values, inputs), [], set()
+            outputs, calls, misfits = record(self.model, inputs, self._owners(self.plan.others), graph)
+            return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
+
+    def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
+        """Return the parameters whose layers are wrong in this pass, looked up by its path or checked."""
+        outputs, _, misfits = recording
+        if misfits:
+            return misfits
+        paths, path = self._proof.paths, path_of(self.model, recording)
+        if path is None or path not in paths:
+            with torch.no_grad():
+                alone = self.model(self.model.values, take(inputs, slice(0, 1)))
+                self.model.require_points_apart(outputs.detach(), alone)
+            wrong = wrong_layers(self.model, recording, self._in_layers, self._build_streamed(inputs))
+            if path is None:
+                return wrong
+            paths[path] = frozenset(wrong)
+        return paths[path]
+
+    @property
+    def _in_layers(self) -> list[str]:
+        """The names of parameters with a layer rule."""
+        return [name for name in self._served if name not in self.plan.others]
 
     def try_keeping(self) -> Plan:
         """Return the plan after trying whether and how a recorded pass may be kept; a single product can do without."""
@@ -122,65 +162,68 @@ class Engines:
         return self._build_streamed(inputs, room)
 
     def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
-        """Return the layerwise engine without layers that prove to be wrong; streamed if none is left."""
+        """Return the layerwise engine without layers that prove to be wrong; streamed if none is left.
+
+        If layers that were proven run differently in this batch, products are left to autodiff from now on. Rows are
+        not: they are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
+        """
         self._prove_on_few(inputs, whole=root is IDENTITY)
-        if not self.plan.layers:
-            return self.build("streamed", inputs, room, root)
-        layers = self._build_layerwise(inputs, room, root)
-        if not layers.misfits:
-            return layers
-        self._reject(layers.misfits, NO_LAYER)
-        return self.build("layerwise", inputs, room, root)
+        if self.plan.layers:
+            recording = self.record(inputs)
+            if not recording[2]:
+                return self._build_layerwise(inputs, room, root, recording)
+            self._unlike = frozenset(recording[2])
+            self.plan = self._make_plan()
+        return self.build("streamed", inputs, room, root)
 
     def _prove_on_few(self, inputs: Any, whole: bool) -> None:
         """Check on some points that the rules multiply by J (`whole`), or by J and some columns, as autograd does.
 
         A random column is used: with zero residuals a check would show nothing.
         """
-        few = take(inputs, slice(0, CHECKED_POINTS))
-        names = self.model.selection.names
-        while self.plan.layers and not self._proof.checked & ({WHOLE} if whole else {WHOLE, COLUMNS}):
-            owners, others = self._owners(self.plan.others), tuple(self.plan.others)
+
+        def check(few: Any, recording: Recording) -> set[str]:
+            names, others = self.model.selection.names, tuple(self.plan.others)
             rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
             reference: Streamed | RootJacobian = Streamed(self.model, few, names, self._routes_of(names).pushes)
             root = IDENTITY
             if not whole:
                 root = random_root(num_points(few), self._num_outputs, self.model.theta)
                 reference = RootJacobian(reference, root)
-            layers = Layerwise(self.model, few, owners, rest, LEAST_CHUNK, root)
-            if layers.misfits:
-                self._reject(layers.misfits, NO_LAYER)
-            elif wrong := mismatches(layers, reference):
-                self._reject(wrong, WRONG)
-            else:
-                self._proof.checked.add(WHOLE if whole else COLUMNS)
+            return mismatches(Layerwise(self.model, recording, rest, LEAST_CHUNK, root), reference)
 
-    def _reject(self, names: Iterable[str], why: str) -> None:
-        """Leave these parameters to autodiff from now on."""
-        self._proof = forget(self._proof)
-        self._proof.rejected |= dict.fromkeys(names, why)
-        self.plan = self._make_plan()
+        self._prove(inputs, WHOLE if whole else COLUMNS, check)
 
-    def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
-        """Return the layers whose rules may be used, self-checked on some points, and the parameters without one."""
-        self.check_rows(inputs)
-        return self.owners, tuple(self.plan.others)
+    def checked_others(self, inputs: Any) -> tuple[str, ...]:
+        """Return the parameters without a layer rule, with those whose rows prove to be wrong on some points."""
 
-    @property
-    def owners(self) -> Owners:
-        """The layers whose rules may be used, as far as they were checked."""
-        return self._owners(self.plan.others)
+        def check(few: Any, recording: Recording) -> set[str]:
+            return wrong_layers(self.model, recording, self._in_layers, self._build_streamed(few))
 
-    def check_rows(self, inputs: Any) -> None:
-        """Leave layers to autodiff whose rows prove to be wrong on some of these points."""
         with self.model.lock:
-            while self.plan.layers and not self._proof.checked & {WHOLE, ROWS}:
-                few = take(inputs, slice(0, CHECKED_POINTS))
-                wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._build_streamed(few))
-                if wrong:
-                    self._reject(wrong, WRONG)
-                else:
-                    self._proof.checked.add(ROWS)
+            self._prove(inputs, ROWS, check)
+            return tuple(self.plan.others)
+
+    def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], set[str]]) -> None:
+        """Leave layers to autodiff that a check rejects until it rejects none; note what was checked.
+
+        A layer that is right at a single point stays: several points may change their order or the layer's calls, and
+        `record` finds the batches in which they do.
+        """
+        while self.plan.layers and not self._proof.checked & {WHOLE, what}:
+            for count in (CHECKED_POINTS, 1):
+                few = take(inputs, slice(0, count))
+                recording = record(self.model, few, self._owners(self.plan.others))
+                wrong = recording[2] or check(few, recording)
+                if not wrong:
+                    self._proof.checked.add(what)
+                    if (path := path_of(self.model, recording)) is not None:
+                        self._proof.paths[path] = frozenset()
+                    break
+            else:
+                self._proof = forget(self._proof)
+                self._proof.rejected |= dict.fromkeys(wrong, NO_LAYER if recording[2] else WRONG)
+                self.plan = self._make_plan()
 
     def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)
@@ -204,10 +247,10 @@ class Engines:
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
-    def _build_layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
-        owners, others = self._owners(self.plan.others), tuple(self.plan.others)
+    def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
+        others = tuple(self.plan.others)
         rest = self._build_recorded(inputs, others) if others else None
-        return Layerwise(self.model, inputs, owners, rest, max(LEAST_CHUNK, room // 8), root)
+        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""
@@ -244,4 +287,5 @@ class Engines:
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
+            unlike=self._unlike,
         )

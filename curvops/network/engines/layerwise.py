@@ -118,6 +118,10 @@ class Call:
     edge: GradientEdge
 
 
+Recording = tuple[Tensor, list[Call], set[str]]
+"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran otherwise."""
+
+
 @dataclass(frozen=True, eq=False)
 class Factors:
     """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
@@ -256,18 +260,17 @@ class Layerwise:
     def __init__(
         self,
         model: Model,
-        inputs: Any,
-        owners: Owners,
+        recording: Recording,
         rest: Recorded | Streamed | None,
         chunk_bytes: int,
         root: Root = IDENTITY,
     ) -> None:
         self.model = model
         self.rest = rest if rest is None or root is IDENTITY else RootJacobian(rest, root)
-        outputs, calls, self.misfits = record(model, inputs, owners)
+        outputs, calls, misfits = recording
+        assert not misfits  # they have no rule
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
-        calls = [] if self.misfits else calls
         self.parts = _parts(model, outputs, calls, chunk_bytes, root)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
@@ -327,7 +330,7 @@ def owners_of(model: Model) -> Owners:
     return owners
 
 
-def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tuple[Tensor, list[Call], set[str]]:
+def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Recording:
     """Return one forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
     With `graph`, kept inputs have their graph, too.

@@ -63,6 +63,7 @@ class Plan:
     rest: Routes | None  # of `others`
     memory_budget: int
     half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
+    unlike: frozenset[str] = frozenset()  # those whose layers ran otherwise in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -109,7 +110,7 @@ class Plan:
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
-        if self.engine == "autodiff" or not self.layers:
+        if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded)
         return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise")
 
@@ -122,7 +123,8 @@ class Plan:
         less than one product by rows. Of a last layer it is the features, which the first pass finds on its way.
         """
         alone = self.half_base or self.routes.pushes == "rows" or self.is_last_layer
-        return self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
+        asked = self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
+        return asked and not self.unlike
 
     def per_vector(self, kind: EngineKind, columns: int = 1) -> float:
         """Expected gradients per product with one vector, in a block of `columns`."""
@@ -196,7 +198,8 @@ class Plan:
         layerwise = "layerwise" in self.candidates()
         for layer in self.layers:
             if not layerwise:
-                rows.append((layer.path or "(model)", f"{layer.size:,}", "autodiff: asked for", "", ""))
+                why = "a layer ran otherwise in a batch" if self.unlike else "asked for"
+                rows.append((layer.path or "(model)", f"{layer.size:,}", f"autodiff: {why}", "", ""))
                 continue
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
             kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"

@@ -6,6 +6,9 @@ its graph shows that it still runs the same way. The numbers may differ, as afte
 decided (hooks, a custom `autograd.Function`, a mode that intercepts operations, attributes without an identity),
 everything is proven again, and so it is after a failure. Proofs refer weakly to classes and other objects, and keep
 no model and no tensor.
+
+A proof at a few points holds for a batch whose recorded pass has the same path (`path_of`): a model may run differently
+for more points, or for other points.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from curvops.network.data.inputs import components, normalise, num_points
+from curvops.network.engines.layerwise import Recording
 from curvops.network.engines.routes import Routes
 from curvops.network.model.model import Model
 
@@ -29,21 +33,30 @@ MOST = 64
 """How many structures are remembered: the last ones used."""
 COMMON = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MOVING = {
+    *("Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexReduce", "Gather", "Take", "Sort"),
+    *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
+}
+"""Operations that may give points another order, by the numbers that they are given."""
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, type(None))
 
 
 @dataclass(eq=False)
 class Proof:
-    """Facts about networks of one structure: routes to J v by parameters, names without a layer rule, and checks."""
+    """Facts about networks of one structure: routes to J v by parameters, names without a layer rule, and checks.
+
+    `paths` names the parameters whose layers were not right in passes that were checked.
+    """
 
     routes: dict[tuple[str, ...], Routes] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
+    paths: dict[int, frozenset[str]] = field(default_factory=dict)
     key: Hashable = None
 
     def copy(self) -> Proof:
         """Return a copy for a single linearisation."""
-        return Proof(dict(self.routes), dict(self.rejected), set(self.checked))
+        return Proof(dict(self.routes), dict(self.rejected), set(self.checked), dict(self.paths))
 
 
 _proofs: OrderedDict[Hashable, Proof] = OrderedDict()
@@ -170,3 +183,46 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
         # The only argument that decides whether forward mode is right (see `looks_up_padding`).
         found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
     return tuple(found)
+
+
+def path_of(model: Model, recording: Recording) -> int | None:
+    """Return a number that is equal for passes with the same operations and calls of layers, at one point or at more.
+
+    It determines whether layer rules are right: which paths lead from the outputs to a parameter, and which of them
+    through the call of a layer. Return None if an operation may move points, as a sort does.
+    """
+    outputs, calls, _ = recording
+    start, n = model.tensors()[0].data_ptr(), len(outputs)
+    found: list[Hashable] = [n == 1]
+    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    numbers = {node: i for i, node in enumerate(order)}
+    for node in order:  # which grows
+        parents = node.next_functions
+        if not parents:
+            variable = getattr(node, "variable", None)
+            found.append(None if variable is None else variable.data_ptr() - start)
+            continue
+        name = node.name()
+        if name.partition("Backward")[0] in MOVING and _moves_points(node, n):
+            return None
+        found.append(name)
+        for parent, place in parents:
+            if parent is not None and parent not in numbers:
+                numbers[parent] = len(order)
+                order.append(parent)
+            found.append((None if parent is None else numbers[parent], place))
+    found += [(call.layer.path, numbers.get(call.edge.node), call.edge.output_nr) for call in calls]
+    return hash(tuple(found))
+
+
+def _moves_points(node: Any, n: int) -> bool:
+    """Return whether an indexing operation may move points: it is not one within each of n points, which come first."""
+    shape = node._input_metadata[0].shape
+    if len(shape) == 0 or shape[0] != n:
+        return True
+    indices = getattr(node, "_saved_indices", None)
+    if indices is not None:
+        first = indices[0]
+        return first is not None and not torch.equal(first.flatten(), torch.arange(n, device=first.device))
+    dim = getattr(node, "_saved_dim", 0)
+    return dim == 0 or dim == 2**64 - len(shape)

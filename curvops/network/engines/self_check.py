@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.layerwise import Layerwise, Owners, record, sensitivities
+from curvops.network.engines.layerwise import Layerwise, Recording, sensitivities
 from curvops.network.engines.routes import allowance, rounding, tolerance
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.output_fisher import Root, RootJacobian, Sampled
@@ -45,22 +45,26 @@ def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
-def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed) -> set[str]:
-    """Return the names of parameters whose layers do not give autograd's Jᵀu for a random u. One backward pass."""
-    outputs, calls, misfits = record(model, inputs, owners)
+def wrong_layers(model: Model, recording: Recording, names: Iterable[str], reference: Streamed) -> set[str]:
+    """Return those of these parameters whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
+
+    The part of u of each point has a factor that is applied to the rows alone, which shows that they are its own.
+    """
+    outputs, calls, misfits = recording
     generator = torch.Generator(device=outputs.device).manual_seed(0)
     u = torch.randn(1, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
-    deltas = model.holding(model.leaves(), lambda: sensitivities(model, outputs, calls, u))
-    values = model.values
-    ours: Blocks = {
-        name: torch.zeros_like(values[name]).unsqueeze(0) for own in owners.values() for name in own.values()
-    }
-    for call, delta in zip(calls, deltas):
-        if delta is not None:
-            layer = call.layer
-            for local, gradient in layer.rule.pull(layer.module, call.kept, delta, tuple(layer.names)).items():
-                ours[layer.names[local]] = ours[layer.names[local]] + gradient
-    return misfits | _differing(ours, u, reference, generator)
+    factors = torch.randn(len(outputs), 1, dtype=u.dtype, device=u.device, generator=generator)
+    with torch.no_grad():
+        deltas = model.holding(model.leaves(), lambda: sensitivities(model, outputs, calls, u))
+        values = model.values
+        ours: Blocks = {name: torch.zeros_like(values[name]).unsqueeze(0) for name in names}
+        for call, delta in zip(calls, deltas):
+            if delta is not None:
+                layer, kept = call.layer, call.kept.detach()
+                scaled = delta * factors.view(-1, *[1] * (delta.ndim - 1))
+                for local, gradient in layer.rule.pull(layer.module, kept, scaled, tuple(layer.names)).items():
+                    ours[layer.names[local]] = ours[layer.names[local]] + gradient
+    return misfits | _differing(ours, u * factors, reference, generator)
 
 
 def _differing(ours: Blocks, u: Tensor, reference: Streamed | RootJacobian, generator: torch.Generator) -> set[str]:

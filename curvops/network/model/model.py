@@ -203,6 +203,15 @@ class Model:
             self.rows(checked_outputs(outputs, self.layout))
         self._admitted.add(form)
 
+    def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
+        """Raise ValueError unless the first of these outputs are those of its point `alone`, up to rounding."""
+        slack = self.eps**0.5 * (1 + outputs.abs().max())
+        if bool(((outputs[:1] - alone).abs() > slack).any()):
+            raise ValueError(
+                f"a point's outputs depend on the other points of its batch of {len(outputs)}; call model.eval(), or "
+                "use a normalisation that sees one point at a time."
+            )
+
     def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
         """Return the model's outputs as rows in θ's dtype. Raises ValueError for another layout than the fixed one."""
         layout = self.layout or Layout(outputs.shape[1:])

@@ -178,12 +178,7 @@ def checked_layout(
                 f"the model takes {num_points(few)} points but not a single one ({error}); call model.eval(), and "
                 "let it take batches of any size."
             ) from error
-    slack = model.eps**0.5 * (1 + outputs.abs().max())
-    if bool(((outputs[:1] - alone).abs() > slack).any()):
-        raise ValueError(
-            "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
-            "over single points."
-        )
+    model.require_points_apart(outputs, alone)
     return layout, returned
 
 

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 
 from curvops.network.data.inputs import Inputs, components, move, num_points, replace_tensors, take
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.layerwise import Features, record, sensitivities
+from curvops.network.engines.layerwise import Call, Features, sensitivities
 from curvops.network.engines.routes import has_custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls
+from curvops.network.walks.layer_roots import Group, JacobianRows, groups_of, groups_of_calls, joined, unlike
 
 Compute = Callable[..., Tensor]
 
@@ -100,20 +100,27 @@ class GraphRows(JacobianRows):
     def features(self) -> list[Features] | None:
         if not self._engines.plan.is_last_layer:
             return None
-        _, calls, _ = record(self.model, self._inputs, self._engines.checked_owners(self._inputs)[0], graph=True)
+        _, calls = self._record()
         return (
             [Features(call.layer, call.kept) for call in calls] if len(calls) == 1 and calls[0].layer.is_last else None
         )
 
+    def _record(self) -> tuple[Tensor, list[Call]]:
+        self._engines.checked_others(self._inputs)
+        outputs, calls, misfits = self._engines.record(self._inputs, graph=True)
+        if misfits:
+            raise RuntimeError(f"{unlike(misfits)} Or ask for gradients in the inputs at fewer points at a time.")
+        return outputs, calls
+
     def jacobian_rows(self) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield (0, n·C, the rows of all points)."""
         model, inputs = self.model, self._inputs
-        owners, others = self._engines.checked_owners(inputs)
+        others = self._engines.checked_others(inputs)
         columns, n = self._engines.plan.num_outputs, num_points(inputs)
         units = torch.eye(columns, dtype=model.theta.dtype, device=model.theta.device)
         groups: list[Group] = []
-        if owners:
-            outputs, calls, _ = record(model, inputs, owners, graph=True)
+        if self._engines.plan.layers:
+            outputs, calls = self._record()
             cotangents = units.unsqueeze(1).expand(-1, n, -1)
             run = partial(sensitivities, model, outputs, calls, cotangents, graph=True)
             deltas = model.holding(model.leaves(), run)
@@ -128,10 +135,7 @@ class GraphRows(JacobianRows):
             groups = [group for each in last for group in groups_of(each, self._engines.plan.num_outputs)]
         else:
             ((_, _, groups),) = self.jacobian_rows()
-        layers: dict[tuple[str, ...], list[Group]] = {}
-        for group in groups:  # point by point without a layer rule
-            layers.setdefault(group.names, []).append(group)
-        return [Group.concatenate(parts) for parts in layers.values()]
+        return joined(groups)  # point by point without a layer rule
 
     def _of_others(self, names: tuple[str, ...], point: slice, units: Tensor) -> Group:
         """Return the rows of one point for parameters without a layer rule."""

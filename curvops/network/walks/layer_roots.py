@@ -20,16 +20,16 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import record_graph
+from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import (
     Call,
     Factors,
     Features,
     Layer,
-    Owners,
+    Recording,
     chunk_size,
     concatenate,
     in_parts,
-    record,
     sensitivities,
 )
 from curvops.network.likelihoods.output_fisher import OutputFisher
@@ -37,8 +37,6 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 Score = Callable[[Float[Tensor, "n C"], Batch], None]
-Recording = tuple[Tensor, list[Call], set[str]]
-"""The outputs of a pass with their graph, the calls of layers, and the parameters of misfits."""
 
 
 def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
@@ -188,6 +186,14 @@ class Group:
             yield self.rows(slice(start, start + step))
 
 
+def joined(groups: Iterable[Group]) -> list[Group]:
+    """Return one group per layer from groups of consecutive points."""
+    layers: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        layers.setdefault(group.names, []).append(group)
+    return [Group.concatenate(parts) for parts in layers.values()]
+
+
 def groups_of(features: Features, outputs: int) -> list[Group]:
     """Return the rows of the last layer, whose δ is one identity for all points.
 
@@ -205,11 +211,10 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
 
 
 def each_group(
-    model: Model,
+    engines: Engines,
     batch: Batch,
     inputs: Any,
     fisher: OutputFisher,
-    owners: Owners,
     others: Sequence[str],
     chunk: int,
     score: Score | None = None,
@@ -218,16 +223,21 @@ def each_group(
 ) -> Iterator[Group]:
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
-    `score` is called once with the outputs and the batch, `advance` with the number of rows, whenever some are done.
-    `recorded` is an earlier pass over these inputs.
+    `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
+    `recorded` is an earlier pass over these inputs. If a layer runs differently for so many points than was proven,
+    half of them are computed at a time: the row of a point does not depend on the others.
     """
-    with model.lock:
-        outputs, calls, misfits = recorded or _record(model, inputs, owners)
+    model, n = engines.model, batch.num_points
+    outputs, calls, misfits = recorded or engines.record(inputs)
     if misfits:
-        raise RuntimeError(
-            f"the layers of {sorted(misfits)} did not run as they did on the first points: call them in the same way "
-            "for all points (one row per point, in one dtype), or leave their parameters out of the selection."
-        )
+        if n == 1:
+            raise RuntimeError(unlike(misfits))
+        del outputs, calls, recorded
+        for points in (slice(0, n // 2), slice(n // 2, n)):
+            part = batch.labels(points), take(inputs, points)
+            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance):
+                yield replace(group, start=group.start + points.start)
+        return
     f = outputs.detach()
     if score is not None:
         score(f, batch)
@@ -249,6 +259,15 @@ def each_group(
         del deltas, cotangents  # before the next are made
 
 
+def unlike(names: Iterable[str]) -> str:
+    """Return the message for layers that run differently from the first points."""
+    return (
+        f"the layers of {sorted(names)} did not run as they did on the first points: call them in the same way for all "
+        "points (one row per point, in the order of the points, in one dtype; their weights nowhere else), or leave "
+        "their parameters out of the selection."
+    )
+
+
 def groups_at(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
 ) -> Iterator[Group]:
@@ -262,13 +281,6 @@ def _sensitivities(
 ) -> list[Tensor | None]:
     with model.lock:
         return model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
-
-
-def _record(model: Model, inputs: Any, owners: Owners) -> Recording:
-    if owners:
-        return record(model, inputs, owners)
-    with torch.no_grad():
-        return model(model.values, inputs), [], set()
 
 
 def groups_of_calls(calls: Sequence[Call], deltas: Sequence[Tensor | None], counted: Tensor) -> Iterator[Group]:
@@ -344,7 +356,8 @@ class JacobianRows(ABC):
         The points at the end of a piece whose rows are not complete wait for the next piece.
         """
         rest: list[Group] = []
-        for first, _, groups in self.jacobian_rows():
+        for first, _, pieces in self.jacobian_rows():
+            groups = joined(pieces)
             if rest:
                 first, groups = (
                     first - rest[0].num_rows,

@@ -20,13 +20,13 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
-from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Owners, record
+from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.input_graphs import InputGraph
-from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
+from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 
 # On a CPU more than this at a time is slower, since its memory is new, page by page, for each layer.
@@ -102,7 +102,7 @@ class Passes(JacobianRows):
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
-        self._recorded: tuple[Owners, Recording] | None = None
+        self._recorded: Recording | None = None
         self._asked: Counter[int] = Counter()
         self._complete = False
         self.memory.register(self)
@@ -282,7 +282,7 @@ class Passes(JacobianRows):
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
-                owners, others = self.engines.checked_owners(inputs)
+                others = self.engines.checked_others(inputs)
                 held, most = columns, chunk
                 if apart and not others and not self.model.theta.is_cuda:
                     held, most = 1, min(chunk, COLUMN_BYTES)
@@ -290,7 +290,7 @@ class Passes(JacobianRows):
                     total += label.num_points
                     if total > first:
                         groups = each_group(
-                            self.model, label, part, fisher, owners, others, most, score, advance=steps.advance
+                            self.engines, label, part, fisher, others, most, score, advance=steps.advance
                         )
                         yield total, groups
                     else:
@@ -301,12 +301,9 @@ class Passes(JacobianRows):
         columns = fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
-                owners, others = self.engines.checked_owners(inputs)
-                wanted = [n for n in others if n in names]
+                wanted = [n for n in self.engines.checked_others(inputs) if n in names]
                 for _, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes):
-                    each = each_group(
-                        self.model, label, part, fisher, owners, wanted, sys.maxsize, advance=steps.advance
-                    )
+                    each = each_group(self.engines, label, part, fisher, wanted, sys.maxsize, advance=steps.advance)
                     yield list(each)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
@@ -326,12 +323,12 @@ class Passes(JacobianRows):
 
     def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
         """Yield (first point, how many, their rows once they are used)."""
-        owners, others = self.engines.checked_owners(inputs)
+        others = self.engines.checked_others(inputs)
         batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
         columns = self.engines.plan.num_outputs
         for start, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes, of_others=True):
-            recorded = self._take_recorded(owners, label.num_points)
-            rows = partial(each_group, self.model, label, part, Unit(), owners, others, sys.maxsize, recorded=recorded)
+            recorded = self._take_recorded(label.num_points)
+            rows = partial(each_group, self.engines, label, part, Unit(), others, sys.maxsize, recorded=recorded)
             yield start, label.num_points, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
@@ -351,20 +348,20 @@ class Passes(JacobianRows):
         """
         with self.model.lock:
             plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
-            if len(parts) != 1 or plan.others or plan.is_last_layer or self._fisher is not None:
+            if len(parts) != 1 or plan.is_last_layer or self._fisher is not None:
                 return None
             inputs = parts[0][0]
-            if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED:
+            if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED or self.engines.checked_others(inputs):
                 return None
-            owners = self.engines.owners
-            self._recorded = owners, record(self.model, inputs, owners)
-            return self._recorded[1][0].detach()
+            recorded = self.engines.record(inputs)
+            self._recorded = None if recorded[2] else recorded
+            return recorded[0].detach()
 
-    def _take_recorded(self, owners: Owners, count: int) -> Recording | None:
-        """Return the pass that `recorded_outputs` made, once, if it has these layers and so many points."""
+    def _take_recorded(self, count: int) -> Recording | None:
+        """Return the pass that `recorded_outputs` made, once, if it has so many points."""
         with self.model.lock:
             found, self._recorded = self._recorded, None
-        return found[1] if found is not None and found[0] == owners and len(found[1][0]) == count else None
+        return found if found is not None and len(found[0]) == count else None
 
     def features(self) -> list[Features] | None:
         """Return the last layer's inputs by batch, if only that layer is selected and the budget has room for them.
