@@ -19,7 +19,7 @@ from curvops.network.engines import engine
 
 FEW = 9
 """Points up to which these networks run as they look; engines prove layers on 8."""
-N = 24
+N = 16
 
 
 class Network(nn.Module):
@@ -56,7 +56,7 @@ def turned_around(m: Any, x: Tensor) -> Tensor:
 
 
 def in_two_calls(m: Any, x: Tensor) -> Tensor:
-    return m.head(torch.tanh(m.second(torch.tanh(torch.cat([m.first(part) for part in x.split(10)])))))
+    return m.head(torch.tanh(m.second(torch.tanh(torch.cat([m.first(part) for part in x.split(7)])))))
 
 
 def sorted_by_an_input(m: Any, x: Tensor) -> Tensor:
@@ -70,10 +70,6 @@ def added_by_kind(m: Any, x: Tensor) -> Tensor:
     return torch.zeros_like(x[:, :2]).index_add(0, order, plain(m, x[order]))
 
 
-def point_by_point(m: Any, x: Tensor) -> Tensor:
-    return torch.cat([plain(m, one) for one in x.split(1)])
-
-
 RUNS = [
     first_by_its_weight,
     head_by_its_weight,
@@ -82,7 +78,6 @@ RUNS = [
     in_two_calls,
     sorted_by_an_input,
     added_by_kind,
-    point_by_point,
 ]
 
 
@@ -153,7 +148,7 @@ def require_products_by_each_engine(run: Any, sizes: tuple[int, ...], few: int) 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_curvatures_are_those_of_the_plain_network(run: Any) -> None:
-    for sizes in ((N,), (N - 3, 3), (3, N - 3)):
+    for sizes in ((N,), (3, N - 3)):
         require_plain_results(run, sizes, FEW)
     require_products_by_each_engine(run, (3, N - 3), FEW)
 
@@ -172,7 +167,7 @@ def test_predictions_and_evidence_are_those_of_the_plain_network(run: Any, curva
     options = {"prior_precision": 2.0, "check_mode": False}
     found, right = (co.laplace(linearized(r, (N,)), curvature, **options) for r in (run, plain))
     torch.manual_seed(2)
-    for count in (2, 20, 1):
+    for count in (2, 14, 1):
         x = torch.randn(count, 3, dtype=torch.float64)
         for joint in (False, True):
             ours, theirs = (p.predict(x, joint=joint) for p in (found, right))
@@ -190,7 +185,7 @@ def test_a_filter_of_batches_of_other_sizes_is_that_of_the_plain_network(run: An
         target = co.sampling.log_posterior(Network(r, FEW).double(), "classification", prior_precision=2.0, data_size=N)
         kalman = co.sampling.ekf(target)
         state = kalman.init(target.params)
-        for part in (slice(0, 3), slice(3, N), slice(0, 20), slice(0, 5)):
+        for part in (slice(0, 3), slice(3, N), slice(0, 12), slice(0, 5)):
             state = kalman.update(state, (x[part], y[part]))[0]
         ends.append(torch.cat([value.flatten() for value in state.params.values()]))
     assert same(*ends)

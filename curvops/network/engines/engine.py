@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -221,9 +221,13 @@ class Engines:
                         self._proof.paths[path] = frozenset()
                     break
             else:
-                self._proof = forget(self._proof)
-                self._proof.rejected |= dict.fromkeys(wrong, NO_LAYER if recording[2] else WRONG)
-                self.plan = self._make_plan()
+                self._reject(wrong, NO_LAYER if recording[2] else WRONG)
+
+    def _reject(self, names: Iterable[str], why: str) -> None:
+        """Leave these parameters to autodiff from now on."""
+        self._proof = forget(self._proof)
+        self._proof.rejected |= dict.fromkeys(names, why)
+        self.plan = self._make_plan()
 
     def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)

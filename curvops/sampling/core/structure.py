@@ -96,14 +96,14 @@ def _describe(structure: Structure) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
 
 
-ROW = 1024
-"""How many numbers of a row are summed in its own dtype; these sums are added in float64."""
+FOLD = 8
+"""How many numbers are summed in their own dtype; these sums are added in float64."""
 
 
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
     """Return Σ a b along the last dimension in float64, without a float64 copy, which takes several times as long."""
     products = a * b
-    rows = products.shape[-1] // ROW
-    whole, rest = products.split([rows * ROW, products.shape[-1] - rows * ROW], -1)
-    sums = whole.unflatten(-1, (rows, ROW)).sum(-1)
+    width = products.shape[-1] // FOLD
+    whole, rest = products.split([FOLD * width, products.shape[-1] - FOLD * width], -1)
+    sums = whole.unflatten(-1, (FOLD, width)).sum(-2)
     return torch.cat([sums, rest], -1).sum(-1, dtype=torch.float64)

@@ -71,7 +71,12 @@ def test_singular_systems_give_the_shortest_solution(dtype):
     # r is a difference, so that half of the digits show whether it is a null vector, and as many of x are right.
     half = 8 * math.sqrt(torch.finfo(dtype).eps)
     assert (s.normal_residuals <= half).all()
-    assert (s.x.double() - pseudo @ outside).norm() <= half * (pseudo @ outside).norm()
+    error = s.x.double() - pseudo @ outside
+    assert error.norm() <= half * (pseudo @ outside).norm()
+    # The error is A⁺ r: its norm is at most ‖A r‖ over the square of the least eigenvalue, which is 1; ‖A‖ is 3.
+    r = outside - A @ s.x.double()
+    assert ((A @ r).norm(dim=0) <= 1.5 * 3 * s.normal_residuals * r.norm(dim=0)).all()
+    assert (error.norm(dim=0) <= 1.5 * 3 * s.normal_residuals * r.norm(dim=0)).all()
 
 
 def test_the_shortest_minimiser_is_measured_from_the_initial_guess():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.engines import layerwise
-from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of
+from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of, record
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
@@ -63,7 +63,7 @@ def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
     network = Model(model)
 
     def found() -> set[str]:
-        engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
+        engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode"))
 
     assert found() == set()
@@ -84,9 +84,8 @@ def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monke
     """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
     monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
     J, passes = reference("mlp"), walk("mlp", "auto")
-    owners, others = passes.engines.checked_owners(next(iter(passes.batches()))[0])
+    others = passes.engines.checked_others(next(iter(passes.batches()))[0])
     assert set(others) == {"2.weight", "2.bias"}
-    assert {name for names in owners.values() for name in names.values()}.isdisjoint(others)
     assert "self-check" in passes.plan.others["2.weight"]
     norms = torch.zeros(J.shape[0], dtype=J.dtype)
     for first, _, groups in passes.jacobian_rows():
@@ -187,11 +186,8 @@ def test_a_layer_that_stops_running_as_one_in_a_later_batch() -> None:
     """The probe and the first batch cannot see it; the pass over that batch does."""
 
     def wiring(m: Any, x: Tensor) -> Tensor:
-        if len(x) == 2 and bool(x[0, 0] > 5):
-            with torch.no_grad():
-                h = m.fc1(x)
-        else:
-            h = m.fc1(x)
+        apart = len(x) == 2 and bool(x[0, 0] > 5)
+        h = torch.cat([m.fc1(one) for one in x.split(1)]) if apart else m.fc1(x)
         return m.head(m.fc2(h))
 
     model, x = parts.Wired(wiring).double().eval(), torch.randn(5, 4, dtype=torch.float64)
@@ -203,7 +199,7 @@ def test_a_layer_that_stops_running_as_one_in_a_later_batch() -> None:
     for _ in range(2):
         assert agree(push(passes, V), J @ V)
         assert agree(pull(passes, U), J.mT @ U)
-    assert {"fc1.weight", "fc1.bias"} <= set(passes.plan.others)
+    assert {"fc1.weight", "fc1.bias"} <= passes.plan.unlike
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
@@ -220,7 +216,7 @@ def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: st
     model, inputs = ZOO[name].build()
     network = Model(model)
     owners = owners_of(network)
-    small, large = (Layerwise(network, inputs, owners, None, size) for size in (1, PLENTY))
+    small, large = (Layerwise(network, record(network, inputs, owners), None, size) for size in (1, PLENTY))
     V = columns(network.theta.numel(), 2)
     J = reference(name)
     for engine in (small, large):
@@ -245,7 +241,7 @@ def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatc
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
     model, inputs = ZOO["cnn"].build()
     network = Model(model)
-    engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
+    engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
     assert {type(part) for part in engine.parts} == {Rows, Factors, Features}
     for part in engine.parts:
         small = part.layer.size <= part.layer.output[1:].numel() and not part.layer.is_last
@@ -257,6 +253,6 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
     for name in ("mlp", "cnn", "sequence_layernorm"):
         model, inputs = ZOO[name].build()
         network = Model(model)
-        engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
+        engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
         assert mismatches(engine, reference) == set()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.layerwise import Layerwise, owners_of
+from curvops.network.engines.layerwise import Layerwise, owners_of, record
 from curvops.network.engines.routes import allowance, find_routes, rounding
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
@@ -37,7 +37,7 @@ def engines(seed: int) -> tuple[Layerwise, Streamed]:
     torch.manual_seed(seed)
     network, x = Model(UnderHalf().eval()), torch.randn(5, 4)
     reference = Streamed(network, x, network.selection.names)
-    return Layerwise(network, x, owners_of(network), None, PLENTY), reference
+    return Layerwise(network, record(network, x, owners_of(network)), None, PLENTY), reference
 
 
 SEEDS = range(10)
