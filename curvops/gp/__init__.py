@@ -1,5 +1,7 @@
 """Gaussian processes made of networks: gpytorch kernels and means, a BoTorch model."""
 
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from curvops.gp.infinite_width import InfiniteWidthKernel
@@ -27,10 +29,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     try:
         from curvops.gp.botorch_model import LaplaceModel
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if (error.name or "").split(".")[0] != "botorch":
             raise
-        raise ModuleNotFoundError(
-            "LaplaceModel needs BoTorch: pip install curvops[botorch].", name="botorch"
+        found = find_spec("botorch") and version("botorch")
+        if isinstance(error, ModuleNotFoundError) and not found:
+            message = "LaplaceModel needs BoTorch: pip install curvops[botorch]."
+            raise ModuleNotFoundError(message, name="botorch") from error
+        raise ImportError(
+            f"LaplaceModel needs BoTorch 0.14 or newer, this is {found}, without what is imported ({error}): pip "
+            "install --upgrade curvops[botorch].",
+            name="botorch",
         ) from error
     return LaplaceModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from botorch.acquisition.objective import PosteriorTransform
@@ -14,6 +14,7 @@ from botorch.models.transforms.input import InputTransform
 from botorch.models.transforms.outcome import OutcomeTransform
 from botorch.posteriors.gpytorch import GPyTorchPosterior
 from botorch.posteriors.posterior import Posterior
+from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,6 +26,15 @@ from curvops.posterior import Laplace
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
 MODES = ("map", "linear")
+
+
+class Observed(NamedTuple):
+    """Targets of some outputs at some points, and their noise, in the network's space."""
+
+    X: Float[Tensor, "*b n d"]
+    Y: Float[Tensor, "*c n m"]
+    noise: Float[Tensor, "*e n m"]
+    outputs: list[int]
 
 
 class LaplaceModel(Model, FantasizeMixin):
@@ -63,7 +73,7 @@ class LaplaceModel(Model, FantasizeMixin):
         check_choice("mode", mode, MODES)
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
-        self._observed: list[tuple[Tensor, Tensor, Tensor]] = []  # X, Y and noise, in the network's space
+        self._observed: list[Observed] = []
         self._outputs = list(range(post.lin.num_outputs))
         if input_transform is not None:
             self.input_transform = input_transform
@@ -78,8 +88,12 @@ class LaplaceModel(Model, FantasizeMixin):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The batch shape of the observations that the model was conditioned on."""
-        return torch.broadcast_shapes(*(part.shape[:-2] for X, Y, _ in self._observed for part in (X, Y)))
+        """The batch shape of what the model was conditioned on."""
+        return torch.broadcast_shapes(*(part.shape[:-2] for seen in self._observed for part in seen[:3]))
+
+    def forward(self, X: Float[Tensor, "*b q d"]) -> MultivariateNormal:
+        """Return the distribution of the outputs at X before the outcome transform, as acquisitions call a model."""
+        return self._distribution(X)
 
     def posterior(  # type: ignore[override]
         self,
@@ -90,52 +104,73 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> Posterior:
         """Return the distribution of the outputs at X, joint within each set of q points; see BoTorch's `Model`."""
         self.eval()
+        found: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
+        if hasattr(self, "outcome_transform"):
+            found = self.outcome_transform.untransform_posterior(found, X=X)
+        return found if posterior_transform is None else posterior_transform(found)
+
+    def _distribution(
+        self, X: Tensor, output_indices: Sequence[int] | None = None, observation_noise: bool | Tensor = False
+    ) -> MultivariateNormal:
         mean, covariance = self._condition(self._transformed(X))
-        chosen = self._outputs if output_indices is None else [self._outputs[i] for i in output_indices]
         q, C = mean.shape[-2:]
-        if observation_noise is not False:
-            noise = self._noise() if observation_noise is True else observation_noise
-            covariance = covariance + noise.to(mean).expand_as(mean).flatten(-2).diag_embed()
+        asked = range(self.num_outputs) if output_indices is None else self._checked(output_indices)
+        chosen = [self._outputs[i] for i in asked]
         if chosen != list(range(C)):
             by_output = covariance.unflatten(-1, (q, C)).unflatten(-3, (q, C))
             covariance = by_output[..., chosen, :, :][..., chosen].flatten(-2).flatten(-3, -2)
             mean = mean[..., chosen]
+        if observation_noise is not False:
+            noise = self._noise("observation_noise", observation_noise, mean, q)[..., list(asked)]
+            covariance = covariance + noise.expand(mean.shape).flatten(-2).diag_embed()
         if mean.shape[-1] == 1:
-            distribution = Normal(mean.squeeze(-1).to(X), Dense(covariance.to(X), psd=True))
-        else:
-            distribution = MultitaskNormal(mean.to(X), Dense(covariance.to(X), psd=True))
-        found: Posterior = GPyTorchPosterior(distribution)
-        if hasattr(self, "outcome_transform"):
-            found = self.outcome_transform.untransform_posterior(found, X=X)
-        return found if posterior_transform is None else posterior_transform(found)
+            return Normal(mean.squeeze(-1).to(X), Dense(covariance.to(X), psd=True))
+        return MultitaskNormal(mean.to(X), Dense(covariance.to(X), psd=True))
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> LaplaceModel:
         """Return the model conditioned on targets Y (*b' x n x m) at X (*b x n x d), each with its batches.
 
-        The linearisation does not change, which is exact for the linear model. `noise` is the variance of the
-        targets; None uses the likelihood's.
+        The linearisation stays: exact for the linear model. `noise` is that of the targets, of a shape that expands to
+        theirs; None is the likelihood's. Of a `subset_output` the targets are those of its outputs.
         """
-        C = self.post.lin.num_outputs
-        if X.shape[-2] != Y.shape[-2] or Y.shape[-1] != C or self.num_outputs != C:
+        as_points(self.post.lin, X)
+        if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
             raise ValueError(
-                f"Y must be of shape (..., {X.shape[-2]}, {C}) for X of shape {tuple(X.shape)}, with all outputs of "
-                f"the network, got {tuple(Y.shape)}."
+                f"Y must be of shape (..., {X.shape[-2]}, {self.num_outputs}) for X of shape {tuple(X.shape)} and a "
+                f"model of {self.num_outputs} outputs, got {tuple(Y.shape)}."
             )
+        for name, values in (("X", X), ("Y", Y)):
+            if not bool(values.isfinite().all()):
+                raise ValueError(f"{name} holds NaN or infinite values: leave out the points without targets.")
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y)
-        noise = (self._noise() if noise is None else noise).to(Y)
-        noise = noise.expand(torch.broadcast_shapes(noise.shape, Y.shape[-2:]))
         new = copy(self)
-        new._observed = [*self._observed, (self._transformed(X), Y, noise)]
+        variances = self._noise("noise", True if noise is None else noise, Y, Y.shape[-2])
+        seen = Observed(self._transformed(X), Y, variances, self._outputs)
+        new._observed = [*self._observed, seen]
+        try:
+            _ = new.batch_shape
+        except RuntimeError as error:
+            shapes = [tuple(part.shape) for part in (X, Y, seen.noise)]
+            raise ValueError(
+                f"the batches of X, Y and noise {shapes} do not go together, or not with those of the observations "
+                f"before, {tuple(self.batch_shape)}."
+            ) from error
         return new
 
     def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
         """Return the model of a subset of the outputs."""
         new = copy(self)
-        new._outputs = [self._outputs[i] for i in idcs]
+        new._outputs = [self._outputs[i] for i in self._checked(idcs)]
         return new
+
+    def _checked(self, indices: Sequence[int]) -> list[int]:
+        found, count = list(indices), self.num_outputs
+        if not found or not all(-count <= i < count for i in found):
+            raise ValueError(f"outputs must be some of the {count} of this model, as indices from 0, got {found}.")
+        return found
 
     def draw_function(self, generator: torch.Generator | None = None) -> GenericDeterministicModel:
         """Return one draw of the linearised function as a deterministic model, for Thompson sampling.
@@ -161,18 +196,35 @@ class LaplaceModel(Model, FantasizeMixin):
     def _set_transformed_inputs(self) -> None:
         """Do nothing: the training inputs are those of the linearisation, on which the network was trained."""
 
-    def _noise(self) -> Tensor:
-        if not isinstance(self.likelihood, Gaussian):
+    def _noise(self, name: str, given: Any, like: Tensor, points: int) -> Float[Tensor, "*b n m"]:
+        """Return the variances of targets of this model's outputs; True stands for the likelihood's."""
+        m = self.num_outputs
+        if given is True:
+            if not isinstance(self.likelihood, Gaussian):
+                raise ValueError(
+                    f"observation noise is that of a Gaussian likelihood, this is {self.likelihood!r}: take the "
+                    "outputs' own distribution, observation_noise=False, with an objective such as GenericMCObjective."
+                )
+            of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
+            return of_all[self._outputs].expand(points, m)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a tensor of variances, or True or False, got {given!r}.")
+        try:
+            noise = given.to(like).expand(*given.shape[:-2], points, m)
+        except RuntimeError as error:
             raise ValueError(
-                f"observation noise needs a Gaussian likelihood, and this is {self.likelihood!r}: use the outputs' "
-                "own distribution, observation_noise=False, with an objective such as GenericMCObjective."
-            )
-        return self.likelihood.noise
+                f"{name} must have a shape that expands to (..., {points}, {m}), points by outputs, got "
+                f"{tuple(given.shape)}."
+            ) from error
+        if not bool(((noise >= 0) & noise.isfinite()).all()):
+            raise ValueError(f"{name} holds variances: none may be negative or not finite.")
+        return noise
 
     def _moments(self, X: Float[Tensor, "*b q d"]) -> tuple[Float[Tensor, "*b q C"], Float[Tensor, "*b qC qC"]]:
         """Return the mean and the covariance under the posterior, before any observations."""
-        lin, batch, q = self.post.lin, X.shape[:-2], X.shape[-2]
+        lin = self.post.lin
         points = as_points(lin, X)
+        batch, q = X.shape[:-2], X.shape[-2]
         predicted = self.post.predict(points, groups=q)
         mean, covariance = predicted.mean, predicted.covariance_matrix
         if self._step is not None:
@@ -184,27 +236,36 @@ class LaplaceModel(Model, FantasizeMixin):
         """Return the mean and the covariance given the observations, by the conditional of a joint normal."""
         if not self._observed:
             return self._moments(X)
-        sets = [X, *(points.to(X) for points, _, _ in self._observed)]
+        sets = [X, *(seen.X.to(X) for seen in self._observed)]
         shared = torch.broadcast_shapes(*(part.shape[:-2] for part in sets))
         mean, covariance = self._moments(torch.cat([part.expand(*shared, -1, -1) for part in sets], -2))
-        q, C = X.shape[-2], mean.shape[-1]
         batch = torch.broadcast_shapes(shared, self.batch_shape)
-        Y = torch.cat([Y.to(mean).expand(*batch, -1, -1) for _, Y, _ in self._observed], -2)
-        noises = [noise.to(mean) for _, _, noise in self._observed]
-        each = torch.broadcast_shapes(*(noise.shape[:-2] for noise in noises))
-        noise = torch.cat([noise.expand(*each, -1, -1) for noise in noises], -2).flatten(-2)
-        cut = q * C
-        given = covariance[..., cut:, cut:] + noise.diag_embed()
+        q, C = X.shape[-2], mean.shape[-1]
+        rows, start = [], q
+        for seen in self._observed:
+            by_point = torch.arange(start, start + seen.X.shape[-2], device=mean.device).unsqueeze(1) * C
+            rows.append((by_point + torch.tensor(seen.outputs, device=mean.device)).flatten())
+            start += seen.X.shape[-2]
+        told, cut = torch.cat(rows), q * C
+        Y, noise = (_joined(parts) for parts in zip(*((seen.Y.to(mean), seen.noise) for seen in self._observed)))
+        given = covariance[..., told, :][..., told] + noise.diag_embed()
         factor, info = torch.linalg.cholesky_ex(given)
         left = factor.diagonal(dim1=-2, dim2=-1).square() / given.diagonal(dim1=-2, dim2=-1)
-        if bool(((info > 0) | (left.amin(-1) < 10 * noise.shape[-1] * torch.finfo(left.dtype).eps)).any()):
+        least = 10 * len(told) * torch.finfo(left.dtype).eps
+        if bool((info > 0).any() | (left < least).any()):
             raise ValueError(
                 "the observations' covariance is singular: points that are repeated, or too close to each other for "
                 "their noise. Leave some out, or pass noise; no jitter is added."
             )
-        half = torch.linalg.solve_triangular(factor, covariance[..., cut:, :cut], upper=False)
-        residual = (Y - mean[..., q:, :]).flatten(-2).unsqueeze(-1)
-        moved = half.mT @ torch.linalg.solve_triangular(factor.expand(*batch, -1, -1), residual, upper=False)
+        half = torch.linalg.solve_triangular(factor, covariance[..., told, :cut], upper=False)
+        residual = (Y - mean.flatten(-2)[..., told]).unsqueeze(-1)
+        moved = half.mT @ torch.linalg.solve_triangular(factor, residual, upper=False)
         conditioned = mean[..., :q, :] + moved.squeeze(-1).unflatten(-1, (q, C))
         reduced = covariance[..., :cut, :cut] - half.mT @ half
-        return conditioned, reduced.expand(*batch, -1, -1)
+        return conditioned.expand(*batch, -1, -1), reduced.expand(*batch, -1, -1)
+
+
+def _joined(parts: Sequence[Float[Tensor, "*b n m"]]) -> Float[Tensor, "*c nm"]:
+    """Return numbers of points and outputs, each part with its batches, in one row for each batch of all."""
+    batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
+    return torch.cat([part.expand(*batch, -1, -1).flatten(-2) for part in parts], -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,12 +12,17 @@ from botorch.acquisition import LogExpectedImprovement, qUpperConfidenceBound
 from botorch.acquisition.acquisition import AcquisitionFunction
 from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
 from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.acquisition.max_value_entropy_search import qLowerBoundMaxValueEntropy, qMaxValueEntropy
 from botorch.acquisition.monte_carlo import qSimpleRegret
 from botorch.acquisition.objective import GenericMCObjective, ScalarizedPosteriorTransform
+from botorch.exceptions.errors import DeprecationError
+from botorch.models import ModelList, SingleTaskGP
 from botorch.models.transforms.input import Normalize
 from botorch.models.transforms.outcome import Standardize
 from botorch.optim import optimize_acqf
+from botorch.posteriors import GPyTorchPosterior
 from botorch.sampling import SobolQMCNormalSampler
+from botorch.utils.testing import BotorchTestCase, get_random_data
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
@@ -87,7 +93,7 @@ def test_fantasies_share_their_points() -> None:
     found, x = fantasies.posterior(torch.rand(2, 4, 2, dtype=DOUBLE)), torch.rand(4, 2, dtype=DOUBLE)
     assert found.mean.shape == (5, 2, 4, 1)
     found = fantasies.posterior(x)
-    _, Y, _ = fantasies._observed[0]
+    Y = fantasies._observed[0].Y
     mean, covariance = dense_moments(post, x, post.lin.theta, (X[1], Y[3, 1]))
     torch.testing.assert_close(found.mean[3, 1], mean, **EXACT)
     torch.testing.assert_close(found.distribution.covariance_matrix[3, 1], covariance, **EXACT)
@@ -107,6 +113,105 @@ def test_noise_of_each_batch() -> None:
         torch.testing.assert_close(found.variance[:, i], alone.variance, **EXACT)
     fantasies = model.fantasize(X, SobolQMCNormalSampler(torch.Size([3]), seed=0), observation_noise=noise)
     assert fantasies.posterior(new).mean.shape == (3, 2, 4, 2)
+
+
+def test_observations_of_some_outputs_with_noise_of_their_own() -> None:
+    """Told twice: of outputs 2 and 0 at two points with a noise each, then of all at a third."""
+    post = posterior(3)
+    lin, x = post.lin, torch.rand(4, 2, dtype=DOUBLE)
+    X, Y = torch.rand(3, 2, dtype=DOUBLE), torch.rand(3, 3, dtype=DOUBLE)
+    noise = torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=DOUBLE)
+    told = LaplaceModel(post).subset_output([2, 0]).condition_on_observations(X[:2], Y[:2][:, [2, 0]], noise)
+    told._outputs = [0, 1, 2]
+    found = told.condition_on_observations(X[2:], Y[2:]).posterior(x)
+    rows = [2, 0, 5, 3, 6, 7, 8]
+    J, R = lin.jacobian(X).to_dense()[rows], torch.cat([noise.flatten(), torch.full((3,), NOISE, dtype=DOUBLE)])
+    P = post.precision.to_dense() + J.mT @ (J / R[:, None])
+    gap = (Y - lin.predict(X)).flatten()[rows]
+    J_x = lin.jacobian(x).to_dense()
+    mean = lin.predict(x) + (J_x @ torch.linalg.solve(P, J.mT @ (gap / R))).view(4, 3)
+    torch.testing.assert_close(found.mean, mean, **EXACT)
+    covariance = J_x @ torch.linalg.solve(P, J_x.mT)
+    torch.testing.assert_close(found.distribution.covariance_matrix, covariance, **EXACT)
+
+
+def test_fantasies_with_noise_of_their_own_and_of_no_points() -> None:
+    model, sampler = LaplaceModel(posterior(2)), SobolQMCNormalSampler(torch.Size([5]), seed=0)
+    X, x = torch.rand(3, 2, 2, dtype=DOUBLE), torch.rand(3, 4, 2, dtype=DOUBLE)
+    noises = torch.rand(3, 2, 2, dtype=DOUBLE) + 0.1
+    found = model.fantasize(X, sampler, observation_noise=noises).posterior(x)
+    assert found.mean.shape == (5, 3, 4, 2)
+    for i in range(3):
+        alone = model.fantasize(X[i], sampler, observation_noise=noises[i]).posterior(x[i])
+        torch.testing.assert_close(found.variance[:, i], alone.variance, **EXACT)
+    nothing = model.fantasize(X[:, :0], sampler).posterior(x)
+    torch.testing.assert_close(nothing.mean, model.posterior(x).mean.expand(5, -1, -1, -1))
+    torch.testing.assert_close(nothing.variance, model.posterior(x).variance.expand(5, -1, -1, -1))
+
+
+def test_repeated_candidates_are_drawn_alike() -> None:
+    """The covariance of three equal points and one other is singular; no jitter tells them apart."""
+    X = torch.rand(2, 2, dtype=DOUBLE)[[0, 0, 0, 1]]
+    drawn = LaplaceModel(posterior()).posterior(X).rsample(torch.Size([50]))
+    torch.testing.assert_close(drawn[:, 1:3], drawn[:, :1].expand(-1, 2, -1), rtol=0, atol=1e-7)
+    assert float((drawn[:, 3] - drawn[:, 0]).abs().max()) > 1e-3
+
+
+def test_lists_of_models() -> None:
+    X, sampler = torch.rand(3, 2, 2, dtype=DOUBLE), SobolQMCNormalSampler(torch.Size([4]), seed=0)
+    one, three = LaplaceModel(posterior()), LaplaceModel(posterior(3))
+    process = SingleTaskGP(torch.rand(5, 2, dtype=DOUBLE), torch.rand(5, 1, dtype=DOUBLE))
+    models = ModelList(one, three, process)
+    each = torch.cat([model.posterior(X).mean for model in (one, three, process)], -1)
+    torch.testing.assert_close(models.posterior(X).mean, each)
+    torch.testing.assert_close(models.posterior(X, output_indices=[3, 1]).mean, each[..., [1, 3]])
+    torch.testing.assert_close(models.subset_output([0, 2]).posterior(X).mean, each[..., [0, 2]])
+    assert ModelList(one, one).fantasize(X, sampler).posterior(X).mean.shape == (4, 3, 2, 2)
+
+
+class TestAsBotorchTestsModels(BotorchTestCase):  # type: ignore[misc]
+    """What BoTorch's tests ask of `GPyTorchModel` and `SingleTaskGP`, where it applies (test_gpytorch.py, 0.18)."""
+
+    def test_model(self) -> None:
+        for m, batch, dtype in product((1, 2), ((), (2,)), (torch.float32, torch.float64)):
+            with self.subTest(m=m, batch=batch, dtype=dtype):
+                kinds = {"dtype": dtype, "device": self.device}
+                x, y = get_random_data(torch.Size(), m=m, d=2, **kinds)
+                net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, m)).to(dtype)
+                lin = co.linearize(net, (x, y), co.likelihoods.Gaussian(NOISE))
+                model = LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
+                self._check(model, m, torch.Size(batch), kinds)
+
+    def _check(self, model: LaplaceModel, m: int, batch: torch.Size, kinds: dict[str, Any]) -> None:
+        self.assertEqual(model.num_outputs, m)
+        self.assertEqual(model.batch_shape, torch.Size())
+        X = torch.rand(*batch, 3, 2, **kinds)
+        plain = model.posterior(X)
+        self.assertIsInstance(plain, GPyTorchPosterior)
+        self.assertEqual(plain.mean.shape, (*batch, 3, m))
+        self.assertEqual(plain.mean.dtype, kinds["dtype"])
+        noisy = model.posterior(X, observation_noise=True)
+        self.assertAllClose(noisy.variance, plain.variance + NOISE)
+        extra = torch.rand(*batch, 3, m, **kinds)
+        given = model.posterior(X, observation_noise=extra)
+        self.assertAllClose(given.variance, plain.variance + extra, rtol=1e-4, atol=1e-5)
+        zeros = ScalarizedPosteriorTransform(weights=torch.zeros(m, **kinds))
+        self.assertAllClose(model.posterior(X, posterior_transform=zeros).mean, torch.zeros(*batch, 3, 1, **kinds))
+        self.assertEqual(model.subset_output([0]).posterior(X).mean.shape, (*batch, 3, 1))
+        sampler = SobolQMCNormalSampler(sample_shape=torch.Size([2]))
+        for n in (0, 2):
+            x = torch.rand(*batch, n, 2, **kinds)
+            for noise in (None, torch.rand(n, m, **kinds) + 0.1):
+                fantasy = model.fantasize(x, sampler, observation_noise=noise)
+                self.assertIsInstance(fantasy, LaplaceModel)
+                self.assertEqual(fantasy.batch_shape, (2, *batch))
+                self.assertEqual(fantasy.posterior(X).mean.shape, (2, *batch, 3, m))
+                self.assertEqual(fantasy.posterior(X[..., :1, :]).rsample(torch.Size([4])).shape, (4, 2, *batch, 1, m))
+        with self.assertRaisesRegex(DeprecationError, "no longer accepts a boolean"):
+            model.fantasize(X, sampler, observation_noise=True)
+        told = model.condition_on_observations(X, torch.rand(*batch, 3, m, **kinds))
+        self.assertTrue(bool((told.posterior(X).variance < plain.variance).all()))
+        self.assertAllClose(model.posterior(X).mean, plain.mean)  # the model itself is as it was
 
 
 def test_gradients_in_the_candidates() -> None:
@@ -157,9 +262,11 @@ ACQUISITIONS: dict[str, Callable[[LaplaceModel], AcquisitionFunction]] = {
     "LogEI": lambda model: LogExpectedImprovement(model, 0.5),
     "qLogEI": lambda model: qLogExpectedImprovement(model, 0.5, sampler=SobolQMCNormalSampler(torch.Size([8]))),
     "qLogNEI": lambda model: qLogNoisyExpectedImprovement(
-        model, torch.rand(4, 2, dtype=DOUBLE), sampler=SobolQMCNormalSampler(torch.Size([8])), cache_root=False
+        model, torch.rand(4, 2, dtype=DOUBLE), sampler=SobolQMCNormalSampler(torch.Size([8]))
     ),
     "qUCB": lambda model: qUpperConfidenceBound(model, 0.2, sampler=SobolQMCNormalSampler(torch.Size([8]))),
+    "qMES": lambda model: qMaxValueEntropy(model, torch.rand(20, 2, dtype=DOUBLE), num_fantasies=2, num_y_samples=8),
+    "GIBBON": lambda model: qLowerBoundMaxValueEntropy(model, torch.rand(20, 2, dtype=DOUBLE)),
     "qKG": lambda model: qKnowledgeGradient(model, num_fantasies=2),
     "Thompson": lambda model: qSimpleRegret(model.draw_function(torch.Generator().manual_seed(0))),
 }
@@ -170,9 +277,12 @@ def test_acquisition_functions_are_optimised(name: str) -> None:
     torch.manual_seed(0)
     acquisition = ACQUISITIONS[name](LaplaceModel(posterior()))
     q = 1 if name in ("LogEI", "Thompson") else 2
-    options = {"maxiter": 3}
-    candidates, value = optimize_acqf(acquisition, BOUNDS, q=q, num_restarts=2, raw_samples=4, options=options)
-    assert candidates.shape == (q, 2) and bool(value.isfinite()) and bool(((candidates >= 0) & (candidates <= 1)).all())
+    options, one_by_one = {"maxiter": 3}, name in ("qMES", "GIBBON")
+    candidates, value = optimize_acqf(
+        acquisition, BOUNDS, q=q, num_restarts=2, raw_samples=4, options=options, sequential=one_by_one
+    )
+    assert candidates.shape == (q, 2) and bool(value.isfinite().all())
+    assert bool(((candidates >= 0) & (candidates <= 1)).all())
 
 
 def test_probabilities_of_a_classifier_as_an_objective() -> None:
@@ -196,36 +306,6 @@ def test_a_drawn_function_is_one_function() -> None:
     torch.testing.assert_close(drawn.posterior(X).mean, expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda model: LaplaceModel(model), TypeError, "post must be a Laplace posterior"),
-        (lambda model: LaplaceModel(model.post, mode="mean"), ValueError, "mode must be"),
-        (lambda model: model.posterior(torch.rand(4, 3, dtype=DOUBLE)), ValueError, r"expected \(..., n, 2\)"),
-        (
-            lambda model: model.condition_on_observations(torch.rand(4, 2), torch.rand(3, 1)),
-            ValueError,
-            r"Y must be of shape \(..., 4, 1\)",
-        ),
-        (
-            lambda model: model.condition_on_observations(
-                torch.ones(2, 2, dtype=DOUBLE), torch.rand(2, 1, dtype=DOUBLE), noise=torch.zeros(1, dtype=DOUBLE)
-            ).posterior(torch.rand(1, 2, dtype=DOUBLE)),
-            ValueError,
-            "covariance is singular",
-        ),
-        (
-            lambda model: model.condition_on_observations(torch.rand(2, 2), torch.rand(2, 1)).draw_function(),
-            ValueError,
-            "no draws of the weights",
-        ),
-    ],
-)
-def test_wrong_calls(call: Callable[[LaplaceModel], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call(LaplaceModel(posterior()))
-
-
 def test_without_botorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -235,3 +315,14 @@ def test_without_botorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
         co.gp.__getattr__("LaplaceModel")
     with pytest.raises(AttributeError, match="no attribute 'Model'"):
         co.gp.__getattr__("Model")
+
+
+def test_without_a_name_of_botorch_the_error_names_the_version_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import botorch.models.model
+
+    monkeypatch.delitem(sys.modules, "curvops.gp.botorch_model")
+    monkeypatch.delattr(botorch.models.model, "FantasizeMixin")
+    with pytest.raises(ImportError, match=r"BoTorch 0.14 or newer, this is [\d.]+.*FantasizeMixin"):
+        co.gp.__getattr__("LaplaceModel")

@@ -1,0 +1,115 @@
+"""Which digits to label next?     python -m benchmarks.active_learning
+
+A network learns from few labelled digits and asks for ten more at a time: those of which it knows least by the
+epistemic part of `post.uncertainty`, by the total entropy, or any. Once with scikit-learn's digits, once with as many
+blends of two digits among them, whose label is one of the two at random: of these there is nothing to learn. What is
+not finished after an interruption starts at the next seed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import curvops as co
+from benchmarks import study_page
+from benchmarks.tables import table
+from curvops.cli.demo.digits import Images, load_digits
+from curvops.cli.demo.network import linear_layers
+from curvops.plots import style
+
+START, TOGETHER, ROUNDS, CANDIDATES = 20, 10, 10, 300
+"""Labels at first, labels a round, rounds, and points of the pool that a round looks at."""
+WIDTH, STEPS = 50, 60
+TASKS = ("digits", "digits and blends")
+METHODS = ("epistemic", "total entropy", "at random")
+PARTS = study_page.MEASURED / "active_learning.parts"
+"""A file for each seed: what of it is done, until the study is."""
+
+
+def blends(images: Images, generator: torch.Generator) -> Images:
+    """Means of two digits of different classes, each with the label of one of the two."""
+    first, second = (torch.randperm(len(images), generator=generator) for _ in range(2))
+    apart = images.y[first] != images.y[second]
+    first, second = first[apart], second[apart]
+    either = torch.rand(len(first), generator=generator) < 0.5
+    x = (images.x[first] + images.x[second]) / 2
+    return Images(x, torch.where(either, images.y[first], images.y[second]))
+
+
+def pool(task: str, seed: int) -> Images:
+    """What may be labelled, in random order: of the second task half are blends."""
+    generator, images = torch.Generator().manual_seed(seed), load_digits().train
+    if task == TASKS[1]:
+        mixed = blends(images, generator)
+        images = Images(torch.cat([images.x, mixed.x]), torch.cat([images.y, mixed.y]))
+    order = torch.randperm(len(images), generator=generator)
+    return Images(images.x[order].flatten(1), images.y[order])
+
+
+def train(network: nn.Module, data: Images, prior: float) -> None:
+    """To near a mode of the posterior."""
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        squares = torch.stack([p.square().sum() for p in network.parameters()]).sum()
+        value = nn.functional.cross_entropy(network(data.x), data.y, reduction="sum") + 0.5 * prior * squares
+        value.backward()
+        return value.detach()
+
+    optimizer.step(loss)
+
+
+def scores(method: str, post: co.Laplace, x: Tensor, generator: torch.Generator) -> Tensor:
+    """How much each point is asked for."""
+    if method == "at random":
+        return torch.rand(len(x), generator=generator)
+    found = post.uncertainty(x, generator=generator)
+    return found.epistemic if method == "epistemic" else found.total
+
+
+def run(task: str, method: str, seed: int, test: Images) -> tuple[list[float], float]:
+    """Test accuracy before each round and after the last, and the share of blends among the points asked for."""
+    torch.manual_seed(seed)
+    generator, images = torch.Generator().manual_seed(seed), pool(task, seed)
+    network, prior = linear_layers(64, WIDTH, 10), 0.1
+    chosen = list(range(START))
+    accuracy = []
+    for _ in range(ROUNDS + 1):
+        known = Images(images.x[chosen], images.y[chosen])
+        train(network, known, prior)
+        with torch.no_grad():
+            accuracy.append(float((network(test.x.flatten(1)).argmax(1) == test.y).double().mean()))
+        lin = co.linearize(network, (known.x, known.y), "classification")
+        post = co.evidence.maximize(co.laplace(lin, co.KFAC, prior, check_mode=False))
+        prior = float(post.prior_precision)
+        left = torch.tensor(sorted(set(range(len(images))) - set(chosen)))
+        some = left[torch.randperm(len(left), generator=generator)[:CANDIDATES]]
+        best = scores(method, post, images.x[some], generator).topk(TOGETHER).indices
+        chosen += some[best].tolist()
+    clean = {tuple(row) for row in load_digits().train.x.flatten(1).tolist()}
+    asked = images.x[chosen[START : START + ROUNDS * TOGETHER]].tolist()
+    return accuracy, sum(tuple(row) not in clean for row in asked) / len(asked)
+
+
+def of_seed(seed: int) -> dict[str, Any]:
+    """By task and method the accuracies, the share of blends and the seconds, each kept as soon as it is known."""
+    PARTS.mkdir(exist_ok=True)
+    kept, test = PARTS / f"{seed}.json", load_digits().test
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    for task in TASKS:
+        for method in METHODS:
+            if method not in found.setdefault(task, {}):
+                start = time.process_time()
+                accuracy, share = run(task, method, seed, test)
+                seconds = time.process_time() - start
+                found[task][method] = {"accuracy": accuracy, "blends": share, "seconds": seconds}
+                print(seed, task, method, [round(value, 3) for value in accuracy], share, flush=True)
+                kept.write_text(json.dumps(found))
+    return found

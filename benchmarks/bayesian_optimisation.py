@@ -1,0 +1,335 @@
+"""Bayesian optimisation with networks as surrogates:     python -m benchmarks.bayesian_optimisation
+
+Branin (2 inputs), Hartmann-6, and draws of a random network with 30 inputs, maximised two evaluations at a time. Each
+round every surrogate is fitted to all targets so far, from where it was in the round before, and the next points are
+those of largest `qLogExpectedImprovement`. What is not finished after an interruption starts at the next seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from botorch.acquisition.logei import qLogExpectedImprovement
+from botorch.exceptions.warnings import BotorchWarning
+from botorch.fit import fit_gpytorch_mll
+from botorch.models import SingleTaskGP
+from botorch.models.ensemble import EnsembleModel
+from botorch.models.model import Model
+from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
+from botorch.sampling.index_sampler import IndexSampler
+from botorch.test_functions import Branin, Hartmann
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import curvops as co
+from benchmarks import study_page
+from benchmarks.tables import table
+from curvops.cli.demo.network import linear_layers
+from curvops.plots import style
+
+DOUBLE = torch.float64
+TOGETHER = 2
+"""Evaluations a round."""
+MEMBERS, WIDE = 5, 50
+"""Networks of the ensemble; units of each hidden layer where few weights have a posterior, or none."""
+STEPS = 10
+"""Of the evidence's maximisation in a round: the next one goes on from there."""
+MOST_NOISE = 0.01
+"""Of the targets' variance. The functions have no noise; where the evidence finds more, the noise is left as it was."""
+PICTURED = "Branin"
+PARTS = study_page.MEASURED / "bayesian_optimisation.parts"
+"""A file for each seed: what of it is done, until the study is."""
+GRID = 41
+"""Points a side of the figure's grid."""
+
+Objective = Callable[[Tensor], Tensor]
+"""Of points (n, d) in the unit cube the values (n,), to be maximised."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A function of the unit cube, the same for all methods of a seed."""
+
+    inputs: int
+    start: int
+    """Points of a scrambled Sobol sequence before the first round."""
+    rounds: int
+    width: int
+    """Units of each of the two hidden layers where all weights have a posterior: about 1,000 of them."""
+    make: Callable[[int], tuple[Objective, float]]
+    """Of a seed the function and its largest value."""
+
+
+def synthetic(name: type[Branin] | type[Hartmann]) -> Callable[[int], tuple[Objective, float]]:
+    """A function of BoTorch's, moved to the unit cube."""
+
+    def make(_: int) -> tuple[Objective, float]:
+        function = name(negate=True).double()
+        low, high = function.bounds
+        return lambda x: function(low + (high - low) * x), float(function.optimal_value)
+
+    return make
+
+
+@cache
+def network_draw(seed: int) -> tuple[Objective, float]:
+    """A random tanh network of two layers with 50 units and 30 inputs, in units of its deviation over the cube."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=DOUBLE)
+
+    sizes = (30, 50, 50, 1)
+    layers = [(2 * normal(i, o) / math.sqrt(i), normal(o)) for i, o in zip(sizes, sizes[1:])]
+
+    def raw(x: Tensor) -> Tensor:
+        h = 2 * x - 1
+        for i, (weight, bias) in enumerate(layers):
+            h = (h.tanh() if i else h) @ weight + bias
+        return h.squeeze(-1)
+
+    some = torch.rand(2000, 30, generator=generator, dtype=DOUBLE)
+    deviation = float(raw(some).std())
+    x = some[raw(some).topk(300).indices].requires_grad_()  # the maximum, by ascent from the best of them
+    optimizer = torch.optim.Adam([x], 0.02)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (-raw(x).sum()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            x.clamp_(0, 1)
+    return lambda x: raw(x) / deviation, float(raw(x.detach()).max()) / deviation
+
+
+PROBLEMS = {
+    "Branin": Problem(2, 6, 10, 24, synthetic(Branin)),
+    "Hartmann-6": Problem(6, 10, 15, 24, synthetic(Hartmann)),
+    "network, 30 inputs": Problem(30, 20, 12, 13, network_draw),
+}
+
+
+class HalfCircles(nn.Module):
+    """Each input of the unit cube as a point of a half circle, so that all points have one norm.
+
+    A linearised network doubts its outputs the more, the larger its inputs are: with the cube's own coordinates two
+    thirds of the points chosen on Hartmann-6 lay on its faces, and the best was found no sooner than at random.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., 2 d)."""
+        return torch.cat([(math.pi * x).cos(), (math.pi * x).sin()], -1)
+
+
+class Surrogate:
+    """A model that is fitted again and again, each time from where it was."""
+
+    sampler: Any = None
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self.problem, self.seed = problem, seed
+        torch.manual_seed(seed)
+
+    def fit(self, x: Tensor, y: Tensor) -> Model:
+        """Return a model of the standardised targets y (n, 1)."""
+        raise NotImplementedError
+
+
+class LinearisedNetwork(Surrogate):
+    """A network at a mode, its full-GGN posterior, layers' prior precisions and noise of largest evidence."""
+
+    width: int | None = None
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, seed)
+        width = self.width or problem.width
+        self.network = nn.Sequential(HalfCircles(), *linear_layers(2 * problem.inputs, width, width, 1)).double()
+        self.precisions, self.noise, self.first = [1.0] * 3, 1e-3, True
+
+    def fit(self, x: Tensor, y: Tensor) -> Model:
+        """Alternate training and tuning, more often in the first round."""
+        for _ in range(3 if self.first else 1):
+            self._train(x, y)
+            post = self._tuned(x, y)
+        self.first = False
+        return co.gp.LaplaceModel(post)
+
+    def _train(self, x: Tensor, y: Tensor) -> None:
+        layers = [list(layer.parameters()) for layer in self.network if isinstance(layer, nn.Linear)]
+        optimizer = torch.optim.LBFGS(self.network.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            squares = [a * sum(p.square().sum() for p in layer) for a, layer in zip(self.precisions, layers)]
+            value = (self.network(x) - y).square().sum() / (2 * self.noise) + sum(squares) / 2
+            value.backward()
+            return value.detach()
+
+        optimizer.step(loss)
+
+    def _tuned(self, x: Tensor, y: Tensor) -> co.Laplace:
+        lin = self._linearized((x, y), co.likelihoods.Gaussian(torch.tensor(self.noise, dtype=DOUBLE)))
+        names = sorted({name.split(".")[0] for name in lin.unflatten(lin.theta)})
+        start = {f"{name}.*": a for name, a in zip(names, self.precisions[-len(names) :])}
+        post = co.laplace(lin, co.GGN, start, check_mode=False)
+        best = co.evidence.maximize(post, over=("layers", "noise"), steps=STEPS)
+        if best.observation_noise > MOST_NOISE:
+            best = co.evidence.maximize(post, over="layers", steps=STEPS)
+        found = lin.unflatten(best.prior_precision.expand_as(lin.theta))
+        self.precisions[-len(names) :] = [float(found[f"{name}.bias"][0]) for name in names]
+        self.noise = best.observation_noise
+        return best
+
+    def _linearized(self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian) -> co.Linearization:
+        return co.linearize(self.network, data, likelihood)
+
+
+class LinearisedLastLayer(LinearisedNetwork):
+    """The same of a wider network with the weights of the last layer alone (Snoek et al. 2015); others' prior is 1."""
+
+    width = WIDE
+
+    def _linearized(self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian) -> co.Linearization:
+        return co.linearize(self.network, data, likelihood, parameters="last_layer")
+
+
+class GaussianProcess(Surrogate):
+    """BoTorch's `SingleTaskGP` as it comes."""
+
+    def fit(self, x: Tensor, y: Tensor) -> Model:
+        """By the marginal likelihood."""
+        model = SingleTaskGP(x, y)
+        fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
+        return model
+
+
+class Ensemble(EnsembleModel):
+    """Networks of one shape with weights of their own, all in one pass."""
+
+    _num_outputs = 1
+
+    def __init__(self, widths: tuple[int, ...], members: int) -> None:
+        super().__init__()
+        networks = [linear_layers(*widths).double() for _ in range(members)]
+        pairs = [[p.detach() for p in network.parameters()] for network in networks]
+        self.layers = nn.ParameterList([torch.stack(parts) for parts in zip(*pairs)])
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Return (..., members, n, 1)."""
+        h, pairs = HalfCircles()(X).unsqueeze(-3), list(zip(self.layers[::2], self.layers[1::2]))
+        for i, (weight, bias) in enumerate(pairs):
+            h = (h.tanh() if i else h) @ weight.mT + bias.unsqueeze(-2)
+        return h
+
+
+class DeepEnsemble(Surrogate):
+    """Members with the prior N(0, I) and the noise 0.01, by Adam."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, seed)
+        self.model = Ensemble((2 * problem.inputs, WIDE, WIDE, 1), MEMBERS)
+        self.sampler, self.first = IndexSampler(torch.Size([MEMBERS]), seed=seed), True
+
+    def fit(self, x: Tensor, y: Tensor) -> Model:
+        """Many steps in the first round, fewer in those after it."""
+        parameters = list(self.model.layers)
+        optimizer = torch.optim.Adam(parameters, 1e-2)
+        for _ in range(1000 if self.first else 200):
+            optimizer.zero_grad()
+            penalty = torch.stack([p.square().sum() for p in parameters]).sum() / 2
+            ((self.model.forward(x) - y).square().sum() / (2 * 0.01) + penalty).backward()
+            optimizer.step()
+        self.first = False
+        return self.model
+
+
+METHODS: dict[str, type[Surrogate] | None] = {
+    "linearised, all weights": LinearisedNetwork,
+    "linearised, last layer": LinearisedLastLayer,
+    "SingleTaskGP": GaussianProcess,
+    "deep ensemble": DeepEnsemble,
+    "random search": None,
+}
+
+
+def run(problem: Problem, method: str, seed: int) -> tuple[list[float], Tensor, Tensor, Surrogate | None]:
+    """The simple regret at the start and after each round, all points and values in order, and the surrogate."""
+    function, best = problem.make(seed)
+    draw = torch.quasirandom.SobolEngine(problem.inputs, scramble=True, seed=seed).draw(problem.start, dtype=DOUBLE)
+    generator, kind = torch.Generator().manual_seed(seed), METHODS[method]
+    surrogate = None if kind is None else kind(problem, seed)
+    x, y = draw, function(draw)
+    regret = [best - float(y.max())]
+    cube = torch.stack([torch.zeros(problem.inputs, dtype=DOUBLE), torch.ones(problem.inputs, dtype=DOUBLE)])
+    for round_ in range(problem.rounds):
+        if surrogate is None:
+            new = torch.rand(TOGETHER, problem.inputs, generator=generator, dtype=DOUBLE)
+        else:
+            torch.manual_seed(1000 * seed + round_)
+            scaled = ((y - y.mean()) / y.std()).unsqueeze(1)
+            model = surrogate.fit(x, scaled)
+            sampler = surrogate.sampler or SobolQMCNormalSampler(torch.Size([64]), seed=round_)
+            acquisition = qLogExpectedImprovement(model, scaled.max(), sampler=sampler)
+            options = {"maxiter": 30}
+            new, _ = optimize_acqf(acquisition, cube, TOGETHER, num_restarts=3, raw_samples=32, options=options)
+        x, y = torch.cat([x, new]), torch.cat([y, function(new)])
+        regret.append(best - float(y.max()))
+    return regret, x, y, surrogate
+
+
+def of_seed(seed: int) -> dict[str, Any]:
+    """Regrets and seconds of every method on every problem, each kept as soon as it is known; of seed 0 the picture."""
+    PARTS.mkdir(exist_ok=True)
+    kept = PARTS / f"{seed}.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    for name, problem in PROBLEMS.items():
+        for method in METHODS:
+            if method in found.setdefault(name, {}):
+                continue
+            start = time.process_time()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", co.evidence.StepsSpent)
+                warnings.simplefilter("ignore", RuntimeWarning)  # of L-BFGS-B's last line search
+                regret, x, y, surrogate = run(problem, method, seed)
+            found[name][method] = {"regret": regret, "seconds": time.process_time() - start}
+            print(seed, name, method, [round(value, 3) for value in regret], flush=True)
+            if seed == 0 and name == PICTURED and isinstance(surrogate, LinearisedNetwork) and "picture" not in found:
+                found["picture"] = picture(surrogate, x, y)
+            kept.write_text(json.dumps(found))
+    return found
+
+
+def picture(surrogate: Surrogate, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """The surrogate's mean and deviation on a grid, in the function's units, and the points."""
+    model = surrogate.fit(x, ((y - y.mean()) / y.std()).unsqueeze(1))
+    side = torch.linspace(0, 1, GRID, dtype=DOUBLE)
+    with torch.no_grad():
+        found = model.posterior(torch.cartesian_prod(side, side).unsqueeze(1))
+    mean, deviation = (y.mean() + y.std() * found.mean).flatten(), (y.std() * found.variance.sqrt()).flatten()
+    rounded = {"mean": mean.view(GRID, GRID), "deviation": deviation.view(GRID, GRID), "x": x}
+    return {key: [[round(float(v), 4) for v in row] for row in value] for key, value in rounded.items()}
+
+
+def study(seeds: int) -> dict[str, Any]:
+    """By problem and method the regrets (seeds, rounds + 1) and the seconds a run; and the figure's picture."""
+    parts = [of_seed(seed) for seed in range(seeds)]
+    found: dict[str, Any] = {
+        name: {
+            method: {
+                "regret": torch.tensor([part[name][method]["regret"] for part in parts]),
+                "seconds": sum(part[name][method]["seconds"] for part in parts) / seeds,
+            }
+            for method in METHODS
+        }
+        for name in PROBLEMS
+    }
+    return found | {"picture": parts[0]["picture"]}
