@@ -8,8 +8,9 @@ not finished after an interruption starts at the next seed.
 
 from __future__ import annotations
 
-import json
 import time
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ START, TOGETHER, ROUNDS, CANDIDATES = 20, 10, 10, 300
 WIDTH, STEPS = 50, 60
 TASKS = ("digits", "digits and blends")
 METHODS = ("epistemic", "total entropy", "at random")
-PARTS = study_page.MEASURED / "active_learning.parts"
-"""A file for each seed: what of it is done, until the study is."""
 
 
 def blends(images: Images, generator: torch.Generator) -> Images:
@@ -98,18 +97,72 @@ def run(task: str, method: str, seed: int, test: Images) -> tuple[list[float], f
     return accuracy, sum(tuple(row) not in clean for row in asked) / len(asked)
 
 
-def of_seed(seed: int) -> dict[str, Any]:
-    """By task and method the accuracies, the share of blends and the seconds, each kept as soon as it is known."""
-    PARTS.mkdir(exist_ok=True)
-    kept, test = PARTS / f"{seed}.json", load_digits().test
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+def cell(task: str, method: str, seed: int) -> dict[str, Any]:
+    """The accuracies, the share of blends and the seconds of one run."""
+    start = time.process_time()
+    accuracy, share = run(task, method, seed, load_digits().test)
+    print(seed, task, method, [round(value, 3) for value in accuracy], share, flush=True)
+    return {"accuracy": accuracy, "blends": share, "seconds": time.process_time() - start}
+
+
+def study(seeds: int) -> dict[str, Any]:
+    """By task and method the accuracies (seeds, rounds + 1), shares of blends (seeds,) and seconds a run (seeds,)."""
+    found: dict[str, Any] = {task: {method: [] for method in METHODS} for task in TASKS}
+    for seed, task, method in product(range(seeds), TASKS, METHODS):
+        name = f"{seed}, {task}, {method}"
+        found[task][method].append(study_page.part("active_learning", name, partial(cell, task, method, seed)))
+    return {task: {method: columns(rows) for method, rows in each.items()} for task, each in found.items()}
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """By key the values of all rows."""
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+def results_table(found: dict[str, Any]) -> str:
+    """Accuracies at some numbers of labels, mean ± standard error over seeds."""
+    rounds = (0, ROUNDS // 3, 2 * ROUNDS // 3, ROUNDS)
+    rows = []
     for task in TASKS:
         for method in METHODS:
-            if method not in found.setdefault(task, {}):
-                start = time.process_time()
-                accuracy, share = run(task, method, seed, test)
-                seconds = time.process_time() - start
-                found[task][method] = {"accuracy": accuracy, "blends": share, "seconds": seconds}
-                print(seed, task, method, [round(value, 3) for value in accuracy], share, flush=True)
-                kept.write_text(json.dumps(found))
-    return found
+            values = 100 * found[task][method]["accuracy"]
+            error = values.std(0) / len(values) ** 0.5
+            cells = [f"{values.mean(0)[r]:.1f} ± {error[r]:.1f}" for r in rounds]
+            share = f"{100 * found[task][method]['blends'].mean():.0f}" if task == TASKS[1] else "–"
+            rows.append([f"{task}, {method}", *cells, share, f"{found[task][method]['seconds'].mean():.1f}"])
+    header = ["asked for", *(f"{START + TOGETHER * r} labels" for r in rounds), "blends (%)", "s"]
+    text = (
+        f"Accuracy in per cent on 500 test digits, mean ± standard error over {len(values)} seeds (the order of the "
+        "pool and the start of the network). *Blends*: their share among the points asked for. *s*: seconds of a core "
+        "for a run."
+    )
+    return f"{table(header, rows)}\n\n{text}"
+
+
+def curves(found: dict[str, Any]) -> Figure:
+    """Accuracy against the number of labels, with standard errors over seeds, a panel a task."""
+    figure = style.blank(9, 3.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    counts = START + TOGETHER * torch.arange(ROUNDS + 1)
+    for axes, task in zip(panels, TASKS):
+        for i, (method, look) in enumerate(style.looks(METHODS).items()):
+            values = 100 * found[task][method]["accuracy"]
+            options = look._asdict() | {"label": method, "markersize": 4, "linewidth": 1.5, "capsize": 2}
+            axes.errorbar(counts + 0.6 * (i - 1), values.mean(0), values.std(0) / len(values) ** 0.5, **options)
+        style.dress(axes, "labels", "test accuracy (%)" if axes is panels[0] else "", task)
+    panels[1].legend(fontsize=style.SMALL, frameon=False, loc="lower right")
+    return figure
+
+
+STUDY = study_page.Study(
+    "active_learning",
+    __doc__,
+    study,
+    {"active_learning": results_table},
+    "docs/active_learning.md",
+    figures={"active-learning": curves},
+    options={"seeds": (10, "runs of each method on each task")},
+)
+
+if __name__ == "__main__":
+    STUDY.run()

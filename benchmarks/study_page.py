@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class Study:
             chosen = {option: getattr(arguments, option) for option in self.options}
             machine = facts(torch.get_num_threads())
             keep(self.name, {"machine": machine, "options": chosen, "found": self.measure(**chosen)})
+            shutil.rmtree(MEASURED / f"{self.name}.parts", ignore_errors=True)
         kept = measured(self.name)
         for section, text in self.texts(kept).items():
             fill(arguments.page, section, text)
@@ -88,6 +90,17 @@ def keep(name: str, result: Mapping[str, Any]) -> None:
     text = json.dumps(result, indent=1, ensure_ascii=False, default=Tensor.tolist)
     text = re.sub(r"\[[^][{}\"]*\]", lambda row: " ".join(row[0].split()), text)
     (MEASURED / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def part(name: str, cell: str, compute: Callable[[], Found]) -> Found:
+    """What `compute` returns, tensors as lists: kept in a file, from which a study that was interrupted goes on."""
+    path = MEASURED / f"{name}.parts" / f"{cell}.json"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        text = json.dumps(compute(), default=Tensor.tolist)
+        path.with_suffix(".new").write_text(text, encoding="utf-8")
+        path.with_suffix(".new").replace(path)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The pieces of the samplers' studies in `benchmarks/`: their data, their networks, what they compare and conclude."""
 
+import dataclasses
 from importlib import import_module
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from torch import nn
 
 import curvops as co
 from benchmarks import (
+    active_learning,
+    bayesian_optimisation,
     chains_out_of_distribution,
     claims,
     cold_posterior,
@@ -142,6 +145,69 @@ def test_raw_results_come_back_and_make_the_page_again(tmp_path, monkeypatch):
         assert "3, [1.0, 2.5]\n\nMeasured " in page.read_text()
     assert made == [3]
     assert study_page.measured("sums")["options"] == {"seeds": 3}
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_page, "MEASURED", tmp_path)
+    monkeypatch.setattr("sys.argv", ["halves"])
+    (tmp_path / "page.md").write_text("<!-- halves -->\n<!-- end halves -->\n")
+    made = []
+
+    def half(i):
+        if made == [0]:
+            made.append("killed")
+            raise KeyboardInterrupt
+        made.append(i)
+        return {"values": torch.full((2,), float(i))}
+
+    def measure():
+        return [study_page.part("halves", f"cell {i}", lambda i=i: half(i)) for i in range(2)]
+
+    def text(found):
+        return str([each["values"].tolist() for each in found])
+
+    study = study_page.Study("halves", None, measure, {"halves": text}, str(tmp_path / "page.md"))
+    with pytest.raises(KeyboardInterrupt):
+        study.run()
+    study.run()
+    assert made == [0, "killed", 1] and not (tmp_path / "halves.parts").exists()
+    assert "[[0.0, 0.0], [1.0, 1.0]]" in (tmp_path / "page.md").read_text()
+
+
+def test_random_functions_have_their_largest_value_and_one_deviation():
+    function, best = bayesian_optimisation.network_draw(0)
+    x = torch.rand(2000, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = function(x)
+    assert float(values.max()) < best
+    assert float(values.std()) == pytest.approx(1, rel=0.1)
+
+
+def test_an_ensemble_is_its_members():
+    torch.manual_seed(0)
+    model, x = bayesian_optimisation.Ensemble((4, 3, 1), 2), torch.rand(5, 2, dtype=torch.float64)
+    h = bayesian_optimisation.HalfCircles()(x)
+    torch.testing.assert_close(h.norm(dim=1), torch.full((5,), 2**0.5, dtype=torch.float64))
+    for i, found in enumerate(model.posterior(x).values):
+        (w1, b1, w2, b2) = (p[i] for p in model.layers)
+        torch.testing.assert_close(found, (h @ w1.mT + b1).tanh() @ w2.mT + b2)
+
+
+def test_surrogates_run_a_round(monkeypatch):
+    problem = dataclasses.replace(bayesian_optimisation.PROBLEMS["Branin"], rounds=1, width=4)
+    for method in bayesian_optimisation.METHODS:
+        regret, x, y, _ = bayesian_optimisation.run(problem, method, 0)
+        assert len(regret) == 2 and regret[1] <= regret[0] and x.shape == (8, 2) and y.shape == (8,)
+
+
+def test_blends_have_either_label():
+    images = active_learning.load_digits().train
+    mixed = active_learning.blends(images, torch.Generator().manual_seed(0))
+    first, second = (torch.randperm(1000, generator=g) for g in [torch.Generator().manual_seed(0)] for _ in range(2))
+    apart = images.y[first] != images.y[second]
+    a, b = images.y[first][apart], images.y[second][apart]
+    assert bool(((mixed.y == a) | (mixed.y == b)).all())
+    share = float((mixed.y == a).double().mean())
+    assert abs(share - 0.5) < 4 * (0.25 / len(a)) ** 0.5  # four standard errors; the seed is fixed
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in study_page.MEASURED.glob("*.json")))

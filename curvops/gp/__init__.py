@@ -1,7 +1,6 @@
 """Gaussian processes made of networks: gpytorch kernels and means, a BoTorch model."""
 
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from curvops.gp.infinite_width import InfiniteWidthKernel
@@ -32,13 +31,12 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         if (error.name or "").split(".")[0] != "botorch":
             raise
-        found = find_spec("botorch") and version("botorch")
-        if isinstance(error, ModuleNotFoundError) and not found:
+        if error.name == "botorch":
             message = "LaplaceModel needs BoTorch: pip install curvops[botorch]."
             raise ModuleNotFoundError(message, name="botorch") from error
         raise ImportError(
-            f"LaplaceModel needs BoTorch 0.14 or newer, this is {found}, without what is imported ({error}): pip "
-            "install --upgrade curvops[botorch].",
-            name="botorch",
+            f"LaplaceModel needs BoTorch 0.14 or newer, this is {version('botorch')} ({error}): pip install --upgrade "
+            "curvops[botorch].",
+            name=error.name,
         ) from error
     return LaplaceModel

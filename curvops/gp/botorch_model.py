@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from botorch.acquisition.objective import PosteriorTransform
@@ -55,9 +56,11 @@ class LaplaceModel(Model, FantasizeMixin):
         outcome_transform: a BoTorch transform of the targets, likewise.
 
     Raises:
-        TypeError: a posterior of another kind.
-        ValueError: X with another last dimension; observation noise for a likelihood that is not Gaussian;
-            observations with a singular covariance (repeated points without noise): no jitter is added.
+        TypeError: a posterior of another kind; noise that is no tensor.
+        ValueError: X of another last dimension, or more points together than the memory budget has room for; outputs
+            that are not there; targets or noise of another shape, negative or not finite; observation noise of a
+            likelihood that is not Gaussian; observations whose covariance is singular (repeated points without noise):
+            no jitter is added.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The batch shape of what the model was conditioned on."""
+        """The batch shape of the observations that the model was conditioned on."""
         return torch.broadcast_shapes(*(part.shape[:-2] for seen in self._observed for part in seen[:3]))
 
     def forward(self, X: Float[Tensor, "*b q d"]) -> MultivariateNormal:
@@ -98,7 +101,7 @@ class LaplaceModel(Model, FantasizeMixin):
     def posterior(  # type: ignore[override]
         self,
         X: Float[Tensor, "*b q d"],
-        output_indices: list[int] | None = None,
+        output_indices: Sequence[SupportsIndex] | None = None,
         observation_noise: bool | Tensor = False,
         posterior_transform: PosteriorTransform | None = None,
     ) -> Posterior:
@@ -110,7 +113,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return found if posterior_transform is None else posterior_transform(found)
 
     def _distribution(
-        self, X: Tensor, output_indices: Sequence[int] | None = None, observation_noise: bool | Tensor = False
+        self, X: Tensor, output_indices: Sequence[SupportsIndex] | None = None, observation_noise: bool | Tensor = False
     ) -> MultivariateNormal:
         mean, covariance = self._condition(self._transformed(X))
         q, C = mean.shape[-2:]
@@ -132,8 +135,8 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> LaplaceModel:
         """Return the model conditioned on targets Y (*b' x n x m) at X (*b x n x d), each with its batches.
 
-        The linearisation stays: exact for the linear model. `noise` is that of the targets, of a shape that expands to
-        theirs; None is the likelihood's. Of a `subset_output` the targets are those of its outputs.
+        The linearisation does not change, which is exact for the linear model. `noise` is the variance of the targets,
+        in a shape that expands to theirs; None uses the likelihood's. A `subset_output` takes targets of its outputs.
         """
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
@@ -160,14 +163,14 @@ class LaplaceModel(Model, FantasizeMixin):
             ) from error
         return new
 
-    def subset_output(self, idcs: Sequence[int]) -> LaplaceModel:
+    def subset_output(self, idcs: Sequence[SupportsIndex]) -> LaplaceModel:
         """Return the model of a subset of the outputs."""
         new = copy(self)
         new._outputs = [self._outputs[i] for i in self._checked(idcs)]
         return new
 
-    def _checked(self, indices: Sequence[int]) -> list[int]:
-        found, count = list(indices), self.num_outputs
+    def _checked(self, indices: Sequence[SupportsIndex]) -> list[int]:
+        found, count = [index(i) for i in indices], self.num_outputs
         if not found or not all(-count <= i < count for i in found):
             raise ValueError(f"outputs must be some of the {count} of this model, as indices from 0, got {found}.")
         return found
@@ -225,6 +228,8 @@ class LaplaceModel(Model, FantasizeMixin):
         lin = self.post.lin
         points = as_points(lin, X)
         batch, q = X.shape[:-2], X.shape[-2]
+        if not len(points):
+            raise ValueError(f"X of shape {tuple(X.shape)} has no points.")
         predicted = self.post.predict(points, groups=q)
         mean, covariance = predicted.mean, predicted.covariance_matrix
         if self._step is not None:
@@ -265,7 +270,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return conditioned.expand(*batch, -1, -1), reduced.expand(*batch, -1, -1)
 
 
-def _joined(parts: Sequence[Float[Tensor, "*b n m"]]) -> Float[Tensor, "*c nm"]:
+def _joined(parts: Sequence[Tensor]) -> Float[Tensor, "*c nm"]:
     """Return numbers of points and outputs, each part with its batches, in one row for each batch of all."""
     batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
     return torch.cat([part.expand(*batch, -1, -1).flatten(-2) for part in parts], -1)

@@ -11,6 +11,7 @@ from tests.doors import (
     data,
     evidence,
     figures,
+    gp,
     infinite_width,
     likelihoods,
     linalg,
@@ -35,6 +36,7 @@ SHELVES = (
     repriorisation,
     infinite_width,
     reduced_posterior,
+    gp,
     figures,
 )
 TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOORS for wrong, row in door.rows.items()}

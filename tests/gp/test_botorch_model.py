@@ -164,7 +164,7 @@ def test_lists_of_models() -> None:
     models = ModelList(one, three, process)
     each = torch.cat([model.posterior(X).mean for model in (one, three, process)], -1)
     torch.testing.assert_close(models.posterior(X).mean, each)
-    torch.testing.assert_close(models.posterior(X, output_indices=[3, 1]).mean, each[..., [1, 3]])
+    torch.testing.assert_close(models.posterior(X, output_indices=[3, 1]).mean, each[..., [3, 1]])
     torch.testing.assert_close(models.subset_output([0, 2]).posterior(X).mean, each[..., [0, 2]])
     assert ModelList(one, one).fantasize(X, sampler).posterior(X).mean.shape == (4, 3, 2, 2)
 
@@ -306,11 +306,21 @@ def test_a_drawn_function_is_one_function() -> None:
     torch.testing.assert_close(drawn.posterior(X).mean, expected)
 
 
+class Missing:
+    """A finder of modules for which BoTorch is not installed."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "botorch":
+            raise ModuleNotFoundError("No module named 'botorch'", name=name)
+
+
 def test_without_botorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
+    for name in [name for name in sys.modules if name.split(".")[0] == "botorch"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "curvops.gp.botorch_model")
-    monkeypatch.setitem(sys.modules, "botorch.acquisition.objective", None)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(ModuleNotFoundError, match=r"pip install curvops\[botorch\]"):
         co.gp.__getattr__("LaplaceModel")
     with pytest.raises(AttributeError, match="no attribute 'Model'"):
