@@ -205,8 +205,8 @@ class LaplaceModel(Model, FantasizeMixin):
         if given is True:
             if not isinstance(self.likelihood, Gaussian):
                 raise ValueError(
-                    f"observation noise is that of a Gaussian likelihood, this is {self.likelihood!r}: take the "
-                    "outputs' own distribution, observation_noise=False, with an objective such as GenericMCObjective."
+                    f"observation noise needs a Gaussian likelihood, and this is {self.likelihood!r}: use the outputs' "
+                    "own distribution, observation_noise=False, with an objective such as GenericMCObjective."
                 )
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
@@ -252,7 +252,9 @@ class LaplaceModel(Model, FantasizeMixin):
             rows.append((by_point + torch.tensor(seen.outputs, device=mean.device)).flatten())
             start += seen.X.shape[-2]
         told, cut = torch.cat(rows), q * C
-        Y, noise = (_joined(parts) for parts in zip(*((seen.Y.to(mean), seen.noise) for seen in self._observed)))
+        Y, noise = (
+            _joined(parts) for parts in zip(*((seen.Y.to(mean), seen.noise.to(mean)) for seen in self._observed))
+        )
         given = covariance[..., told, :][..., told] + noise.diag_embed()
         factor, info = torch.linalg.cholesky_ex(given)
         left = factor.diagonal(dim1=-2, dim2=-1).square() / given.diagonal(dim1=-2, dim2=-1)

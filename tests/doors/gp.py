@@ -100,7 +100,7 @@ DOORS = [
             "noise of a classifier": (
                 lambda: model("classification").posterior(X, observation_noise=True),
                 ValueError,
-                "observation noise is that of a Gaussian likelihood, this is Categorical.*GenericMCObjective",
+                "observation noise needs a Gaussian likelihood, and this is Categorical.*GenericMCObjective",
             ),
         },
     ),
@@ -157,7 +157,7 @@ DOORS = [
             "labels of a classifier": (
                 lambda: model("classification").condition_on_observations(X, Y),
                 ValueError,
-                "observation noise is that of a Gaussian likelihood",
+                "observation noise needs a Gaussian likelihood",
             ),
         },
     ),
