@@ -265,6 +265,18 @@ def test_young_files_of_another_save_are_left_alone(tmp_path: Path) -> None:
     assert not running.exists() and not left.exists()
 
 
+def test_what_a_crash_left_in_a_folder_is_removed_with_it(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    save(place)
+    (place / ".writing-x").mkdir()
+    (place / ".writing-x" / "tensors").write_text("half")
+    (place / "notes.txt").write_text("the user's own")
+    storage.discard(place, "another kind")
+    assert len(list(place.iterdir())) == 4
+    storage.discard(place, storage.kind_of(place) or "")
+    assert [each.name for each in place.iterdir()] == ["notes.txt"]
+
+
 def test_reading_while_the_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two files that a reader opens, another process saves anew."""
     save(tmp_path)

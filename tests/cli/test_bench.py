@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import sys
 from functools import cache
 
@@ -359,6 +360,19 @@ def test_a_method_that_fails_is_a_note_and_the_rest_goes_on(tmp_path, monkeypatc
     results = sweep.run(choice, TINY, tmp_path, lambda _: None)
     assert results.notes == ["flat: block-cg with jacobi failed, ValueError: no luck"]
     assert [row.preconditioner for row in results.solves] == ["none"]
+
+
+def test_what_a_problem_or_a_budget_does_not_allow_is_a_note(tmp_path, monkeypatch):
+    choice = sweep.Choice(("indefinite",), ("minres", "logdet"), ("none", "jacobi"))
+    assert sweep.run(choice, TINY, tmp_path, lambda _: None).notes == [
+        "indefinite is not positive definite; skipped: preconditioner jacobi, logdet"
+    ]
+    monkeypatch.setitem(
+        PRECONDITIONERS, "jacobi", lambda problem, *_: problem.G @ torch.zeros_like(problem.G.to_dense())
+    )
+    choice = sweep.Choice(("flat",), ("logdet",), ("jacobi",))
+    (note,) = sweep.run(choice, TINY, tmp_path, lambda _: None).notes
+    assert re.fullmatch(r"flat: logdet with jacobi skipped at 30 products, building it takes \d+", note), note
 
 
 def test_interruption_is_one_line(monkeypatch, tmp_path):

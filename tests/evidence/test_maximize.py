@@ -86,6 +86,12 @@ def test_over_weights_each_slope_vanishes_or_its_weight_stands_at_the_limit(netw
         assert int(inside.sum()) > 30 and float(slopes[inside].abs().max()) < 1e-6
 
 
+def test_a_search_finds_the_maximum_from_far_below_and_from_far_above(network):
+    near, *far = (co.evidence.maximize(posterior(network, prior=prior), xtol=1e-4) for prior in (1.0, 1e-5, 1e5))
+    for each in far:
+        torch.testing.assert_close(each.prior_precision, near.prior_precision, rtol=1e-3, atol=0)
+
+
 def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
     """At fixed noise the two ways meet: ("scalar", "noise") started at its own maximum in the noise does not move."""
     both = co.evidence.maximize(posterior(network), ("scalar", "noise"), xtol=1e-8)

@@ -217,6 +217,28 @@ def test_chains_are_mapped_side_by_side():
         torch.testing.assert_close(torch.vmap(rep)(stacked), each, **close)
 
 
+class Looking(nn.Module):
+    """A network that looks at its own numbers, which `torch.vmap` refuses, or does not."""
+
+    def __init__(self, looks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.looks, self.body, self.head = looks, mlp(3, 2), nn.Linear(2, 2).double()
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.head(0 * hidden if self.looks and float(hidden.detach().abs().max()) > 1e9 else hidden)
+
+
+def test_draws_that_cannot_be_mapped_side_by_side_are_mapped_one_by_one():
+    one_by_one, together = (built(model=Looking(looks), reg=0.4) for looks in (True, False))
+    phi = one_by_one.normal(3, torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError):
+        torch.vmap(one_by_one)(phi)
+    found, expected = (rep.divergence(5, torch.Generator().manual_seed(0)).value for rep in (one_by_one, together))
+    torch.testing.assert_close(found, expected, **close)
+
+
 def test_gradients_exist_where_points_coincide():
     """The symmetric root has equal eigenvalues there, whose derivative by automatic differentiation is NaN."""
     x, y = regression(4)

@@ -87,6 +87,18 @@ def test_the_estimate_holds_the_exact_value(method):
     assert bool(low <= exact) and bool(exact <= high) and float(high - low) < 0.05 * abs(float(exact))
 
 
+def test_a_series_that_is_cut_short_bounds_what_it_leaves_out():
+    rep = built(width=50, reg=2.0)
+    phi = one(rep)
+    whole, cut = (
+        rep.estimated_logdet(phi, "taylor", rtol=1e-6, max_matvecs=most, generator=torch.Generator().manual_seed(0))
+        for most in (None, 200)
+    )
+    low, high = cut.interval()
+    assert cut.matvecs < whole.matvecs and cut.bias_bound > whole.bias_bound
+    assert bool(low <= rep.logdet(phi)) and bool(rep.logdet(phi) <= high)
+
+
 def test_of_few_weights_quadrature_is_exact():
     rep = built()
     phi = one(rep)

@@ -6,6 +6,7 @@ Tests `divergence.py`, `feed.py`.
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,34 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
     f = S.log_posterior(torch.nn.Linear(3, 1).double(), "regression", prior_precision=2.0, data_size=10)
     with pytest.raises(ValueError, match="another problem"):
         ran(checkpoint=place)
+
+
+def test_a_run_with_another_preconditioner_is_another_problem(tmp_path: Path) -> None:
+    f, loader = regression()
+    for scale, refused in ((1.0, False), (1.0, False), (2.0, True)):
+        D = co.linalg.Dense(scale * torch.eye(4, dtype=torch.float64), psd=True)
+        sampler = S.sgld(f, 0.1, preconditioner=D)
+        with pytest.raises(ValueError, match="preconditioner") if refused else nullcontext():
+            S.run(sampler, f.params, loader, steps=3, generator=seeded(3), checkpoint=tmp_path)
+
+
+def test_an_optimiser_follows_a_step_size_that_replaces_its_own() -> None:
+    f, loader = regression()
+    own = S.optimizer(torch.optim.SGD, f, lr=0.1)
+    slower = own.with_step_size(0.025)
+    assert own.step_length(0) == ("lr", 0.1) and slower.step_length(0) == ("lr", 0.025)
+    batch = next(iter(loader))
+    start = own.init(f.params, seeded(1))
+    moved = [(each.update(start, batch)[0].theta - start.theta) for each in (own, slower)]
+    torch.testing.assert_close(moved[0], 4 * moved[1])
+
+
+def test_momenta_have_the_shapes_of_the_parameters() -> None:
+    f, loader = regression()
+    sampler = S.sghmc(f, 0.1)
+    state, _ = sampler.update(sampler.init(f.params, seeded(1)), next(iter(loader)))
+    assert {name: tuple(m.shape) for name, m in state.momenta.items()} == {"weight": (1, 3), "bias": (1,)}
+    assert torch.equal(torch.cat([m.flatten() for m in state.momenta.values()]), state.momentum)
 
 
 def test_a_run_goes_on_from_a_state() -> None:
