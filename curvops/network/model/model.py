@@ -50,7 +50,7 @@ class Model:
         self.module, self._function, tensors = _parts(source)
         trainable = list(tensors)
         self.paths: dict[nn.Module, str] = {}
-        self.places: list[Place] = []
+        self.places: list[Slot] = []
         self._buffers: Blocks = {}
         if self.module is not None:
             check_deterministic_modules(self.module)
@@ -352,7 +352,7 @@ def _require_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> No
         raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or {remedy}.")
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """A module that holds a parameter or buffer, the name there, and the first name of that tensor in the model."""
 
     part: nn.Module
@@ -360,13 +360,13 @@ class Place(NamedTuple):
     name: str
 
 
-def places(paths: Mapping[nn.Module, str]) -> tuple[list[Place], Blocks, Blocks]:
+def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     """Return every place that holds a parameter or buffer, once; all parameters, and all buffers, by their first name.
 
     `functional_call` could tie the names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
-    found: list[Place] = []
+    found: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
     for part, path in paths.items():
@@ -378,7 +378,7 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Place], Blocks, Blocks]
                 if name is None:
                     name = names[id(tensor)] = f"{path}.{local}" if path else local
                     named[name] = tensor
-                found.append(Place(part, local, name))
+                found.append(Slot(part, local, name))
     return found, parameters, buffers
 
 

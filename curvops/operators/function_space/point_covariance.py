@@ -33,7 +33,7 @@ from curvops.linalg.operators.kronecker import EigenKroneckerForm
 from curvops.network import Group, JacobianRows, Layer, row_blocks
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
-from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
+from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
@@ -319,7 +319,7 @@ def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s
     return ascending[index.argsort().argsort()]
 
 
-def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: int) -> None:
+def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_bytes: int) -> None:
     """Add to target the blocks of one layer, or of layers that share weights."""
     sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
     together = len(target) < len(sides[0][0])  # several points in one block

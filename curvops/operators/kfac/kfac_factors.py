@@ -22,7 +22,7 @@ from curvops.records import from_record
 
 Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
-Sides = tuple[Tensor, Tensor]
+FactorPair = tuple[Tensor, Tensor]
 MOST_DENSE = 1024
 """Up to this many parameters a layer without Kronecker factors gets its exact block; larger ones get its diagonal."""
 
@@ -40,7 +40,7 @@ class KroneckerBlock(NamedTuple):
 
 
 @dataclass(eq=False)
-class Block:
+class BlockSums:
     """One block while it is summed: sums of outer products of the layer's two sides, or of its whole gradients."""
 
     names: tuple[str, ...]
@@ -99,13 +99,13 @@ class NoFactors(UserWarning):
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
     """Return the blocks of KFAC, one per layer (or set of layers that share weights), from one walk over the data."""
     walk = SummedWalk(lin, fisher, "factors")
-    blocks = {block.names: block for block in (from_record(Block, state) for state in walk.sums or ())}
+    blocks = {block.names: block for block in (from_record(BlockSums, state) for state in walk.sums or ())}
     positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
     for group in walk.groups(lambda: list(blocks.values()), apart=True):
         lefts = group.lefts()
         if group.names not in blocks:
             places = _positions(positions, group, lefts is not None, partial)
-            blocks[group.names] = Block(group.names, places, lin.theta.dtype)
+            blocks[group.names] = BlockSums(group.names, places, lin.theta.dtype)
         block = blocks[group.names]
         if lefts is None:
             _add_exact(block, group, positions, walk.chunk)
@@ -150,7 +150,7 @@ class SummedWalk:
         self.kept.finish(sums())
 
 
-def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
+def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
     for block in blocks:
         if block.exact is None or block.exact.ndim == 2:
             continue
@@ -198,7 +198,7 @@ def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Ten
     return _counted(group, each.unsqueeze(1).expand(-1, 1, right.shape[2]))
 
 
-def _add_inputs(block: Block, group: Group, sharing: str) -> None:
+def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
     """Add the inputs of all calls: each position by itself (expand), or averaged over calls and positions (reduce).
 
     Indices always expand.
@@ -225,7 +225,7 @@ def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | No
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 
-def _add_exact(block: Block, group: Group, positions: dict[str, Tensor], chunk_bytes: int) -> None:
+def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chunk_bytes: int) -> None:
     kept = kept_entries(positions, group.names)
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
@@ -268,7 +268,7 @@ def layer_with_bias(group: Group) -> Layer | None:
     return group.layer if group.layer is not None and {"weight", "bias"} <= set(group.layer.names) else None
 
 
-def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[Sides]]]:
+def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[FactorPair]]]:
     """Yield the blocks of a group's rows with the sides of each: one block, or those of its weight and its bias."""
     matrices = group.matrices()
     if matrices is None:
@@ -281,7 +281,7 @@ def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tupl
     return [((layer.names[name],), [(l, r[..., part]) for l, r in matrices]) for name, part in PARTS.items()]
 
 
-def _second_moments(matrices: list[Sides], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
+def _second_moments(matrices: list[FactorPair], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
     """Return Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
     rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
     return second_moments(rotated, base.values.shape[2], chunk_bytes)
@@ -337,12 +337,14 @@ def kept_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
 
-def _silent(lin: Linearization, positions: dict[str, Tensor], blocks: dict[tuple[str, ...], Block]) -> list[Block]:
+def _silent(
+    lin: Linearization, positions: dict[str, Tensor], blocks: dict[tuple[str, ...], BlockSums]
+) -> list[BlockSums]:
     """Return zero blocks for the parameters that no output depends on."""
     seen = {name for names in blocks for name in names}
     found = []
     for name in (name for name in positions if name not in seen):
         kept = positions[name][positions[name] >= 0]
         if len(kept):
-            found.append(Block((name,), kept, lin.theta.dtype, exact=lin.theta.new_zeros(len(kept))))
+            found.append(BlockSums((name,), kept, lin.theta.dtype, exact=lin.theta.new_zeros(len(kept))))
     return found
