@@ -1,9 +1,9 @@
-"""Which derivatives does a model have, and are they right? Proven at a point or two before an engine relies on them.
+"""The derivatives of a model, each checked at a point or two before an engine relies on it.
 
-The reference is Jᵀu by a plain backward pass: what training used. J v comes by forward mode, by a replay of it, by
-differentiating the backward pass, or by rows; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. A custom
+The reference is Jᵀu by a plain backward pass, which training used. J v comes from forward mode, a replay of it, the
+derivative of the backward pass, or rows of J; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. A custom
 `autograd.Function` whose backward leaves autograd (numpy, no_grad, a detached part) has no right double backward pass;
-one whose backward is another function's derivative (a straight-through estimator) defines J all the same.
+one whose backward is another function's derivative (a straight-through estimator) nevertheless defines a J.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Push = Callable[[Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """How J v is made for some parameters, and what a recorded pass keeps. Bytes are per point.
+    """How J v is computed for some parameters, and what a recorded pass keeps. Bytes are per point.
 
-    `replayed` says whether a kept linearisation replays forward mode, `recordable` whether it may be kept at all
-    (rows are made anew at each product). Until keeping one was `tried` both are taken to be so, and to keep what the
-    graph alone does. `shared_bytes` is what a streamed pass of both modes keeps, 0 where there is none. `why` says what
-    forbids forward mode and double backward where rows are all that is left.
+    `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
+    (rows are computed anew at each product). Until a recording was `tried`, both are assumed, with the bytes of the
+    graph alone. `shared_bytes` is what a streamed pass of both modes keeps, 0 if there is no such pass. `why` is the
+    reason why only rows are left, without forward mode and double backward.
     """
 
     pushes: Pushes
@@ -56,12 +56,12 @@ class Routes:
 
 
 class Reference:
-    """u and Jᵀu at some points by a plain backward pass, and a v that shows what another route gets wrong.
+    """A reference Jᵀu at some points by a plain backward pass, and a v that reveals errors of another route.
 
-    Block by block v is the part of Jᵀu, scaled so that all blocks contribute alike to ⟨u, Jv⟩, and as much noise: a
-    block that a route loses is missed however small its gradient.
+    In each block, v is the part of Jᵀu plus noise of the same size, scaled so that all blocks contribute alike to
+    ⟨u, Jv⟩: a route that loses a block fails the check, however small the block's gradient.
 
-    Raises ValueError where there is no backward pass, or where it is not linear, so that there is no J.
+    Raises ValueError if there is no backward pass, or if it is not linear, so that there is no J.
     """
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class Reference:
         self.generator = generator
 
     def is_adjoint(self, push: Push) -> bool:
-        """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for the J v of a route, to the accuracy that the model's own rounding allows."""
+        """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route's J v, to the accuracy that the model's own rounding allows."""
         return is_adjoint(push, self.u, self.v, self.pulled, self.generator)
 
     def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
@@ -104,7 +104,7 @@ class Reference:
         return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
 
     def _require_points_apart(self, generator: torch.Generator) -> None:
-        """Jᵀu is the sum over points, which a custom backward may break though the outputs are each its own."""
+        """Raise ValueError unless Jᵀu is the sum over points, which a custom backward may break."""
         alone: list[Blocks] = []
         for n in range(num_points(self.inputs)):
             graph = record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names)
@@ -119,9 +119,9 @@ class Reference:
     def _require(self, linear: bool) -> None:
         if not linear:
             raise ValueError(
-                f"the backward pass of {named_custom_functions(self.model, self.inputs)} is not linear in the gradient "
-                "that it is given (it clips, rounds or normalises it, or mixes the points of a batch), so that no "
-                "Jacobian belongs to it; give it a linear backward, remove hooks that change gradients, or leave the "
+                f"the backward pass of {named_custom_functions(self.model, self.inputs)} is not linear in its "
+                "incoming gradient (it clips, rounds or normalises it, or mixes the points of a batch), so there is "
+                "no Jacobian: give it a linear backward, remove hooks that change gradients, or leave the "
                 "parameters before it out of the selection."
             )
 
@@ -129,8 +129,8 @@ class Reference:
 def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
     """Return the fastest routes to J v that are right for these parameters at these points.
 
-    With `keep` a kept one is tried too, which about doubles the cost. Raises ValueError where the model has no
-    derivatives that any engine could use.
+    With `keep`, the cost about doubles: a recorded pass is tried, too. Raises ValueError if the model has no
+    derivatives that an engine could use.
     """
     reference = Reference(model, inputs, names)
     if _forward_mode_works(reference):
@@ -143,10 +143,10 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
 
 
 def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
-    """Return these routes after trying at these points whether a pass can be kept."""
+    """Return these routes after trying, at these points, whether a pass can be recorded."""
     if routes.tried:
         return routes
-    replay = record_replay(model, inputs, names)  # before the reference, whose vectors it would be held beside
+    replay = record_replay(model, inputs, names)  # before the reference, whose vectors need memory, too
     return _try_replay(routes, Reference(model, inputs, names), replay)
 
 
@@ -158,7 +158,7 @@ def _try_replay(routes: Routes, reference: Reference, replay: Replay | None) -> 
 
 
 def proves_itself(engine: Recorded) -> bool:
-    """Return whether a kept engine's pushes are the adjoint of its pulls at its own points. One product."""
+    """Return whether an engine's pushes are the adjoint of its pulls at its own points. Costs one product."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = _randn_like(engine.outputs.unsqueeze(0), generator)
     pulled = engine.pull(u)
@@ -177,8 +177,8 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
 def _forward_mode_works(reference: Reference) -> bool:
     """Return whether forward-mode products exist and are right.
 
-    They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
-    batches to come may hold even if this one does not.
+    They are not if an operation has no forward derivative, or a wrong one. An embedding's padding row has a wrong one,
+    and later batches may contain it even if this one does not.
     """
     if looks_up_padding(reference.model, reference.inputs, reference.names):
         return False
@@ -186,7 +186,7 @@ def _forward_mode_works(reference: Reference) -> bool:
 
 
 def _shared_bytes(reference: Reference) -> int:
-    """Return bytes a point that one pass of both modes keeps, 0 where it is wrong: some functions have no such pass."""
+    """Return the bytes per point that one pass of both modes keeps, 0 if it is wrong (some functions have none)."""
     model, inputs = reference.model, reference.inputs
     streamed = Streamed(model, inputs, reference.names, roomy=True)
 
@@ -199,17 +199,17 @@ def _shared_bytes(reference: Reference) -> int:
 
 
 def _replay_bytes(reference: Reference, replay: Replay) -> int:
-    """Return bytes a point that a replay keeps besides the graph, at least 1; 0 where it is wrong."""
+    """Return the bytes per point that a replay keeps besides the graph, at least 1; 0 if it is wrong."""
     model, inputs, names = reference.model, reference.inputs, reference.names
     recorded = Recorded(model, inputs, names, replay)
-    # Twice: a replay that changed its constants would be right once.
+    # Twice: a replay that changes its constants would be right only once.
     if not all(_works(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
         return 0
     return max(1, -(-replay_bytes(replay, model, inputs) // num_points(inputs)))
 
 
 def _lacks_double_backward(reference: Reference) -> str:
-    """Why differentiating the backward pass does not give J v; empty where it does."""
+    """Return why differentiating the backward pass does not give J v; empty if it does."""
     graph = record_graph(reference.model, reference.inputs, reference.names)
     try:
         with warnings.catch_warnings():
@@ -233,7 +233,7 @@ def _works(right: Callable[[], bool]) -> bool:
 
 
 def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
-    """Tangents in which each block is its part of Jᵀu and as much noise, scaled to contribute alike to ⟨Jᵀu, v⟩."""
+    """Return tangents: in each block its part of Jᵀu plus as much noise, scaled to contribute alike to ⟨Jᵀu, v⟩."""
     norms = {name: value.norm() for name, value in pulled.items()}
     largest = torch.stack(list(norms.values())).max()
     floor = torch.where(largest > 0, 1e-4 * largest, torch.ones_like(largest))
@@ -253,14 +253,14 @@ def adjoint(
     pulled: Mapping[str, Tensor],
     noise: Tensor | float = 0.0,
 ) -> bool:
-    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy, or to that of a Jv of which rounding changes `noise`."""
+    """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy, or to that of a Jv with rounding `noise`."""
     left = _inner(pushed, cotangents)
     right = sum((_inner(pulled[name], tangents[name]) for name in pulled), torch.zeros_like(left))
     return bool((left - right).abs() <= allowance(pushed, noise) * cotangents.norm().double())
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """⟨left, right⟩ added in float64; few products are held at a time."""
+    """Return ⟨left, right⟩, added in float64 with few products in memory at a time."""
     pairs = zip(left.flatten().split(2**16), right.flatten().split(2**16))
     return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).sum()
 
@@ -268,9 +268,9 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 def rounding(
     product: Callable[[Blocks], Blocks], vectors: Blocks, results: Mapping[str, Tensor], generator: torch.Generator
 ) -> Blocks:
-    """‖Px − P(x − y) − Py‖ by name for a random y and `results` = Px: what rounding alone changes in a product with P.
+    """Return ‖Px − P(x − y) − Py‖ by name for a random y, `results` = Px: the effect of rounding alone on Px.
 
-    It may be more than the dtype of x explains: a frozen base in half precision under adapters in single precision.
+    It may exceed what the dtype of x explains: a frozen base in half precision under adapters in single precision.
     """
     part = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
     first, second = product(part), product({name: vectors[name] - part[name] for name in vectors})
@@ -278,9 +278,9 @@ def rounding(
 
 
 def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    """The norm of the difference from `value` that two routes to it may have, by dtype or by a few times the noise.
+    """Return the allowed norm of the difference between two routes to `value`, by dtype or as a few times the noise.
 
-    Never more than a tenth of `value`: noise of that size measures something else than rounding.
+    It is at most a tenth of `value`: noise of that size measures something other than rounding.
     """
     size = value.norm().double()
     return torch.maximum(tolerance(value.dtype) * size, (8 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
@@ -300,7 +300,7 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class _PaddedLookups(TorchDispatchMode):
-    """Notices lookups in a differentiated table with a padding row."""
+    """A detector of lookups in a differentiated table with a padding row."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -314,7 +314,7 @@ class _PaddedLookups(TorchDispatchMode):
 
 
 def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Return whether one of these parameters is a table with a padding row. One forward pass."""
+    """Return whether one of these parameters is a table with a padding row. Costs one forward pass."""
     lookups = _PaddedLookups()
     with lookups, model.differentiating():
         values = model.values
@@ -323,12 +323,12 @@ def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
 
 
 def has_custom_functions(outputs: Tensor) -> bool:
-    """Return whether the graph of these outputs holds one. Visits its nodes, no pass."""
+    """Return whether the graph of these outputs contains a custom function. Visits its nodes; needs no pass."""
     return bool(_custom_functions(outputs, set()))
 
 
 def named_custom_functions(model: Model, inputs: Any) -> str:
-    """ "'act' (Round)", the modules with the functions that ran in them; "the model" where none did. One pass."""
+    """ "'act' (Round)", the modules and the custom functions that ran in them, or "the model" if none did. One pass."""
     seen: set[Node] = set()
     found: dict[str, None] = {}
     running = ["the model"]

@@ -26,7 +26,7 @@ from curvops.posterior.core.curvature_cache import CurvatureCache
 
 
 class WithCurvature(NamedTuple):
-    """P = G + A as an operator, and ‖C − Ĉ‖_F / ‖C‖_F where the curvature C of the sum is kept as Ĉ; else None."""
+    """The sum P = G + A as an operator, and ‖C − Ĉ‖_F / ‖C‖_F if its curvature C is stored as Ĉ; otherwise None."""
 
     precision: Any
     error: Estimate | None = None
@@ -41,7 +41,7 @@ class Prior:
 
     @property
     def diagonal(self) -> Tensor | None:
-        """A as a 0-d tensor or its diagonal (D,); None for an operator."""
+        """Return A as a 0-d tensor or its diagonal (D,); None for an operator."""
         return self.precision if isinstance(self.precision, Tensor) else None
 
     def plus(self, curvature: LinearOperator) -> WithCurvature:
@@ -85,14 +85,14 @@ class KroneckerPrior(Prior):
 
 @dataclass(frozen=True, eq=False)
 class PrecisionTerms:
-    """The terms of a posterior's precision P = G + A: the curvature, with what is known of it, and the prior."""
+    """The terms of a posterior's precision P = G + A: the curvature, what is known of it, and the prior."""
 
     cache: CurvatureCache
     prior: Prior
 
     @property
     def lin(self) -> Linearization:
-        """The linearisation whose weights the posterior is of."""
+        """The linearisation of the posterior's weights."""
         return self.cache.lin
 
     @property
@@ -102,12 +102,12 @@ class PrecisionTerms:
 
     @property
     def A(self) -> Tensor | None:
-        """The prior precision as 0-d tensor or its diagonal (D,); None for an operator."""
+        """The prior precision as a 0-d tensor or its diagonal (D,); None for an operator."""
         return self.prior.diagonal
 
     @cached_property
     def sum(self) -> WithCurvature:
-        """P and its error, made once: all that a posterior answers shares the factorisation."""
+        """The sum P and its error, computed once: all methods of a posterior share the factorisation."""
         return self.prior.plus(self.curvature)
 
     @property
@@ -117,13 +117,13 @@ class PrecisionTerms:
 
     @property
     def closed_form(self) -> ClosedForm | None:
-        """The closed form of P, where there is one that holds."""
+        """The closed form of P, if it has a valid one."""
         form: ClosedForm | None = self.precision._closed_form()
         return form
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:
-    """Return the prior that a user's arguments mean; `posterior` says that an earlier one gave the precision.
+    """Return the prior that a user's arguments describe; `posterior` says that an earlier one gave the precision.
 
     Raises TypeError for an argument of another kind. Raises ValueError for a wrong size, a precision that is not
     positive and finite, a mapping that does not name each parameter once, or an operator that is not known to be
@@ -156,7 +156,7 @@ def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> 
         )
     if carries_graph(given.representation()):
         raise ValueError(
-            f"prior_precision {kind} holds tensors that require a gradient, which an operator as a prior does not "
+            f"prior_precision {kind} has tensors that require a gradient, which a prior that is an operator does not "
             "carry: detach them, or pass a number or a vector."
         )
     return given
