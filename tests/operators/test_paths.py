@@ -193,9 +193,9 @@ def test_a_filter_of_batches_of_other_sizes_is_that_of_the_plain_network(run: An
 
 def test_a_batch_on_another_path_is_named_in_the_plan() -> None:
     lin = linearized(first_by_its_weight, (N,), "layerwise")
-    assert "a layer ran otherwise in a batch" not in str(lin.plan)
+    assert "a layer ran differently in a batch" not in str(lin.plan)
     co.GGN(lin).to_dense()
-    assert "autodiff: a layer ran otherwise in a batch" in str(lin.plan)
+    assert "autodiff: a layer ran differently in a batch" in str(lin.plan)
     assert not lin.plan.others  # its rows are those of the layer rules
 
 

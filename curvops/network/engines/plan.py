@@ -64,7 +64,7 @@ class Plan:
     rest: Routes | None  # of `others`
     memory_budget: int
     half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
-    unlike: frozenset[str] = frozenset()  # those whose layers ran otherwise in a batch than in the first points
+    unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
 
     @cached_property
