@@ -299,7 +299,7 @@ def current() -> Checkpoint:
 
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a named step inside the current run that has no steps of its own."""
+    """Return the checkpoint of a named step inside the current run, without steps inside it."""
     return Checkpoint(current().part(name), name, device=device)
 
 

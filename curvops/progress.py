@@ -125,7 +125,7 @@ def progress_of(A: Any) -> Progress:
 
 
 def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
-    """Do this work and count it as so many products, whatever happens inside it."""
+    """Do this work and count it as `count` products, whatever happens inside it."""
     steps = _current.get()
     if steps is None and in_force.get() is None:
         return work(*args, **options)

@@ -49,7 +49,7 @@ class Ascent:
     average: Tensor | None = None
 
     def run(self, steps: int) -> Laplace:
-        """Take at most so many steps; return the posterior at the maximum."""
+        """Take at most the given number of steps; return the posterior at the maximum."""
         start, post = self.now, self.now.origin
         theta = post.mean
         scatter, data = self._at(theta)

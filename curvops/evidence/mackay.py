@@ -140,7 +140,7 @@ def mackay(
         kept = begin("mackay", checkpoint, problem, post.mean.device, parts=True)
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever this posterior was used for before
-            sketches = derive_generator(generator, post.mean.device)  # None: each source has a seed of its own
+            sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):

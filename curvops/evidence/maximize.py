@@ -64,7 +64,7 @@ def maximize(
 
     Raises:
         TypeError: not a posterior, or an argument of another kind.
-        ValueError: the evidence has no maximum between 1e-10 and 1e10 times the present value (the layers are named);
+        ValueError: the evidence has no maximum between 1e-10 and 1e10 times the current value (the layers are named);
             the present precision is an operator, or for "scalar" a vector; or, for "noise", another likelihood than
             Gaussian, several noises, or a curvature that is not proportional to 1 / noise (an empirical Fisher) or
             cannot be built again (a sum, a matrix of your own).

@@ -23,7 +23,7 @@ from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
-"""Factors of the present value that a search tries before it refines the best one."""
+"""Factors of the current value that a search tries before it refines the best one."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 
 
@@ -40,7 +40,7 @@ def validate(
 ) -> Laplace:
     """Find the hyperparameters of largest log-likelihood of held-out data, with the weights held fixed.
 
-    The search tries factors from 1e-4 to 1e4 of the present value, a decade apart, and then refines the best one.
+    The search tries factors from 1e-4 to 1e4 of the current value, a decade apart, and then refines the best one.
 
     Args:
         post: a posterior by `co.laplace`.

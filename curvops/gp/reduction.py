@@ -311,12 +311,12 @@ class FeatureChoice:
 
 
 def _sketch_columns(weights: int, rank: int) -> int:
-    """Return the number of columns of a sketch for so many leading features."""
+    """Return the number of columns of a sketch for this many leading features."""
     return min(weights, rank + max(OVERSAMPLING, rank // 2))
 
 
 def _bytes(op: Any, vectors: int) -> int:
-    """Return the bytes of so many vectors."""
+    """Return the bytes of that many vectors."""
     return vectors * op.shape[-1] * op.dtype.itemsize
 
 

@@ -75,7 +75,7 @@ DOORS = [
             "no room": (
                 lambda: co.gp.reduced_posterior(lin(n=200_000, memory_budget=2**24), 20),
                 ValueError,
-                r"20 features of 31 weights and 200,000 outputs take .* has room for .*: for \d features",
+                r"20 features of 31 weights and 200,000 outputs need .* has room for .*, or \d features",
             ),
         },
     ),

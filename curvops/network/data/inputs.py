@@ -4,7 +4,7 @@ All inputs have the same leading dimension n, the number of points. NumPy arrays
 
 A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
 prior precision and mean, positions), so later in-place changes have no effect. A tensor that requires a gradient is
-kept itself, so that results and gradients belong to its present value. Data are not copied but compared by
+kept itself, so that results and gradients belong to its current value. Data are not copied but compared by
 fingerprints (`network.data.batches`).
 """
 
@@ -183,7 +183,7 @@ def own(given: Tensor, used: Tensor, what: str) -> Tensor:
         if not bool((given.detach() == value).all()):
             raise ValueError(
                 f"{what} changed after it was given. It had been converted (another dtype or device, an entry of a "
-                "mapping), so this gradient does not belong to its present value. Build the linearisation or the "
+                "mapping), so this gradient does not belong to its current value. Build the linearisation or the "
                 "posterior again after each change, or pass a tensor with the weights' dtype and device, whose "
                 "changes take effect."
             )

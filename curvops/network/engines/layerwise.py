@@ -64,7 +64,7 @@ class Layer:
         return sum(self.shape_of(local).numel() for local in self.names)
 
     def as_rows(self, columns: int) -> bool:
-        """Return whether so many rows per point of the layer's Jacobian are fewer numbers than its input a and δ."""
+        """Return whether `columns` rows per point of the layer's Jacobian are fewer numbers than its input a and δ."""
         return columns * self.size <= columns * self.output[1:].numel() + self.inputs
 
     def shape_of(self, local: str) -> torch.Size:
@@ -119,7 +119,7 @@ class Call:
 
 
 Recording = tuple[Tensor, list[Call], set[str]]
-"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran otherwise."""
+"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran differently."""
 
 
 @dataclass(frozen=True, eq=False)

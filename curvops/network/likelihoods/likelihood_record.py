@@ -54,7 +54,7 @@ def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
 
 
 def _state(likelihood: Likelihood, token: str) -> Hashable:
-    """Return a key that distinguishes likelihoods, at the present values of their tensors."""
+    """Return a key that distinguishes likelihoods, at the current values of their tensors."""
     attributes = sorted(vars(likelihood).items())
     if all(_is_plain(value) for _, value in attributes):
         kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"

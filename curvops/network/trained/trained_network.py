@@ -364,7 +364,7 @@ class TrainedNetwork:
         return new
 
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
-        """Return the network with some of its points, in ascending order, each with so many times its weight."""
+        """Return the network with some of its points, in ascending order, with their weights multiplied by a factor."""
         data, theta, start = [], self.theta, 0
         for batch in self.data:
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start

@@ -72,7 +72,7 @@ class Budget:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count so many bytes of vectors as used inside a `with` block, and free engines beyond the rest."""
+        """Count these bytes of vectors as used inside a `with` block, and free engines beyond the rest."""
         self._take(nbytes)
         try:
             yield
@@ -80,7 +80,7 @@ class Budget:
             self._take(-nbytes)
 
     def keep(self, owner: object, nbytes: int) -> None:
-        """Count so many bytes of vectors as used for as long as ``owner`` exists."""
+        """Count these bytes of vectors as used for as long as ``owner`` exists."""
         self._take(nbytes)
         weakref.finalize(owner, self._take, -nbytes).atexit = False
 

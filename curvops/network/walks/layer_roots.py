@@ -224,7 +224,7 @@ def each_group(
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
     `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
-    `recorded` is an earlier pass over these inputs. If a layer runs differently for so many points than was proven,
+    `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than was checked,
     half of them are computed at a time: the row of a point does not depend on the others.
     """
     model, n = engines.model, batch.num_points
@@ -351,7 +351,7 @@ class JacobianRows(ABC):
         """Yield (first row, how many, groups) of some points at a time."""
 
     def groups_together(self, rows: int) -> Iterator[tuple[int, list[Group]]]:
-        """Yield (first row, groups) such that so many consecutive rows come in one piece.
+        """Yield (first row, groups) such that each run of `rows` consecutive rows is in one piece.
 
         The points at the end of a piece whose rows are not complete wait for the next piece.
         """
@@ -370,7 +370,7 @@ class JacobianRows(ABC):
                 yield first, [group.take(slice(num_points - over)) for group in groups] if over else groups
 
     def selected_rows(self, together: int = 1) -> Iterator[Float[Tensor, "r D"]]:
-        """Yield the rows of J as a matrix, some points at a time, in multiples of so many rows `together`."""
+        """Yield the rows of J as a matrix, some points at a time, in multiples of `together` rows."""
         rest: list[Tensor] = []
         for rows in self._selected_rows():
             rows = torch.cat([*rest, rows]) if rest else rows

@@ -129,7 +129,7 @@ class Passes(JacobianRows):
         return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
 
     def shrink(self, most: int) -> None:
-        """Free engines of the last batches until at most so many bytes are kept."""
+        """Free engines of the last batches until at most this many bytes are kept."""
         with self.model.lock:
             while self._kept and self.kept_bytes > most:
                 self._kept.popitem()
@@ -245,7 +245,7 @@ class Passes(JacobianRows):
     def draw(
         self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None
     ) -> Float[Tensor, "D k"]:
-        """Draw k samples of Σ over batches of Jᵀ z, z standard normal, so many columns a point; with a root Jᵀ L z."""
+        """Draw k samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
         normals, like = PointNormals.drawn(generator), self.model.theta
         return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root)
 
@@ -358,7 +358,7 @@ class Passes(JacobianRows):
             return recorded[0].detach()
 
     def _take_recorded(self, count: int) -> Recording | None:
-        """Return the pass that `recorded_outputs` made, once, if it has so many points."""
+        """Return the pass that `recorded_outputs` made, once, if it has this number of points."""
         with self.model.lock:
             found, self._recorded = self._recorded, None
         return found if found is not None and len(found[0]) == count else None
@@ -380,7 +380,7 @@ class Passes(JacobianRows):
             return whole if whole and len(whole) == len(kept) else None
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
-        """Return steps that count points, or so many rows of each."""
+        """Return steps that count points, or a number of rows of each."""
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(
@@ -450,9 +450,9 @@ class Passes(JacobianRows):
         return self.memory.for_engines
 
     def by_points(self, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
-        """Yield walks over so many points each (fewer at the end of a batch), and their number.
+        """Yield walks over `count` points each (fewer at the end of a batch), and their number.
 
-        If a batch's layer inputs and sensitivities are kept, its walks share them. So many points `together` come in
+        If a batch's layer inputs and sensitivities are kept, its walks share them. Each run of `together` points is in
         one walk, whatever the batches.
         """
         for index, inputs in self._batches_of_whole(together):

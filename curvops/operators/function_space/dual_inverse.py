@@ -64,7 +64,7 @@ class DualInverse(Inverse):
         return (block - S._matmul(inner.to(block))) / A
 
     def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
-        """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, some blocks of so many rows at a time; None without the memory."""
+        """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is too small."""
         factor, L = self._args[1:]
         memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
         row = COPIES * 8 * max(factor.shape[0], L.shape[:2].numel())

@@ -81,7 +81,7 @@ def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
 
 
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
-    """Yield (the row after them, pieces that fit into so many bytes together), at least one piece."""
+    """Yield (the row after them, pieces that together take at most `most_bytes`), at least one piece."""
     panel: list[Piece] = []
     held = end = 0
     for start, count, groups in walk:

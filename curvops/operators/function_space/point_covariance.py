@@ -224,7 +224,7 @@ def _leaves_enough(found: Target, total: Target) -> bool:
 
 
 def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:
-    """(J V M)(J V M)ᵀ of a P⁻¹ without a diagonal: products of J with so many vectors, and no backward pass."""
+    """Return (J V M)(J V M)ᵀ for a P⁻¹ without a diagonal: products of J with V's columns, and no backward pass."""
     assert parts.vectors is not None
     found = jacobian.theta.new_zeros(shape)
     pushed = jacobian._matmul(parts.vectors)

@@ -19,7 +19,7 @@ from curvops.linalg.core.symmetry import mirror
 from curvops.network import Layer
 
 STRIPES = 8
-"""Of a symmetric product, each of which is computed from the diagonal on."""
+"""The number of stripes of a symmetric product, each computed from the diagonal on."""
 
 
 class Sides(NamedTuple):
@@ -128,7 +128,7 @@ def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
 
 
 def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
-    """Yield what has rows, on both sides and once scaled, of at most half so many bytes: at least one channel."""
+    """Yield blocks whose rows, of both sides and once scaled, take at most half of `most_bytes`, or one channel."""
     _, _, g, _, p = one.left.shape
     channel = 2 * (2 * one.num_rows + other.num_rows) * one.width * one.left.element_size()
     many = max(1, most_bytes // max(1, channel))

@@ -24,16 +24,16 @@ from curvops.operators.linearized.user_operator import UserOperator
 
 
 class TangentKernel(UserOperator, Operator):
-    """K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) for a diagonal prior precision A: the covariance of f under the prior.
+    """The tangent kernel K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) of a diagonal prior precision A, the prior covariance of f.
 
-    Symmetric positive semi-definite where x' is x (Jacot et al. 2018). Rows are ordered point by point.
+    It is symmetric positive semi-definite if x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
-    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it where
-    points are few and weights many (function space). Plus a positive diagonal it is solved exactly, by a D × D matrix,
-    where there are fewer weights than rows. `to_dense`, the Gram matrix, costs a forward pass and C backward passes on
-    each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
-    own Jacobian takes its place where that is less work or A is not constant on the layer. Memory: as many rows as
-    the budget has room for, and the Gram matrix.
+    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Use it for few points
+    and many weights (function space). If there are fewer weights than rows, the kernel plus a positive diagonal is
+    solved exactly by a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward passes on each
+    side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's own Jacobian
+    replaces this sum if it is less work or A is not constant on the layer. Memory: as many rows as the budget has room
+    for, and the Gram matrix.
 
     Args:
         lin: the linearised network.
@@ -43,7 +43,7 @@ class TangentKernel(UserOperator, Operator):
 
     Raises:
         TypeError, ValueError: a prior of another kind or size, or one that is not positive; inputs that `lin.jacobian`
-            refuses.
+            rejects.
     """
 
     CARRIED = True  # it does not depend on the likelihood
@@ -64,7 +64,7 @@ class TangentKernel(UserOperator, Operator):
         return self._args[2]
 
     def keeping_in(self, store: dict[str, Tensor]) -> LinearOperator:
-        """Return the kernel with a place where what depends on its inputs alone stays for kernels of other priors."""
+        """Return the kernel with a store of quantities of its inputs, which kernels with other priors share."""
         kind: Any = type(self)
         return kind(*self._args, store=store)
 

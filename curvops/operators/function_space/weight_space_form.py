@@ -25,7 +25,7 @@ from curvops.linalg.operators.draws import draw
 from curvops.network import JacobianRows
 
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
-"""What is kept of the inputs."""
+"""The names under which quantities of the inputs are stored."""
 
 
 class WeightSpaceForm(ClosedForm):
@@ -77,7 +77,7 @@ class WeightSpaceForm(ClosedForm):
         return self._store[GRAM]
 
     def _information_for(self, weights: Float[Tensor, " NC"], walk: JacobianRows) -> Float[Tensor, "D D"]:
-        """Return JᵀN⁻¹J of a vector of noises: equal ones take JᵀJ, and those asked for last are known."""
+        """Return JᵀN⁻¹J of a vector of noises: equal ones use JᵀJ, and the last result is stored."""
         if bool((weights == weights[0]).all()):
             return self._unit_information * weights[0]
         if not torch.equal(self._store.get(LAST, weights[:0]), weights):

@@ -34,7 +34,7 @@ ROWS_ROUNDING_UNITS = 4
 
 @dataclass(eq=False)
 class OuterSum:
-    """Σ side ⊗ side over all dimensions of (*m, g, t, p) but g and the last, (g, p, p), as it is added up.
+    """The running sum Σ side ⊗ side over all dimensions of (*m, g, t, p) but g and the last, (g, p, p).
 
     A softmax's factor is singular, and the rounding of a sum in single precision would fill its null space with
     eigenvalues far above a weak prior. So up to `MOST_EXACT` columns the sum is one in float64, and as long as rows are

@@ -61,7 +61,7 @@ class Jacobian(NetworkOperator):
         return self.passes.progress
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """Yield the Jacobians of so many points at a time, with fewer points at the end of a batch."""
+        """Yield the Jacobians of `count` points at a time, with fewer points at the end of a batch."""
         for passes, points in self.passes.by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 

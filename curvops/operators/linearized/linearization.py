@@ -82,7 +82,7 @@ def linearize(
     weights: Any = False,
     progress: Progress = None,
 ) -> Linearization:
-    """Linearise a network at its present weights.
+    """Linearise a network at its current weights.
 
     Args:
         model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are
@@ -122,7 +122,7 @@ def linearize(
     Returns:
         A `Linearization`. The model's inputs and torch's random state are left as they were. Weights, buffers,
         positions and the likelihood's tensors are copied, so changing them afterwards changes nothing here. A noise
-        that requires a gradient counts as being learned: its present value is used as far as the curvature can, and a
+        that requires a gradient counts as being learned: its current value is used as far as the curvature can, and a
         posterior whose curvature cannot raises an error. Not copied are tensors inside your own functions, nor the
         data, which must not change (a pass over changed data raises `DataChanged`).
 

@@ -76,7 +76,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
 
 
 def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
-    """Raise ValueError unless it is an operator (D, D) on these parameters, made at their present values or at none."""
+    """Raise ValueError unless it is an operator (D, D) on these parameters, made at their current values or at none."""
     common(network.tangent_space, *spaces_of(operator))
     if tuple(operator.shape) != (network.num_parameters,) * 2:
         raise ValueError(

@@ -86,7 +86,7 @@ class CurvatureCache:
     ) -> Known:
         """Return the value of this name, computed where it is missing or outdated; None is not kept.
 
-        While the value exists, so many bytes of the memory budget count as used.
+        While the value exists, its bytes count as used in the memory budget.
         """
         with self.lock:
             known: Any = self.known(name)
@@ -202,7 +202,7 @@ class CurvatureCache:
                 self.recall(known)
 
     def _present(self) -> list[Tensor]:
-        """Return the present values of the hyperparameters that may change while a posterior is in use."""
+        """Return the current values of the hyperparameters that may change while a posterior is in use."""
         return [tensor.detach() for _, tensor in self._learned()]
 
     def _require_followed(self) -> None:

@@ -57,7 +57,7 @@ class Noise:
             raise ValueError(f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
 
     def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
-        """Return standard normal columns for the square root of the curvature, so many columns per point."""
+        """Return standard normal columns for the square root of the curvature, the same number for each point."""
         numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
         return numbers.flatten(1).mT
 

@@ -218,7 +218,7 @@ class GaussianPosterior(GaussianWeights):
     def of(
         cls, lin: Linearization, covariance: LinearOperator | None = None, precision: LinearOperator | None = None
     ) -> GaussianPosterior:
-        """Make the posterior from its covariance, its precision, or both if each has a form of its own.
+        """Make the posterior from its covariance, its precision, or both if each has a separate form.
 
         Raises TypeError or ValueError for operators of another size, dtype or parameters, or if both are missing.
         """

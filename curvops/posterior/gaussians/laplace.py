@@ -107,7 +107,7 @@ class Laplace(GaussianWeights):
 
         Args:
             prior_precision: as in `co.laplace`.
-            prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
+            prior_mean: likewise; None keeps the current mean (an earlier posterior brings its own).
         """
         return replace_prior(self, prior_precision, prior_mean)
 
@@ -407,7 +407,7 @@ def laplace(
             Or an earlier posterior: yesterday's posterior is today's prior, with its mean and its temperature.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
-            the posterior always uses their present values. (An operator is not copied: do not change it.)
+            the posterior always uses their current values. (An operator is not copied: do not change it.)
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and

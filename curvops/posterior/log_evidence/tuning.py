@@ -36,7 +36,7 @@ class Ending(Enum):
 class TuningStep(Summarised):
     """One step of a tuning: the hyperparameters before it, the effective parameters at them, and its cost.
 
-    Tensors have an entry for each group of weights with a precision of its own. If that is each single weight, they
+    Tensors have an entry for each group of weights with its own precision. If that is each single weight, they
     have one entry: the geometric mean of the precisions and the sum of the counts.
     """
 

@@ -70,7 +70,7 @@ class OutputDistribution(ABC):
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
     def require_whole_groups(self, points: int, together: int | None) -> None:
-        """Raise ValueError if groups of so many points do not divide the points, or would cut sequences."""
+        """Raise ValueError if the size of a group does not divide the number of points, or would cut sequences."""
         if together is None or together == 1:
             return
         positions = self.lin.num_outputs // self.lin.output_shape[-1]

@@ -96,7 +96,7 @@ def _unresolved(system: System) -> System:
 
 
 def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
-    """Return the routes for so many draws, for so many rows of J, and for determinants, without solving anything."""
+    """Return the routes for this many draws or rows of J, and for determinants, without solving anything."""
     cache, A = terms.cache, terms.A
     system = replace(_to_be_solved(terms, columns), sketch=terms.precision._takes_sketch)
     kernel = cache.known("kernel")
@@ -108,7 +108,7 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
 
 
 def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
-    """Return P for solves with so many right-hand sides, with its operand `Formed` where that is cheaper.
+    """Return P for solves with `columns` right-hand sides, with its operand `Formed` if that is cheaper.
 
     A formed operand serves all priors that are numbers or vectors. With `further`, these columns add to those of
     earlier calls; draws, which must be the same for the same seed, are counted by themselves.
@@ -134,7 +134,7 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
 
 
 def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> LinearOperator:
-    """Return P⁻¹ for so many further rows of J."""
+    """Return P⁻¹ for `rows` further rows of J."""
     inverse: LinearOperator = for_columns(terms, rows, further=True).inverse(rtol)
     return inverse
 
@@ -166,7 +166,7 @@ def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> Forme
 def preconditioner(
     terms: PrecisionTerms, columns: int, dual: Any = None, generator: torch.Generator | None = None
 ) -> tuple[Any, int]:
-    """Return M ≈ P⁻¹ for so many right-hand sides (None where none pays off), and the number of products it took.
+    """Return M ≈ P⁻¹ for `columns` right-hand sides (None if none pays off), and the number of products it took.
 
     A sketch of A^-½GA^-½ made for one prior also serves its multiples c·A (all larger ones, and smaller ones down to a
     third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. M is of `dual` where it is

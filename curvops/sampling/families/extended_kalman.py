@@ -1,4 +1,4 @@
-"""The extended Kalman filter of the weights: each batch, linearised at the present mean, adds to the precision."""
+"""The extended Kalman filter of the weights: each batch, linearised at the current mean, adds to the precision."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def ekf(
 ) -> ExtendedKalmanFilter:
     """Build the extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
 
-    For each batch, linearised at the present mean θ with the output Fisher H (the observation noise's inverse):
+    For each batch, linearised at the current mean θ with the output Fisher H (the observation noise's inverse):
 
         P ← (P⁻¹ + q I)⁻¹ + ε Σ_n J_nᵀH_nJ_n,    θ ← θ + ε P⁻¹ Σ_n ∇ log p(y_n | x_n, θ)
 

@@ -55,7 +55,7 @@ class GaussianFamily(ABC):
 
     @abstractmethod
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
-        """Return Σ, and Σ⁻¹ if it has a form of its own, with entry i at position order[i] of the vector."""
+        """Return Σ, and Σ⁻¹ if it has a separate form, with entry i at position order[i] of the vector."""
 
 
 class DiagonalFamily(GaussianFamily):

@@ -66,7 +66,7 @@ def accept_or_reject(
 
 
 def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
-    """Write the proposal over the present values of the chains that accept it."""
+    """Write the proposal over the current values of the chains that accept it."""
     if accepted.ndim == 0 and accepted.device.type == "cpu":  # no wait for the device
         if accepted:
             present.copy_(proposal)

@@ -97,7 +97,7 @@ def test_another_problem_is_refused_by_name(tmp_path, saved_at_each_step):
 def test_right_hand_sides_of_another_system_are_refused(tmp_path, saved_at_each_step):
     cg(SPREAD, tmp_path)
     for sides in (2 * B, B[:, :4], B[:, 0]):
-        with pytest.raises(ValueError, match="differs is B"):
+        with pytest.raises(ValueError, match="What differs: B"):
             cg(SPREAD, tmp_path, sides=sides)
     with pytest.raises(ValueError, match="x0"):
         cg(SPREAD, tmp_path, x0=torch.ones_like(B))

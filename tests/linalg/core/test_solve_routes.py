@@ -71,7 +71,7 @@ def test_the_route_taken(name):
 
 REFUSED = {
     "closed form": (posterior(), "no closed form is known"),
-    "dual": (posterior(Posterior(name="KFAC")), "square root by points, which KFAC has not"),
+    "dual": (posterior(Posterior(name="KFAC")), "square root by points, which KFAC does not have"),
     "sgd": (posterior(recorded=True), "no gradient"),
 }
 
@@ -138,4 +138,4 @@ def test_a_plan_prints_what_is_taken_what_is_open_and_why_not():
     assert lines["closed form"].endswith("no closed form is known") and "64" in lines["dual"]
     assert shown.startswith("draws ") and "\n\ndeterminants  products" in shown
     unknown = routes.SolvePlan({"draws": routes.routes(posterior(Posterior()))})
-    assert "not known" in str(unknown) and unknown.chosen == {"draws": "cg with a sketch"}
+    assert "unknown" in str(unknown) and unknown.chosen == {"draws": "cg with a sketch"}

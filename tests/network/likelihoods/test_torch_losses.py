@@ -195,6 +195,8 @@ class Renamed(nn.MSELoss):
 
 def test_a_subclass_is_taken_for_what_it_computes() -> None:
     x, model = normal(N, 2), Shaped(C).double()
-    with pytest.raises(ValueError, match=r"Focal\(\) has another gradient .* no plain torch.nn.CrossEntropyLoss. Give"):
+    with pytest.raises(
+        ValueError, match=r"Focal\(\) has another gradient .* not a plain torch.nn.CrossEntropyLoss. Pass"
+    ):
         co.linearize(model, (x, labels()), Focal())
     assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
