@@ -10,7 +10,7 @@ for it without an argument, as progress bars are. Such parts are numbered in the
 numbering from where it was saved; they are deleted once the state after them is written. Computations done `aside`
 (products, preconditioners, callbacks) save nothing.
 
-A checkpoint records its problem, by the names of the function's arguments, and is refused for another problem. A part
+A checkpoint records its problem, by the names of the function's arguments, and is rejected for another problem. A part
 is identified by its place alone. The result stays in the folder, so that a script that is run again does not compute it
 again.
 """

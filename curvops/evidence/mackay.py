@@ -101,7 +101,7 @@ def mackay(
     Raises:
         TypeError, ValueError: not a posterior, an unknown prior or update, a prior operator, noise of another
             problem, a curvature without an exact γ where samples is None, a curvature that is zero, evidence without
-            a maximum, a checkpoint of another problem, or (with tune_noise) anything that `maximize` refuses for
+            a maximum, a checkpoint of another problem, or (with tune_noise) anything that `maximize` rejects for
             "noise".
         OSError: the checkpoint cannot be written.
         NotConverged: the draws or the mode were not solved to the tolerance.

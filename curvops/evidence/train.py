@@ -71,7 +71,7 @@ def train(
     Raises:
         TypeError, ValueError: sample weights, a batch size in addition to a loader's own, numbers out of range, an
             optimiser with weight decay, a loss that is not finite (too long a step), and everything that
-            `co.linearize`, `co.laplace` and `maximize` refuse.
+            `co.linearize`, `co.laplace` and `maximize` reject.
 
     Warns with `co.NotAMode` if training ended away from a mode.
 

@@ -122,7 +122,7 @@ class Operator(LinearOperator):
     def detached_from_weights(self) -> LinearOperator:
         """Return the matrix as a constant, which may be added to operators linearised at other weights.
 
-        Sums across weights are refused, since they are the curvature of neither network; call this where one is
+        Sums across weights are rejected, since they are the curvature of neither network; call this where one is
         intended (yesterday's curvature as a prior, merged Fishers). Costs nothing; shares tensors and caches.
         """
         parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
@@ -391,7 +391,7 @@ class Operator(LinearOperator):
         return self._is_small
 
     def require_small(self, purpose: str, instead: str = "") -> None:
-        """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
+        """Raise ValueError if `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
         if self.shape[-1] > routes.DENSE_SIZE:
             raise ValueError(
                 f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; {instead}call "

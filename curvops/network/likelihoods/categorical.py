@@ -21,7 +21,7 @@ class Categorical(Likelihood):
 
     Args:
         weight: (C,) non-negative weights of the classes.
-        ignore_index: points with this index as target are left out; an index of 0 or more is refused if targets are
+        ignore_index: points with this index as target are left out; an index of 0 or more is rejected if targets are
             class probabilities.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
@@ -93,7 +93,7 @@ class Categorical(Likelihood):
         if y.is_floating_point() and y.ndim == 2:
             if self.ignore_index >= 0:
                 raise ValueError(
-                    f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch refuses it, too); "
+                    f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch rejects it, too); "
                     "leave points out by weights of zero."
                 )
             _check_probabilities(y, num_outputs)

@@ -127,7 +127,7 @@ class TrainedNetwork:
 
     @property
     def tangent_space(self) -> TangentSpace:
-        """The selected parameters and their values; a sum of operators from different ones is refused."""
+        """The selected parameters and their values; a sum of operators from different ones is rejected."""
         return self.model.tangent_space
 
     @property

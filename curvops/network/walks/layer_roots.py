@@ -48,7 +48,7 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
     if by_rows < columns * (layer.multiply_adds + count * outputs):
         pieces = in_parts(len(delta), count * size, delta.is_cuda)
         return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
-    # A layer's part of a vector lies amid the whole, and is copied: some at a time, in memory that is used again.
+    # A layer's part of a vector is scattered over it, and is copied: some at a time, in memory that is used again.
     some = in_parts(columns, size, delta.is_cuda)
     return concatenate([part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some])
 

@@ -258,7 +258,7 @@ class Passes(JacobianRows):
         for part in parts:
             total = accumulate(total, part)
             del part  # before the next is made
-        assert total is not None  # linearize refuses empty data
+        assert total is not None  # linearize rejects empty data
         return total
 
     def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:

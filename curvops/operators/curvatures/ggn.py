@@ -160,7 +160,7 @@ class EmpiricalFisher(Curvature):
 
     @property
     def output(self) -> OutputFisher:
-        """H_n = r_n r_nᵀ."""
+        """The outer products H_n = r_n r_nᵀ in place of the output Fisher."""
         return Empirical(self.likelihood, self.lin.positions_apart(self._kwargs["per_token"]))
 
     @property

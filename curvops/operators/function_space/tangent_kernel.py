@@ -116,7 +116,7 @@ class TangentKernel(UserOperator, Operator):
         return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
 
     def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
-        """Return the diagonal blocks of so many points each, without forming any entry between them.
+        """Return the diagonal blocks for groups of `points` points, without forming any entry between groups.
 
         Raises ValueError for a kernel of two sets of inputs, or a number of points that does not divide theirs.
         """

@@ -121,7 +121,7 @@ class KFAC(KroneckerCurvature):
     A is the mean of a aᵀ over inputs (with a one appended for the bias), and B the sum of δ δᵀ over the columns of the
     output Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for
     each group) and embeddings have factors. Normalisation layers and others get their exact block up to 1,024
-    parameters and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is refused. Layers
+    parameters and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is rejected. Layers
     that share weights have one block.
 
     Small eigenvalues are accurate for factors with up to 512 columns, whose sums are in float64 whatever the data's
@@ -151,7 +151,7 @@ class KFAC(KroneckerCurvature):
             with the weight; the two may then have different prior precisions.
         checkpoint: a folder for the sums over the points done so far, saved at most every half minute, and for the
             result. A build that was killed resumes from it and gives bitwise the same result. A checkpoint of another
-            network, other data or other options is refused.
+            network, other data or other options is rejected.
 
     Raises:
         ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.

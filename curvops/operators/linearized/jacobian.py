@@ -95,9 +95,9 @@ class Jacobian(NetworkOperator):
 
     @torch.no_grad()
     def rows_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
-        """Jᵀ e_i of these rows i alone, from their points: no other point is passed through.
+        """Return Jᵀ e_i for these rows i, from passes over their points only.
 
-        Cost: C backward passes for each point, or one for each pair of b rows where memory has no room for C rows.
+        Cost: C backward passes for each point, or one for each pair of b rows if memory has no room for C rows.
         """
         C, found = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
         fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)

@@ -113,7 +113,7 @@ def linearize(
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
             where the budget allows it). The results are the same. Whatever the engine, rows and Kronecker factors come
             from layer rules.
-        weights: True says that the third item of a batch holds weights; otherwise a third item is refused.
+        weights: True says that the third item of a batch holds weights; otherwise a third item is rejected.
         progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
             their own. None shows a bar after two seconds where standard error is a terminal, False never, True
             always. A function is called with (description, points or products done, their total or None) after each

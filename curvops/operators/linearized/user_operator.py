@@ -146,7 +146,7 @@ class ScaledByNoise(UserOperator, Scaled):
 def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
     """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
     lin = args[0] if args else kwargs.get("lin")
-    if not isinstance(lin, Linearization):  # refused later, where arguments are read
+    if not isinstance(lin, Linearization):  # rejected later, where arguments are read
         return None
     noise = lin.likelihood.single_noise
     if noise is None or not carries_graph((noise,)):

@@ -66,7 +66,7 @@ class Laplace(GaussianWeights):
 
     @property
     def compression(self) -> Estimate | None:
-        """The error ‖C − Ĉ‖_F / ‖C‖_F of the form Ĉ that `update` kept; None where it kept everything unchanged.
+        """The error ‖C − Ĉ‖_F / ‖C‖_F of the form Ĉ that `update` kept; None if it kept everything unchanged.
 
         C is the earlier posterior's curvature, and for form="kronecker" its sum with the new one (computed exactly,
         to the square root of rounding). Errors of earlier updates are not included.
@@ -96,9 +96,9 @@ class Laplace(GaussianWeights):
 
     @property
     def mode_gap(self) -> float:
-        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, 0 at a mode; it costs one gradient.
+        """The ratio ‖log posterior's gradient‖ / ‖log prior's gradient‖ at θ*, 0 at a mode. Costs one gradient.
 
-        NaN where the data of the curvature are unknown (see `log_evidence`).
+        NaN if the data of the curvature are unknown (see `log_evidence`).
         """
         return mode_gap(self.terms)
 

@@ -177,7 +177,7 @@ def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
             P = G + terms.prior.precision.to_dense().double()
         else:  # the stored sum is a different one
             P = terms.precision.to_dense().double()
-        definite_logdet(P)  # an indefinite one is refused by name
+        definite_logdet(P)  # an indefinite one is rejected by name
         factor = torch.linalg.cholesky(P)
         error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
         return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))

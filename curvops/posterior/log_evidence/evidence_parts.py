@@ -83,7 +83,7 @@ def find_evidence(
     """Compute the log evidence with its parts; the search for the linear model's mode starts at `start`."""
     cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
-    if mode == "map":  # unknown data are refused before products are spent
+    if mode == "map":  # unknown data are rejected before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
         found = find_mode(terms, start)

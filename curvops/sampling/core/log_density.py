@@ -233,7 +233,7 @@ def log_posterior(
 
     Raises:
         TypeError, ValueError: N missing or given twice, a model in train mode that is random or uses batch statistics,
-            and everything that `co.linearize` and `co.laplace` refuse. Each batch is checked when it is used; targets
+            and everything that `co.linearize` and `co.laplace` reject. Each batch is checked when it is used; targets
             are checked in the first.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.

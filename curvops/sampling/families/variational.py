@@ -235,7 +235,7 @@ def vi(
         accepts. `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, and everything that `optimizer` refuses.
+        TypeError, ValueError: an argument of another kind or out of range, and everything that `optimizer` rejects.
 
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
     p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per

@@ -278,7 +278,7 @@ def reprior(
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: everything that `co.linearize` refuses (no points, targets of another shape, noise not positive, …);
+        ValueError: everything that `co.linearize` rejects (no points, targets of another shape, noise not positive, …);
             λ that is not positive; a model without a linear readout, or with one that another layer shares; features
             that are not finite; in float32, a regression that this dtype cannot solve.
 

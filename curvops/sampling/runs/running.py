@@ -56,7 +56,7 @@ def run(
         progress: None, a flag or a function (what, done, total), as in other calls.
         checkpoint: a folder for intermediate results, also written when the run is interrupted. The same call resumes
             from there and gives bitwise the same draws; the folder keeps the result, which a later call returns at
-            once. Another start, sampler, `co.sampling.log_posterior` or generator is refused; batches are not
+            once. Another start, sampler, `co.sampling.log_posterior` or generator is rejected; batches are not
             compared.
 
     Returns:
