@@ -110,7 +110,7 @@ class Hyperparameters:
         return dataclasses.replace(post, temperature=1.0)  # the evidence is that of the model
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
-        """(θ − m)ᵀ base (θ − m) of each group."""
+        """Return (θ − m)ᵀ base (θ − m) for each group."""
         gap = theta.detach().double() - self.origin.prior_mean.double()
         return self.groups.totals(self.groups.base.double() * gap.square())
 

@@ -127,7 +127,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds no NaN and no Inf. Waits for the device once."""
+    """Return whether a tensor holds no NaN and no Inf. Waits for the device once."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return not tensor.is_complex() or bool(tensor.isfinite().all())
     return all(map(math.isfinite, extremes(tensor)))

@@ -139,7 +139,7 @@ class Group:
         return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
     def lefts(self) -> list[Tensor] | None:
-        """The left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`), views of δ, or None."""
+        """Return the left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`), views of δ, or None."""
         if self.layer is None:
             return None
         found = [part.left() for part in self.parts]

@@ -218,7 +218,7 @@ def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, .
 
 
 def _leaves_enough(found: Target, total: Target) -> bool:
-    """Whether the difference leaves enough of each variance's digits."""
+    """Return whether the difference leaves enough of each variance's digits."""
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     return bool((left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]).all())
 

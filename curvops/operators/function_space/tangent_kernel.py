@@ -90,7 +90,7 @@ class TangentKernel(UserOperator, Operator):
         return self if self.psd else TangentKernel(right, left, prior)
 
     def _columns(self, index: Int[Tensor, " b"]) -> Float[Tensor, "nC b"]:
-        """The columns of these rows of J(x'): their points alone are passed through for J(x')ᵀ."""
+        """Return the columns of these rows of J(x'), with passes over their points only."""
         left, right, prior = self._args
         return left._product(right.rows_at(index) / (prior if prior.ndim == 0 else prior.unsqueeze(-1)))
 

@@ -241,7 +241,7 @@ def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chu
 
 @torch.no_grad()
 def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock]) -> list[Operator]:
-    """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
+    """Return blocks with exact second moments on the diagonal of each Kronecker eigenbasis, by a second walk."""
     operators = {block.names: block.operator for block in blocks}
     walk = SummedWalk(lin, fisher, "second moments")
     factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}

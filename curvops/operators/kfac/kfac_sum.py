@@ -40,10 +40,10 @@ def has_kronecker_blocks(operator: LinearOperator) -> bool:
 
 
 def kfac_sum(*terms: LayerBlocks) -> KFACSum:
-    """The layer blocks nearest to a sum, in Frobenius norm: exact ones add up, of Kronecker products see `linalg`.
+    """Return the layer blocks nearest to a sum in Frobenius norm; exact blocks add up.
 
     Layers that an operator's data do not reach add nothing to it: the heads of other tasks, say. Raises ValueError
-    where the layers are not divided alike (bias="joint" and "separate").
+    if the layers are not divided alike (bias="joint" and "separate").
 
     Cost: k² inner products of each layer's factors for k terms, in float64. Source: Van Loan & Pitsianis 1993.
     """

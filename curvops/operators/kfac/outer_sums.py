@@ -70,7 +70,7 @@ class OuterSum:
         return few and side.stride(-2) == 1 and not side.is_cuda
 
     def _add_by_points(self, points: Float[Tensor, "m p t"]) -> None:
-        """A product for each point."""
+        """Add a product for each point."""
         m, p, t = points.shape
         self.count += m * t
         self._add_kept()
@@ -144,7 +144,7 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
 
 
 def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta: int) -> None:
-    """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
+    """Replace total by beta·total + rowsᵀ rows on and above the diagonal, in halves unless they are too small."""
     p = rows.shape[-1]
     if p < LEAST_SYMMETRIC and rows.shape[1] <= ROWS_A_SUM:
         total.baddbmm_(rows.mT, rows, beta=beta)
@@ -160,7 +160,7 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
 
 
 def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
-    """rowsᵀ rows, of single precision in float64 from sums over few rows."""
+    """Return rowsᵀ rows, for single precision in float64 from sums over few rows."""
     if rows.dtype == torch.float64:
         return rows.mT @ rows
     total = rows.new_zeros(len(rows), rows.shape[-1], rows.shape[-1], dtype=torch.float64)

@@ -58,7 +58,7 @@ class Gradients(NetworkOperator):
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
-        """The walk over the rows, the root that it multiplies with, and the root that is applied apart from it."""
+        """Return the walk over the rows, the root that it multiplies with, and the root that is applied separately."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
         return rows or self.lin.passes, output, output if rows is None else None

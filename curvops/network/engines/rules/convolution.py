@@ -179,7 +179,7 @@ def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
 
 
 def _windows(layer: _ConvNd, a: Tensor) -> Tensor:
-    """The windows of the layer's kernel in a padded tensor (n, channels, *size), (n, channels, *kernel, *pixels)."""
+    """Return the windows of the kernel in a padded tensor (n, channels, *size), (n, channels, *kernel, *pixels)."""
     dims = len(layer.kernel_size)
     for i, (span, stride, dilation) in enumerate(zip(_spans(layer), layer.stride, layer.dilation)):
         a = a.unfold(2 + i, span, stride)[..., ::dilation]
