@@ -138,7 +138,7 @@ def test_low_rank_solves_within_its_span_in_single_precision(s, shift):
     U = torch.linalg.qr(torch.randn(500, 10)).Q
     P = LowRank(U, torch.full((10,), s)).add_diagonal(shift)
     b = U @ torch.randn(10, 2)
-    assert (P @ P.solve(b) - b).norm() <= 1e-5 * b.norm()
+    assert (P @ P.solve(b) - b).norm() <= 2e-6 * b.norm()
     rest = torch.randn(500, 2)
     rest = rest - U @ (U.mT @ rest)
     torch.testing.assert_close(P.solve(rest), rest / shift, rtol=1e-4, atol=1e-4 / shift)

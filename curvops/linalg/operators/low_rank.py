@@ -74,11 +74,16 @@ class LowRankForm(ClosedForm):
         return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
 
     def _split_solve(self, block: Tensor) -> Tensor:
-        """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U twice."""
+        """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.
+
+        Of a b within the span of U the second part is rounding, much of it within the span: twice is not enough.
+        """
         U = self.base.vectors
         inside = U.mT @ block
         outside = block - U @ inside
-        left = inside / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
+        again = U.mT @ outside
+        outside = outside - U @ again
+        left = (inside + again) / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
         return outside / self.shift + U @ left
 
     def solve(self, block: Tensor) -> Tensor:

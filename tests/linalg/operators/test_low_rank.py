@@ -72,7 +72,7 @@ def test_the_rank_doubles_until_the_error_is_small(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_end_before_the_accuracy_is_never_silent(method):
     A = symmetric(SPECTRA["flat"])
-    with pytest.warns(RankTooLow, match=r"rank 30 .* \(asked for 0.001\).*raise rank or memory_budget"):
+    with pytest.warns(RankTooLow, match=r"rank 30 .* \(rtol=0.001\).*raise rank or memory_budget"):
         found = co.low_rank(A, 30, rtol=1e-3, method=method, generator=generator())
     assert len(found.values) == 30 and float(found.error.value) > 0.5
     with pytest.warns(RankTooLow, match="limited to 10"):
