@@ -109,6 +109,7 @@ def test_blocks_are_those_of_the_matrix(name: str) -> None:
     kernel = co.TangentKernel(lin, 2.0, torch.randn(6, size, dtype=torch.float64))
     dense = kernel.to_dense()
     torch.testing.assert_close(kernel.diagonal(), dense.diagonal(), rtol=1e-10, atol=1e-12)
+    assert kernel.diagonal_matvecs == 0 and kernel.trace().matvecs == 0
     for points in (1, 2, 3, 6):
         rows = 2 * points
         wanted = torch.stack([dense[i : i + rows, i : i + rows] for i in range(0, 12, rows)])

@@ -31,17 +31,21 @@ class DirectSumForm(ClosedForm):
 
     def nearby_shift(self) -> Tensor:
         shifts = []
-        for block, form in zip(self._damped_blocks, self._block_forms):
+        for block, shift, form in zip(self._damped_blocks, self._shifts, self._block_forms):
             form = closed_form(block.base, block.shift) if form is None else None
             near = block.shift if form is None else form.nearby_shift()
-            shifts.append(near.expand(block.shape[-1]))
+            rest = near - (block.shift - shift)  # a block that is damped itself has its own shift already
+            shifts.append((rest if bool((rest > 0).all()) else near).expand(block.shape[-1]))
         return self.partition.join(shifts)
+
+    @property
+    def _shifts(self) -> list[Tensor]:
+        """The part of the shift on each block."""
+        return [self.shift] * len(self.base.blocks) if self.shift.ndim == 0 else self.partition.split(self.shift)
 
     @cached_property
     def _damped_blocks(self) -> list[Any]:
-        blocks = self.base.blocks
-        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.partition.split(self.shift)
-        return [block.add_diagonal(shift) for block, shift in zip(blocks, shifts)]
+        return [block.add_diagonal(shift) for block, shift in zip(self.base.blocks, self._shifts)]
 
     @cached_property
     def _block_forms(self) -> list[ClosedForm | None]:

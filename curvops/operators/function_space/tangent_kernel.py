@@ -115,6 +115,10 @@ class TangentKernel(UserOperator, Operator):
         outputs = self._args[0].passes.engines.plan.num_outputs
         return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
 
+    @property
+    def diagonal_matvecs(self) -> int:
+        return 0 if self.psd else min(self.matrix_shape)
+
     def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
         """Return the diagonal blocks for groups of `points` points, without forming any entry between groups.
 
