@@ -35,14 +35,9 @@ def check_progress(progress: Any) -> None:
         raise TypeError(f"progress must be None, False, True or a function (what, done, total), got {progress!r}.")
 
 
-@contextmanager
-def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Iterator[Steps]:
-    """Yield the steps of some work, to be counted by `advance`; the bar is cleared at the end, also at an error."""
-    steps = Steps(what, total, False if _silenced.get() else progress, unit)
-    try:
-        yield steps
-    finally:
-        steps.close()
+def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Steps:
+    """Return the steps of some work, to be counted by `advance`; a context that clears the bar, also at an error."""
+    return Steps(what, total, False if _silenced.get() else progress, unit)
 
 
 class Steps:
@@ -78,7 +73,10 @@ class Steps:
         if self._bar is not None:
             self._note = note()
 
-    def close(self) -> None:
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Clear the bar."""
         if self._bar is not None:
             self._bar.close()

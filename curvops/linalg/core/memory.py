@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -111,16 +111,21 @@ def in_parts(multiply: Multiply, width: int) -> Multiply:
     return apply
 
 
-@contextmanager
-def holding(A: Any, nbytes: int) -> Iterator[None]:
-    """Count ``nbytes`` bytes of A's budgets as used inside a `with` block."""
-    with hold(memories_of(A), nbytes):
-        yield
+def holding(A: Any, nbytes: int) -> AbstractContextManager[None]:
+    """Return a context in which ``nbytes`` bytes of A's budgets count as used."""
+    return hold(memories_of(A), nbytes)
+
+
+def hold(memories: Memories, nbytes: int) -> AbstractContextManager[None]:
+    """Return a context in which ``nbytes`` bytes of these budgets count as used."""
+    first, *others = memories or (None,)
+    if first is None:
+        return nullcontext()
+    return _hold_each([first, *others], nbytes) if others else first.holding(nbytes)
 
 
 @contextmanager
-def hold(memories: Memories, nbytes: int) -> Iterator[None]:
-    """Count ``nbytes`` bytes of these budgets as used inside a `with` block."""
+def _hold_each(memories: Sequence[Memory], nbytes: int) -> Iterator[None]:
     with ExitStack() as stack:
         for memory in memories:
             stack.enter_context(memory.holding(nbytes))

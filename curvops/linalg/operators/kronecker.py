@@ -102,6 +102,11 @@ class EigenKroneckerForm(Spectral):
         return self.spectrum
 
     @cached_property
+    def weights(self) -> Tensor:
+        """The reciprocal of the spectrum, (g, p, q)."""
+        return self.definite_spectrum.reshape(self.eigen.values.shape).reciprocal()
+
+    @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The smallest and the largest value of each eigenvalue within rounding, (n,) in float64.
 
@@ -111,9 +116,9 @@ class EigenKroneckerForm(Spectral):
         _ = self.definite_spectrum
         values = self.eigen.values.detach().double().flatten(1)
         # An indefinite matrix in an eigenbasis is not a sum of squares.
-        roots, size = values.clamp_min(0).sqrt(), values.abs().amax(1, keepdim=True)
-        moved = self.eigen.of_rows * roots.square().sum(1, keepdim=True).sqrt()
-        noise = self.eigen.rounding * size + torch.finfo(self.eigen.dtype).eps * values.abs()
+        squares, sizes = values.clamp_min(0), values.abs()
+        roots, moved = squares.sqrt(), self.eigen.of_rows * squares.sum(1, keepdim=True).sqrt()
+        noise = self.eigen.rounding * sizes.amax(1, keepdim=True) + torch.finfo(self.eigen.dtype).eps * sizes
         below = torch.where(values > 0, ((roots - moved).clamp_min(0).square() - noise).clamp_min(0), values - noise)
         above = (roots + moved).square() + values.clamp_max(0) + noise
         level = self.level.detach().double()
@@ -498,13 +503,14 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
         matrix = to_double(factor, details)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors = values.double(), vectors.to(factor.dtype)
-    largest = values.detach().abs().amax(1, keepdim=True)
-    if not bool(((values.detach() >= -slack * largest) & (largest < math.inf)).all()):  # false for NaN
+    known = values.detach()
+    least, largest = known.aminmax(dim=1, keepdim=True)
+    if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
         raise NotPositiveSemidefinite(
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
-            f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."
+            f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
-    return torch.where(values.detach() > noise * largest, values, values - values.detach()), vectors
+    return values - known.masked_fill(known > noise * largest, 0), vectors
 
 
 def _noise(details: Details, factor: Tensor) -> float:

@@ -97,6 +97,11 @@ class Plan:
         """Return the bytes per point that an engine keeps."""
         return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
+    @cached_property
+    def most_bytes(self) -> int:
+        """Bytes a point that the engine keeps which keeps most, of those that may serve."""
+        return max(map(self.bytes_needed, self.candidates()))
+
     def records(self, kind: EngineKind) -> bool:
         """Return whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
         return kind == "recorded" or (kind == "layerwise" and self.rest is not None and self.rest.recordable)

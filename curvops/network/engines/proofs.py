@@ -112,14 +112,15 @@ def structure_of(model: Model) -> Hashable:
     shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, autocast, model.layout
     if model.module is None:
         return *shared, _Same(model._function)
-    parts = tuple(_part(path, part) for part, path in model.paths.items())
-    return *shared, tuple((model.paths[part], local, name) for part, local, name in model.places), parts
+    parts = tuple([_part(path, part) for part, path in model.paths.items()])
+    return *shared, tuple([(model.paths[part], local, name) for part, local, name in model.places]), parts
 
 
 def inputs_of(inputs: Any) -> Hashable:
     """Return the number of points, and the structure of one."""
-    forms = tuple((name, part.dtype, part.shape[1:]) for name, part in components(normalise(inputs)))
-    return num_points(normalise(inputs)), type(inputs), forms
+    given = normalise(inputs)
+    forms = tuple([(name, part.dtype, part.shape[1:]) for name, part in components(given)])
+    return num_points(given), type(inputs), forms
 
 
 def _part(path: str, part: nn.Module) -> Hashable:
@@ -127,7 +128,7 @@ def _part(path: str, part: nn.Module) -> Hashable:
     for hooks in HOOKS:
         if held[hooks]:
             raise Unlike
-    own = tuple((name, _plain(value)) for name, value in held.items() if name not in COMMON)
+    own = tuple([(name, _plain(value)) for name, value in held.items() if name not in COMMON])
     kind = type(part)
     forward = kind.forward
     # Classes and functions equal only themselves, so their references need no `_Same`.

@@ -44,8 +44,8 @@ class OutputFisher(ABC):
         """Continue a saved run: where targets are drawn, with its draws and the state of its generator."""
         return
 
-    def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
-        """Return a mask of the points that count, or of the positions for sequences."""
+    def counted(self, batch: Batch) -> Bool[Tensor, "n *T"] | None:
+        """Return a mask of the points that count, or of the positions for sequences; None where all do."""
         return self.likelihood.counted(batch.targets, batch.weights)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
@@ -96,8 +96,8 @@ class Unit(OutputFisher):
     def num_columns(self, num_outputs: int) -> int:
         return num_outputs
 
-    def counted(self, batch: Batch) -> Bool[Tensor, " n"]:
-        return torch.ones(batch.num_points, dtype=torch.bool, device=batch.targets.device)
+    def counted(self, batch: Batch) -> None:
+        return None
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return u

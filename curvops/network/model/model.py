@@ -53,9 +53,9 @@ class Model:
         self.places: list[Slot] = []
         self._buffers: Blocks = {}
         if self.module is not None:
-            check_deterministic_modules(self.module)
             self.module = skeleton_of(self.module)
             self.paths = {part: path for path, part in self.module.named_modules()}
+            check_deterministic_modules(self.paths)
             self.places, tensors, buffers = places(self.paths)
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
@@ -249,10 +249,11 @@ class Model:
 
     def _checked_call(self, inputs: Any) -> Any:
         """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters."""
+        values = self.values
         if self.module is None:
-            return self._call(self.values, inputs)
+            return self._call(values, inputs)
         with TensorUse(dict(self.module.named_parameters())) as use:
-            outputs = self._call(self.values, inputs)
+            outputs = self._call(values, inputs)
         if use.names:
             raise ValueError(
                 f"the model's forward reads {sorted(use.names)} in another way than from the modules that own them "
@@ -407,9 +408,9 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     return outputs
 
 
-def check_deterministic_modules(module: nn.Module) -> None:
+def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
-    for name, part in module.named_modules():
+    for part, name in paths.items():
         if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
             raise ValueError(
                 f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "

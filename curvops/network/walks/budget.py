@@ -47,7 +47,7 @@ class Budget:
         self.budget, self.device = budget, device
         self._lock = threading.RLock()
         self._held = 0
-        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._caches: list[weakref.ref[Any]] = []
 
     def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
         return Budget, (self.budget, self.device)
@@ -58,16 +58,21 @@ class Budget:
 
     def register(self, cache: Caching) -> None:
         """Count the bytes that this cache keeps."""
-        self._caches.add(cache)
+        with self._lock:
+            self._caches = [ref for ref in self._caches if ref() not in (None, cache)] + [weakref.ref(cache)]
+
+    def _present(self) -> list[Any]:
+        """Return the caches that still exist."""
+        return [cache for ref in self._caches if (cache := ref()) is not None]
 
     @property
     def for_engines(self) -> int:
         """The bytes that further engines may take now; negative if vectors took the bytes of engines."""
-        return self.budget - self._held - sum(cache.kept_bytes for cache in list(self._caches))
+        return self.budget - self._held - sum([cache.kept_bytes for cache in self._present()])
 
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
-        engines = sum(max(cache.kept_bytes, cache.wanted_bytes) for cache in list(self._caches))
+        engines = sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()])
         return max(self.budget, LEAST_ROOM) - self._held - min(self.budget // 2, engines)
 
     @contextmanager
@@ -86,15 +91,16 @@ class Budget:
 
     def expect_many(self) -> None:
         """Announce more products than were made so far."""
-        for cache in list(self._caches):
+        for cache in self._present():
             cache.expect_many()
 
     def _take(self, nbytes: int) -> None:
         with self._lock:
             self._held += nbytes
-        for cache in list(self._caches) if nbytes > 0 else ():
-            if (lacking := -self.for_engines) > 0:
-                cache.shrink(max(0, cache.kept_bytes - lacking))
+        if nbytes > 0 and self.for_engines < 0:
+            for cache in self._present():
+                if (lacking := -self.for_engines) > 0:
+                    cache.shrink(max(0, cache.kept_bytes - lacking))
 
 
 def default_budget(device: torch.device) -> int:
@@ -106,9 +112,9 @@ def default_budget(device: torch.device) -> int:
 
 def _machine_bytes() -> int:
     try:
-        for line in _text("/proc/meminfo").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        _, found, rest = _text("/proc/meminfo").partition("MemAvailable:")
+        if found:
+            return int(rest.split(maxsplit=1)[0]) * 1024
     except OSError:
         pass
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -125,5 +131,8 @@ def _group_bytes() -> int:
 
 
 def _text(path: str) -> str:
-    with open(path) as file:
-        return file.read()
+    file = os.open(path, os.O_RDONLY)  # `open` takes three times as long
+    try:
+        return os.read(file, 2**16).decode()
+    finally:
+        os.close(file)

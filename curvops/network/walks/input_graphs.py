@@ -124,8 +124,7 @@ class GraphRows(JacobianRows):
             cotangents = units.unsqueeze(1).expand(-1, n, -1)
             run = partial(sensitivities, model, outputs, calls, cotangents, graph=True)
             deltas = model.holding(model.leaves(), run)
-            counted = torch.ones(n, dtype=torch.bool, device=outputs.device)
-            groups += groups_of_calls(calls, deltas, counted)
+            groups += groups_of_calls(calls, deltas)
         groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
         yield 0, n * columns, groups
 
@@ -153,7 +152,7 @@ class GraphRows(JacobianRows):
         if not rows:
             rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
         given = {name: torch.stack(found).unsqueeze(0) for name, found in zip(names, zip(*rows))}
-        return Group(names, (), units.new_ones(1, dtype=torch.bool), True, given, point.start)
+        return Group(names, (), True, given, point.start)
 
 
 class InputGraph:

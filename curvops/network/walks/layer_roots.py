@@ -63,25 +63,23 @@ def _push_rows(rows: Blocks, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K
 class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
-    `counted` (n,) says which points count, `positions` (n,) or (n, T) which positions of a sequence, `all_counted`
-    whether all of them do; `weights` are those of the batch; `first` says whether these are the first columns of
-    their points; `start` is the position of the first point in its batch.
+    `first` says whether these are the first columns of their points; `start` is the position of the first point in its
+    batch; `positions` (n,) or (n, T) says which points, or which positions of a sequence, count, None if all do;
+    `weights` are those of the batch.
     """
 
     names: tuple[str, ...]
     parts: tuple[Factors, ...]
-    counted: Tensor
-    first: bool
+    first: bool = True
     given: Blocks = field(default_factory=dict)
     start: int = 0
     positions: Tensor | None = None
-    all_counted: bool = False
     weights: Tensor | None = None
 
     @property
     def num_points(self) -> int:
         """The number n of points."""
-        return len(self.counted)
+        return self._sample.shape[0]
 
     @property
     def num_columns(self) -> int:
@@ -91,7 +89,7 @@ class Group:
     @property
     def num_rows(self) -> int:
         """The number n·r of rows."""
-        return self.num_points * self.num_columns
+        return self._sample.shape[:2].numel()
 
     @property
     def first_row(self) -> int:
@@ -121,7 +119,7 @@ class Group:
         parts = tuple(part.at(points) for part in self.parts)
         given = {name: rows[points] for name, rows in self.given.items()}
         start = self.start + points.indices(self.num_points)[0]
-        return Group(self.names, parts, self.counted[points], self.first, given, start)
+        return Group(self.names, parts, self.first, given, start)
 
     def of(self, names: Sequence[str]) -> Group:
         """Return the rows for some of the parameters."""
@@ -175,7 +173,7 @@ class Group:
         alike = zip(*(group.parts for group in groups))
         parts = [Factors(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
         given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
-        return cls(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
+        return cls(first.names, tuple(parts), first.first, given)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
         """Yield `rows` of some points at a time from a point on, at least `together`, otherwise up to `most_bytes`."""
@@ -205,9 +203,8 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
         a, delta = a.flatten(0, -2), torch.eye(each, dtype=a.dtype, device=a.device)
     else:
         delta = torch.eye(features.outputs, dtype=a.dtype, device=a.device).unflatten(1, layer.output[1:])
-    counted = torch.ones(len(a), dtype=torch.bool, device=a.device)
     part = Factors(layer, a, delta.expand(len(a), *delta.shape))
-    return [Group(tuple(sorted(layer.names.values())), (part,), counted, True)]
+    return [Group(tuple(sorted(layer.names.values())), (part,))]
 
 
 def each_group(
@@ -227,7 +224,7 @@ def each_group(
     `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than was checked,
     half of them are computed at a time: the row of a point does not depend on the others.
     """
-    model, n = engines.model, batch.num_points
+    model, n = engines.model, num_points(inputs)
     outputs, calls, misfits = recorded or engines.record(inputs)
     if misfits:
         if n == 1:
@@ -242,20 +239,18 @@ def each_group(
     if score is not None:
         score(f, batch)
     positions = fisher.counted(batch)
-    counted = positions if positions.ndim == 1 else positions.any(1)
-    everyone = bool(positions.all())
+    if positions is not None and bool(positions.all()):
+        positions = None
     columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
     for start in range(0, columns, step):
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         deltas = _sensitivities(model, outputs, calls, cotangents)
-        for group in groups_of_calls(calls, deltas, counted):
-            yield replace(group, first=start == 0, positions=positions, all_counted=everyone, weights=batch.weights)
-            del group
+        yield from groups_of_calls(calls, deltas, start == 0, positions, batch.weights)
         if others:
-            yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
+            yield from _others(model, inputs, cotangents, others, start == 0, chunk)
         if advance is not None:
-            advance(len(cotangents) * batch.num_points)
+            advance(cotangents.shape[0] * f.shape[0])
         del deltas, cotangents  # before the next are made
 
 
@@ -272,8 +267,7 @@ def groups_at(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
 ) -> Iterator[Group]:
     """Return the rows J_nᵀ s of a recorded pass for some columns s of all its points."""
-    counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
-    return groups_of_calls(calls, _sensitivities(model, outputs, calls, cotangents), counted)
+    return groups_of_calls(calls, _sensitivities(model, outputs, calls, cotangents))
 
 
 def _sensitivities(
@@ -283,13 +277,19 @@ def _sensitivities(
         return model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
 
 
-def groups_of_calls(calls: Sequence[Call], deltas: Sequence[Tensor | None], counted: Tensor) -> Iterator[Group]:
+def groups_of_calls(
+    calls: Sequence[Call],
+    deltas: Sequence[Tensor | None],
+    first: bool = True,
+    positions: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Iterator[Group]:
     """Yield the rows of calls by the parameters that they share, without those whose branch misses the outputs."""
     for names, members in group_calls(calls).items():
-        reaching = ((calls[i], delta) for i in members if (delta := deltas[i]) is not None)
-        parts = tuple(Factors(call.layer, call.kept, delta) for call, delta in reaching)
-        if parts:
-            yield Group(names, parts, counted, True)
+        reaching = [(calls[i], delta) for i in members if (delta := deltas[i]) is not None]
+        if reaching:
+            parts = tuple([Factors(call.layer, call.kept, delta) for call, delta in reaching])
+            yield Group(names, parts, first, positions=positions, weights=weights)
 
 
 def group_calls(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
@@ -311,7 +311,6 @@ def _others(
     model: Model,
     inputs: Any,
     cotangents: Float[Tensor, "r n C"],
-    counted: Tensor,
     names: Sequence[str],
     first: bool,
     chunk: int,
@@ -329,7 +328,7 @@ def _others(
         rows = {name: torch.stack([point[name] for point in found]) for name in names}
         for owner in owners:
             own = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
-            yield Group(tuple(own), (), counted[start : start + step], first, own, start)
+            yield Group(tuple(own), (), first, own, start)
 
 
 class JacobianRows(ABC):

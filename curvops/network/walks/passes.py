@@ -34,6 +34,8 @@ MOST_CHUNK = 2**27
 MANY = 10_000
 """The number of products beside which those of a solve do not change what an engine costs."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")
+NO_LABELS = Batch((), torch.empty(0))
+"""Of rows of J, which need none."""
 MOST_RECORDED = 2**20
 """The bytes of a graph that may wait until rows are used."""
 
@@ -120,13 +122,13 @@ class Passes(JacobianRows):
     @property
     def kept_bytes(self) -> int:
         """The bytes of the engines that are kept now."""
-        return sum(engine.nbytes for _, engine in list(self._kept.values()))
+        return sum([engine.nbytes for _, engine in list(self._kept.values())])
 
     @property
     def wanted_bytes(self) -> int:
         """The bytes that engines of all points would take, of the kind that takes most."""
         plan = None if self._engines is None else self._engines.try_keeping()
-        return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
+        return 0 if plan is None else self._points * plan.most_bytes
 
     def shrink(self, most: int) -> None:
         """Free engines of the last batches until at most this many bytes are kept."""
@@ -286,15 +288,16 @@ class Passes(JacobianRows):
                 held, most = columns, chunk
                 if apart and not others and not self.model.theta.is_cuda:
                     held, most = 1, min(chunk, COLUMN_BYTES)
-                for _, part, label in self._pieces(inputs, batch, held, chunk):
-                    total += label.num_points
+                for points, part in self._pieces(inputs, held, chunk):
+                    total += points.stop - points.start
                     if total > first:
+                        label = batch.labels(points)
                         groups = each_group(
                             self.engines, label, part, fisher, others, most, score, advance=steps.advance
                         )
                         yield total, groups
                     else:
-                        steps.advance(label.num_points * columns)
+                        steps.advance((points.stop - points.start) * columns)
 
     def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
         """Yield the rows of `root_pieces`, some points with all columns; without layer rules, only for `names`."""
@@ -302,7 +305,8 @@ class Passes(JacobianRows):
         with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
                 wanted = [n for n in self.engines.checked_others(inputs) if n in names]
-                for _, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes):
+                for points, part in self._pieces(inputs, columns, self.chunk_bytes):
+                    label = batch.labels(points)
                     each = each_group(self.engines, label, part, fisher, wanted, sys.maxsize, advance=steps.advance)
                     yield list(each)
 
@@ -324,12 +328,11 @@ class Passes(JacobianRows):
     def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
         """Yield (first point, how many, their rows once they are used)."""
         others = self.engines.checked_others(inputs)
-        batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
-        columns = self.engines.plan.num_outputs
-        for start, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes, of_others=True):
-            recorded = self._take_recorded(label.num_points)
-            rows = partial(each_group, self.engines, label, part, Unit(), others, sys.maxsize, recorded=recorded)
-            yield start, label.num_points, rows
+        for points, part in self._pieces(inputs, self.engines.plan.num_outputs, self.chunk_bytes, of_others=True):
+            count = points.stop - points.start
+            recorded = self._take_recorded(count)
+            rows = partial(each_group, self.engines, NO_LABELS, part, Unit(), others, sys.maxsize, recorded=recorded)
+            yield points.start, count, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
         """Yield (first point, how many, their rows) of a last layer."""
@@ -383,18 +386,16 @@ class Passes(JacobianRows):
         """Return steps that count points, or a number of rows of each."""
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
-    def _pieces(
-        self, inputs: Any, batch: Batch, columns: int, chunk: int, of_others: bool = False
-    ) -> Iterator[tuple[int, Any, Batch]]:
-        """Yield (first point, inputs, batch) of some points at a time: as fit into a chunk with their columns."""
+    def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
+        """Yield (some points, their inputs) at a time: as many as fit into a chunk with their columns."""
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
         step = max(1, chunk // max(1, a_column * columns))
         for start in range(0, total, step):
-            points = slice(start, start + step)
-            yield start, take(inputs, points), batch.labels(points)
+            points = slice(start, min(start + step, total))
+            yield points, inputs if step >= total else take(inputs, points)
 
     @property
     def chunk_bytes(self) -> int:

@@ -30,7 +30,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
-from curvops.network import Group, JacobianRows, Layer, row_blocks
+from curvops.network import Blocks, Group, JacobianRows, Layer, row_blocks
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, members, rotate
@@ -54,9 +54,7 @@ class LayerMetric(NamedTuple):
     @classmethod
     def of(cls, form: EigenKroneckerForm) -> LayerMetric:
         """Return the metric of a Kronecker product plus a number."""
-        base = form.eigen
-        weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
-        return cls(weights, base.left_vectors, base.right_vectors)
+        return cls(form.weights, form.eigen.left_vectors, form.eigen.right_vectors)
 
 
 class Metric(ABC):
@@ -259,7 +257,12 @@ class InDenseBlocks(Metric):
     """The inverse of dense blocks of whole layers plus a prior."""
 
     def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
-        self.form, self.positions = form, walk.model.selection.positions()
+        self.form, self._selection = form, walk.model.selection
+
+    @cached_property
+    def positions(self) -> Blocks:
+        """The position in the vector of each entry of the selected tensors."""
+        return self._selection.positions()
 
     @cached_property
     def blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
@@ -333,7 +336,8 @@ def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_by
     if not together and positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, layer.weights, most_bytes)
     elif together or carries_graph((left, right)):
-        formed = (torch.einsum("nrgtp,ngtq->nrgpq", left, right) * layer.weights.sqrt()).flatten(2)
+        formed = left.mT * right.unsqueeze(1) if positions == 1 else left.mT @ right.unsqueeze(1)
+        formed = (formed * layer.weights.sqrt()).flatten(2)
         _add_products(target, formed, formed)
     else:
         _add_rows(target, left, right, layer.weights.sqrt(), most_bytes)

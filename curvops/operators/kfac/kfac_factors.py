@@ -164,26 +164,27 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         )
 
 
-def _has_positions(each: Tensor | None, right: Tensor) -> bool:
+def _has_positions(each: Tensor, right: Tensor) -> bool:
     """Return whether each of the layer's positions t is a position of the sequence, with a value of its own."""
-    return each is not None and each.ndim == 2 and each.shape[1] == right.shape[2]
+    return each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
 def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
     """Return the inputs without points and, where t is the sequence, positions that do not count."""
-    if group.all_counted:
+    each = group.positions
+    if each is None:
         return right
-    if not _has_positions(group.positions, right):
-        return right[group.counted]
-    return right.transpose(1, 2)[group.positions].unsqueeze(2)
+    if not _has_positions(each, right):
+        return right[each if each.ndim == 1 else each.any(1)]
+    return right.transpose(1, 2)[each].unsqueeze(2)
 
 
 def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
     """Return the mean over the positions, or over those that count where t is the sequence."""
-    if group.all_counted or not _has_positions(group.positions, right):
+    each = group.positions
+    if each is None or not _has_positions(each, right):
         return right.mean(2, keepdim=True)
-    assert group.positions is not None
-    inside = group.positions[:, None, :, None].to(right.dtype)
+    inside = each[:, None, :, None].to(right.dtype)
     return (right * inside).sum(2, keepdim=True) / inside.sum(2, keepdim=True).clamp_min(1)
 
 
@@ -294,6 +295,8 @@ def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     """
     if vectors.ndim == 2:
         return side
+    if vectors.shape[0] == 1:
+        return side @ vectors[0]
     by_group = side.movedim(-3, 0)
     return (by_group.flatten(1, -2) @ vectors).view(by_group.shape).movedim(0, -3)
 
