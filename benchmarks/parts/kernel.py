@@ -1,7 +1,8 @@
-"""The tangent kernel's Gram matrix beside contracting the Jacobians of `torch.func`."""
+"""The tangent kernel's Gram matrix beside contracting the Jacobians of `torch.func`, and in gpytorch."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
 
 import curvops as co
-from benchmarks.networks import Problem, build
+from benchmarks.networks import SEED, Problem, build
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
 from benchmarks.routes import difference
 from benchmarks.tables import MIB
-from benchmarks.timing import Comparison, Spread, seconds
+from benchmarks.timing import Comparison, Spread, alternate, seconds
 
-LEAST = 3.0
+LEAST, PAIRS = 3.0, 3
 CHUNK = 16
 """Points whose Jacobians `torch.func` makes at a time; all of them are kept, 4.0 GiB for the CNN."""
 AGAINST = "jacrev and contraction"
@@ -43,10 +44,31 @@ def measure(figures: Figures) -> None:
         at_least=LEAST,
         note=note,
     )
+    _in_gpytorch(figures, problem, lin)
     figures.gradients(build("mlp"), "TangentKernel.to_dense", _dense(linearized(build("mlp"))))
     for network in ("cnn", "mlp"):
         points = len(build(network).inputs)
         figures.peak(network, 10, "kernel", [256 * MIB], result=4 * (10 * points) ** 2)
+
+
+def _in_gpytorch(figures: Figures, problem: Problem, lin: co.Linearization) -> None:
+    """Compare a new kernel's matrix, with one or several prior precisions, and its gradient in x with the matrix."""
+    x, unit = problem.inputs.flatten(1), _dense(lin)
+    weights = torch.randn(10 * len(x), 10 * len(x), generator=torch.Generator().manual_seed(SEED))
+
+    def gradient() -> None:
+        points = x.clone().requires_grad_()
+        (co.gp.LinearizedKernel(lin)(points).to_dense() * weights).sum().backward()
+
+    def matrix(over: str) -> None:
+        co.gp.LinearizedKernel(lin, over=over)(x).to_dense()
+
+    for over in ("scalar", "layers", "tensors"):
+        what = f"LinearizedKernel, over {over}"
+        comparison = alternate(unit, partial(matrix, over), PAIRS)
+        figures.add(problem.label, what, comparison, "TangentKernel.to_dense", target=1.0)
+    what = "LinearizedKernel with its gradient in x"
+    figures.add(problem.label, what, alternate(unit, gradient, PAIRS), "TangentKernel.to_dense", target=4.0)
 
 
 def _dense(lin: co.Linearization) -> Any:

@@ -246,16 +246,19 @@ def _add_by_positions(
     for (left, a), (other, b) in zip(_by_group(*first), _by_group(*second)):
         (n, r, t, _), (m, s, u, _) = left.shape, other.shape
         single = t * u == 1
-        size = r * t * m * s * u * left.element_size()
-        step = max(1, (most_bytes if single or left.is_cuda else min(most_bytes, BLOCK_BYTES)) // size)
+        limit = most_bytes if single or left.is_cuda else min(most_bytes, BLOCK_BYTES)
+        pairs = max(1, limit // max(1, r * t * s * u * left.element_size()))
+        step = max(1, min(n, math.isqrt(pairs)))
         for start in range(0, n, step):
-            points, kept = slice(start, start + step), slice(start if half else 0, None)
-            outer = left[points].flatten(0, 2) @ other[kept].flatten(0, 2).mT
-            inner = (a[points] * scale).flatten(0, 1) @ b[kept].flatten(0, 1).mT
-            outer = outer.view(-1, r, t, m - kept.start, s, u)
-            outer.mul_(inner.view(len(outer), 1, t, m - kept.start, 1, u))
-            summed = outer.view(-1, (m - kept.start) * s) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
-            target[start * r : start * r + len(summed), kept.start * s :] += summed
+            deltas = left[start : start + step].flatten(0, 2)
+            inputs = (a[start : start + step] * scale).flatten(0, 1)
+            for column in range(start if half else 0, m, across := max(1, pairs // step)):
+                against = slice(column, min(m, column + across))
+                outer = (deltas @ other[against].flatten(0, 2).mT).view(-1, r, t, against.stop - column, s, u)
+                inner = inputs @ b[against].flatten(0, 1).mT
+                outer.mul_(inner.view(len(outer), 1, t, against.stop - column, 1, u))
+                summed = outer.view(len(outer) * r, -1) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
+                target[start * r : start * r + len(summed), column * s : against.stop * s] += summed
 
 
 def _by_group(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

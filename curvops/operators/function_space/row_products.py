@@ -20,6 +20,8 @@ from curvops.network import Layer
 
 STRIPES = 8
 """The number of stripes of a symmetric product, each computed from the diagonal on."""
+REUSED_BYTES = 16 * 2**20
+"""Of rows, on a CPU: the allocator hands larger blocks back to the system, and new ones cost as much as the rows."""
 
 
 class Sides(NamedTuple):
@@ -39,6 +41,14 @@ class Sides(NamedTuple):
     def point_bytes(self) -> int:
         """Bytes of a for one point."""
         return self.left.shape[2] * self.left.shape[3] * self.width * self.left.element_size()
+
+    def is_held(self, most_bytes: int) -> bool:
+        """Return whether a of all points fits into so many bytes."""
+        return len(self.left) * self.point_bytes <= most_bytes
+
+    def held(self, most_bytes: int) -> Sides:
+        """Return these sides with a of all points in memory, where it fits."""
+        return self._replace(right=self.right(slice(None)).__getitem__) if self.is_held(most_bytes) else self
 
 
 class Block(NamedTuple):
@@ -61,18 +71,18 @@ def add_row_products(
         target: what is added to.
         one: of the rows.
         other: of the columns.
-        scale: of each weight, as `Layer.to_matrix` orders them.
+        scale: of each weight, as `Layer.to_matrix` orders them; not negative.
         most_bytes: for what is formed at a time.
     """
+    one, other = (held := one.held(most_bytes)), held if one is other else other.held(most_bytes)
     for block in _blocks(one, other, most_bytes):
-        rows = _rows(one, block, most_bytes)
-        scaled = rows * block.of(scale)
+        rows, factors = _rows(one, block, most_bytes), block.of(scale)
         if one is other:
-            n = len(target)
+            n, rows = len(target), rows.mul_(factors.sqrt())
             for start in range(0, n, step := max(1, -(-n // STRIPES))):
-                target[start : start + step, start:].addmm_(scaled[start : start + step], rows[start:].mT)
+                target[start : start + step, start:].addmm_(rows[start : start + step], rows[start:].mT)
         else:
-            target.addmm_(scaled, _rows(other, block, most_bytes).mT)
+            target.addmm_(rows.mul_(factors), _rows(other, block, most_bytes).mT)
 
 
 def row_products(
@@ -128,10 +138,11 @@ def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
 
 
 def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
-    """Yield blocks whose rows, of both sides and once scaled, take at most half of `most_bytes`, or one channel."""
+    """Yield blocks whose rows, of both sides, take at most half of `most_bytes`, or one channel."""
     _, _, g, _, p = one.left.shape
-    channel = 2 * (2 * one.num_rows + other.num_rows) * one.width * one.left.element_size()
-    many = max(1, most_bytes // max(1, channel))
+    reused = not one.left.is_cuda and one.is_held(most_bytes) and other.is_held(most_bytes)
+    most = min(most_bytes // 2, 2 * REUSED_BYTES) if reused else most_bytes // 2
+    many = max(1, most // max(1, (one.num_rows + other.num_rows) * one.width * one.left.element_size()))
     for start in range(0, g, step := max(1, many // p)):
         some = slice(start, start + step)
         yield from (Block(some, slice(first, first + many)) for first in range(0, p, many))
@@ -139,7 +150,7 @@ def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
 
 def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]:
     """Return these entries of all rows; a is formed for some points at a time."""
-    step = max(1, most_bytes // max(1, 4 * sides.point_bytes))
+    step = len(sides.left) if sides.is_held(most_bytes) else max(1, most_bytes // sides.point_bytes)
     parts = [slice(start, start + step) for start in range(0, len(sides.left), step)]
     found = [_by_column(_positions(sides.left[s], block) @ sides.right(s)[:, block.groups], sides) for s in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
