@@ -31,11 +31,13 @@ class DirectSumForm(ClosedForm):
 
     def nearby_shift(self) -> Tensor:
         shifts = []
-        for block, shift, form in zip(self._damped_blocks, self._shifts, self._block_forms):
-            form = closed_form(block.base, block.shift) if form is None else None
-            near = block.shift if form is None else form.nearby_shift()
-            rest = near - (block.shift - shift)  # a block that is damped itself has its own shift already
-            shifts.append((rest if bool((rest > 0).all()) else near).expand(block.shape[-1]))
+        for block, own, shift, form in zip(self._damped_blocks, self.base.blocks, self._shifts, self._block_forms):
+            near, form = shift, closed_form(block.base, block.shift) if form is None else None
+            if form is not None:
+                near = form.nearby_shift()
+                rest = near if block.base is own else near - own.shift  # a damped block has its own shift already
+                near = rest if bool((rest > 0).all()) else near
+            shifts.append(near.expand(block.shape[-1]))
         return self.partition.join(shifts)
 
     @property
