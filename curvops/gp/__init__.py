@@ -3,16 +3,20 @@
 from importlib.metadata import version
 from typing import Any
 
+from curvops.gp.exact_process import LinearizedGP
 from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.laplace_process import LaplaceProcess, ModeNotFound, laplace_gp
 from curvops.gp.mean import LinearizedMean
+from curvops.gp.operator_kernel import ComposedKernel
 from curvops.gp.reduction import ReducedPosterior, reduced_posterior
 
 __all__ = [
+    "ComposedKernel",
     "InfiniteWidthKernel",
     "LaplaceModel",
     "LaplaceProcess",
+    "LinearizedGP",
     "LinearizedKernel",
     "LinearizedMean",
     "ModeNotFound",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number
 from curvops.gp.operator_kernel import OperatorKernel, refuse_single_dimensions
-from curvops.gp.points import as_points, same_points
+from curvops.gp.points import OUTPUTS, as_points, own_outputs, same_points
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_precision
@@ -39,13 +39,17 @@ class LinearizedKernel(OperatorKernel):
     matrix, which is kept for the last inputs without a gradient. If the memory budget has no room for it, it is known
     by products with J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if there are fewer
     weights than rows. Sums with a noise variance remain operators of curvops: solves and determinants are ours.
-    gpytorch's own kernels of this one (`ScaleKernel`, sums, products) evaluate lazily by gpytorch's rules, or at once
-    under `gpytorch.settings.lazily_evaluate_kernels(False)`.
+    So they are for `kernel + other` and `kernel * other`. Kernels that gpytorch makes of this one belong in a
+    `ComposedKernel`, for instance `ComposedKernel(ScaleKernel(kernel))`; otherwise gpytorch solves with its conjugate
+    gradients.
 
     Args:
         lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
         prior_precision: the initial A, a positive number, or {glob over parameter names: number}, one parameter each.
         over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
+        outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), one per output with
+            itself, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then have a last
+            dimension of 1 or C. It costs as much as the joint kernel.
         outputscale: the initial s; None leaves it out.
         prior_precision_prior: a gpytorch prior of A.
         prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.
@@ -59,12 +63,15 @@ class LinearizedKernel(OperatorKernel):
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
     """
 
+    parameters_by_batch = False
+
     def __init__(
         self,
         lin: Linearization,
         prior_precision: Any = 1.0,
         *,
         over: str = "scalar",
+        outputs: str = "joint",
         outputscale: float | None = None,
         prior_precision_prior: Prior | None = None,
         prior_precision_constraint: Interval | None = None,
@@ -74,7 +81,10 @@ class LinearizedKernel(OperatorKernel):
         super().__init__()
         if not isinstance(lin, Linearization):
             raise TypeError(f"lin must be a Linearization from co.linearize, got {type(lin).__name__}.")
+        check_choice("outputs", outputs, OUTPUTS)
         self.lin, self._kept = lin, KeptMatrices()
+        if outputs == "independent":
+            self.batch_shape = torch.Size((lin.num_outputs,))
         self._group_of, start = _groups(lin, prior_precision, over)
         self._add_parameter("prior_precision", start, prior_precision_prior, prior_precision_constraint)
         self.has_outputscale = outputscale is not None
@@ -105,22 +115,41 @@ class LinearizedKernel(OperatorKernel):
         self._set_value("outputscale", value)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
-        """Return C, the number of the network's outputs."""
-        return self.lin.num_outputs
+        """Return C, the number of the network's outputs; 1 if they are independent."""
+        return 1 if self.batch_shape else self.lin.num_outputs
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
-        """Return the kernel's matrix (..., n·C, m·C), or its diagonal (..., n·C)."""
+        """Return the matrix (..., n·C, m·C), or its diagonal (..., n·C); of independent outputs (..., C, n, m).
+
+        Raises ValueError for inputs of another size, and batches that are not those of the outputs.
+        """
         refuse_single_dimensions(last_dim_is_batch)
-        same = same_points(x1, x2)
-        if diag and not same:
+        C, same = self.lin.num_outputs, same_points(x1, x2)
+        found = self._joint(x1, x1 if same else x2, diag)
+        if not self.batch_shape:
+            return found
+        if isinstance(found, Tensor):
+            return own_outputs(found.unflatten(-1, (-1, C)).mT, 1)
+        blocks = found.to_dense().unflatten(-1, (-1, C)).unflatten(-3, (-1, C)).diagonal(dim1=-3, dim2=-1)
+        return Dense(own_outputs(blocks.movedim(-1, -3), 2), psd=same)
+
+    def _joint(self, x1: Tensor, x2: Tensor, diag: bool) -> LinearOperator | Tensor:
+        """Return the matrix of all outputs, or its diagonal."""
+        if diag and x2 is not x1:
             return self._blocks(x1.unsqueeze(-2), x2.unsqueeze(-2)).diagonal(dim1=-2, dim2=-1).flatten(-2)
         if diag:
             return self._tangent_kernel(x1, x1).diagonal().reshape(*x1.shape[:-2], -1)
         if x1.ndim > 2 or x2.ndim > 2:
-            return Dense(self._blocks(x1, x1 if same else x2), psd=same)
-        return self._matrix(x1, x1 if same else x2)
+            return Dense(self._blocks(x1, x2), psd=x2 is x1)
+        return self._matrix(x1, x2)
+
+    def __getitem__(self, index: Any) -> LinearizedKernel:
+        """Return the kernel itself; raise ValueError where gpytorch asks for that of some of independent outputs."""
+        if self.batch_shape:
+            raise ValueError("a kernel of independent outputs is not indexed by output: index its evaluated matrix.")
+        return self
 
     def _scales(self) -> Float[Tensor, " G"]:
         return self.outputscale / self.prior_precision

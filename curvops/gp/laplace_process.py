@@ -65,7 +65,7 @@ class ModeNotFound(NotConverged):
 class LaplaceProcess(Summarised, Predictive):
     """The Gaussian approximation of a linearised network's outputs under its likelihood, made by `co.gp.laplace_gp`.
 
-    It predicts as the posterior N(θ̄, (Jᵀ H J + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
+    It predicts as the posterior N(θ̄, (JᵀHJ + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
     the likelihood's Fisher at the linear model's outputs there. Immutable.
     """
 
@@ -184,7 +184,8 @@ def laplace_gp(
         prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
         rtol: tolerance of the gradient u + r in the outputs, relative to the residuals r; None is 1e-6, and 1.5e-8 in
             float64.
-        maxiter: the maximum number of Newton steps.
+        maxiter: the maximum number of Newton steps. A dozen are enough where the likelihood's Fisher is its
+            Hessian; elsewhere (`HeteroscedasticGaussian`) they are Fisher scoring, which may take hundreds.
 
     Returns:
         A `LaplaceProcess`, which predicts as posteriors do, and has the log evidence.

@@ -8,7 +8,8 @@ from gpytorch.means import Mean
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.gp.points import as_points
+from curvops.checks import check_choice
+from curvops.gp.points import OUTPUTS, as_points, own_outputs
 from curvops.network.model.weight_vectors import read_vector
 from curvops.operators import Linearization
 
@@ -25,23 +26,28 @@ class LinearizedMean(Mean):
     Args:
         lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
         prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
+        outputs: "joint", or "independent" for a kernel of independent outputs: then the result is (..., C, n).
 
     Raises:
         TypeError, ValueError: a prior mean of another kind or size; inputs that do not fit the network.
     """
 
-    def __init__(self, lin: Linearization, prior_mean: Any = 0.0) -> None:
+    def __init__(self, lin: Linearization, prior_mean: Any = 0.0, *, outputs: str = "joint") -> None:
         super().__init__()
+        check_choice("outputs", outputs, OUTPUTS)
+        self._outputs = outputs
         self.lin, self._prior_mean = lin, read_vector("prior_mean", prior_mean, lin.model, "a number").detach()
 
-    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "*b n C"]:
-        """Return the mean at x."""
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "..."]:
+        """Return the mean at x: (*b, n) of one output, else (*b, n, C), or of independent outputs (..., C, n)."""
         jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
         step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
         values = jacobian.outputs().flatten() + jacobian._matmul(step)
         found = values.reshape(*x.shape[:-1], -1)
+        if self._outputs == "independent":
+            return own_outputs(found.mT, 1)
         return found.squeeze(-1) if found.shape[-1] == 1 else found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedMean:
         """Return a copy that shares the linearisation."""
-        return LinearizedMean(self.lin, self._prior_mean)
+        return LinearizedMean(self.lin, self._prior_mean, outputs=self._outputs)

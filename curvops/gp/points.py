@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
 from curvops.operators import Linearization
+
+OUTPUTS = ("joint", "independent")
+"""How a kernel and a mean treat the network's outputs: as a multi-output process, or as a batch of processes."""
 
 
 def as_points(lin: Linearization, x: Tensor) -> Tensor:
@@ -30,6 +34,25 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
         )
     points = x.reshape(-1, *shape)
     return points if few.is_floating_point() else points.to(few.dtype)
+
+
+def own_outputs(values: Float[Tensor, "*b C *rest"], rest: int) -> Float[Tensor, "*b2 C *rest"]:
+    """Return for each output what was computed at its own inputs, whose last batch dimension is that of the outputs.
+
+    Inputs without a batch, or with a last batch dimension of 1, are those of all outputs. Raises ValueError for others.
+    """
+    at = values.ndim - rest - 1
+    outputs = values.shape[at]
+    if at == 0:
+        return values
+    if values.shape[at - 1] == 1:
+        return values.squeeze(at - 1)
+    if values.shape[at - 1] != outputs:
+        raise ValueError(
+            f"inputs of {outputs} independent outputs have a last batch dimension of 1 or {outputs}, got "
+            f"{values.shape[at - 1]}: unsqueeze(-3) makes inputs (..., n, d) those of all outputs."
+        )
+    return values.diagonal(dim1=at - 1, dim2=at).movedim(-1, at - 1)
 
 
 def same_points(x: Tensor, y: Tensor) -> bool:

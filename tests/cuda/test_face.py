@@ -179,6 +179,23 @@ def sampled(name: str, **options: Any) -> Callable[[World], Any]:
     return call
 
 
+def function_space(w: World, prior: Any, streamed: bool = False) -> Any:
+    """What Laplace's approximation in function space gives, with the Gram matrix or by products."""
+    lin = w.at(w.fresh()[0].state_dict())
+    if streamed:
+        lin.memory.room = lambda: 0  # type: ignore[method-assign]
+    process = co.gp.laplace_gp(lin, prior)
+    assert process.is_formed != streamed
+    return {
+        "predict": process.predict(w.x),
+        "joint": process.predict(w.x, joint=True),
+        "probabilities": process.probabilities(w.x),
+        "sample": process.sample(3, generator=w.generator()),
+        "outputs": process.outputs,
+        "evidence": process.log_evidence(generator=w.generator()),
+    }
+
+
 def posterior(curvature: Any) -> Callable[[World], Any]:
     """What a posterior of this curvature gives."""
 
@@ -334,6 +351,9 @@ FACE: dict[str, Callable[[World], Any]] = {
     "observation_noise": lambda w: co.laplace(w.regression).predict(w.x, noise=True),
     "samples": lambda w: w.post.predict(w.x, samples=w.post.sample(8, w.generator())),
     "temperature": lambda w: co.laplace(w.lin, temperature=0.3).predict(w.x),
+    "laplace_gp": lambda w: function_space(w, 1.0),
+    "laplace_gp, streamed": lambda w: function_space(w, {"0.*": 2.0, "2.*": 3.0}, streamed=True),
+    "LinearizedGP": lambda w: co.gp.LinearizedGP(w.regression, prior_precision=2.0).eval()(w.x),
     **{
         f"reduced_posterior({features})": lambda w, features=features: co.gp.reduced_posterior(
             w.lin, 8, features=features, generator=w.generator()

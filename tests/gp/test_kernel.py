@@ -6,6 +6,7 @@ Tests `kernel.py`, `mean.py`, `operator_kernel.py`, `points.py`, `weight_space_f
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import curvops as co
-from curvops.gp import LinearizedKernel, LinearizedMean
+from curvops.gp import ComposedKernel, LinearizedKernel, LinearizedMean
 from curvops.linalg import Operator
 from curvops.operators.function_space import weight_space_form
 
@@ -176,15 +177,58 @@ def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
     torch.testing.assert_close(kernel(data[0]).to_dense(), dense_kernel(lin, data[0], data[0], kernel))
 
 
-def test_kernels_compose() -> None:
+RBF, Scale = gpytorch.kernels.RBFKernel, gpytorch.kernels.ScaleKernel
+COMPOSED: dict[str, Callable[[LinearizedKernel], gpytorch.kernels.Kernel]] = {
+    "a sum of two": lambda k: k + copy.deepcopy(k),
+    "a sum": lambda k: k + RBF(),
+    "a product": lambda k: k * RBF(),
+    "a sum of three": lambda k: k + RBF() + copy.deepcopy(k),
+    "a multiple": lambda k: ComposedKernel(Scale(k)),
+    "a multiple of a sum": lambda k: ComposedKernel(Scale(k + RBF())),
+    "a sum that begins with another": lambda k: ComposedKernel(RBF() + k),
+    "a product that begins with another": lambda k: ComposedKernel(Scale(RBF()) * k),
+}
+
+
+@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_kernels_are_solved_by_ours(name: str) -> None:
+    lin, x, y = linearized("one output")
+    gp, likelihood, targets = process(lin, x, y, prior_precision=2.0)
+    gp.covar_module = COMPOSED[name](gp.covar_module).double()
+    new = torch.randn(4, 3, dtype=DOUBLE)
+    with gpytorch.settings.lazily_evaluate_kernels(False), gpytorch.settings.fast_computations(False, False, False):
+        both = gp.covar_module(torch.cat([x, new])).to_dense()
+    dense = torch.distributions.MultivariateNormal(
+        gp.mean_module(x), both[:N, :N] + likelihood.noise * torch.eye(N, dtype=DOUBLE)
+    )
+    marginal = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp.train())
+    value, expected = marginal(gp(x), targets) * N, dense.log_prob(targets)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(gp.parameters())
+    for one, other in zip(torch.autograd.grad(value, parameters), torch.autograd.grad(expected, parameters)):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-8)
+    predicted = gp.eval()(new)
+    solved = torch.linalg.solve(dense.covariance_matrix, both[:N, N:])
+    torch.testing.assert_close(predicted.covariance_matrix, both[N:, N:] - both[N:, :N] @ solved, rtol=1e-8, atol=1e-9)
+    mean = gp.mean_module(new) + solved.mT @ (targets - gp.mean_module(x))
+    torch.testing.assert_close(predicted.mean, mean, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(gp.covar_module(new, diag=True), both.diagonal()[N:])
+    batches = torch.stack([new, new + 1])
+    torch.testing.assert_close(gp.covar_module(batches).to_dense()[0], both[N:, N:])
+    torch.testing.assert_close(copy.deepcopy(gp.covar_module)(x).to_dense(), both[:N, :N])
+
+
+def test_composed_kernels_of_several_outputs() -> None:
     lin, x, _ = linearized("two outputs")
     kernel, points = LinearizedKernel(lin, 2.0), x[:4]
-    scaled = gpytorch.kernels.ScaleKernel(LinearizedKernel(lin, 2.0)).double()
-    scaled.outputscale = 3.0
+    scaled = ComposedKernel(gpytorch.kernels.ScaleKernel(LinearizedKernel(lin, 2.0))).double()
+    scaled.base_kernel.outputscale = 3.0
     dense = kernel(points).to_dense()
     torch.testing.assert_close(scaled(points).to_dense(), 3 * dense)
     torch.testing.assert_close((kernel + scaled)(points).to_dense(), 4 * dense)
     torch.testing.assert_close((kernel * LinearizedKernel(lin, 2.0))(points).to_dense(), dense.square())
+    assert isinstance((kernel + scaled)(points).add_diagonal(torch.tensor(0.5, dtype=DOUBLE)), Operator)
 
 
 def test_it_is_lazy_and_its_sums_are_ours() -> None:
@@ -219,6 +263,8 @@ def test_the_network_is_neither_trained_nor_moved_nor_saved() -> None:
     assert torch.equal(theta, lin.theta)
     copied = copy.deepcopy(gp)
     assert copied.covar_module.lin is lin
+    again = pickle.loads(pickle.dumps(gp.covar_module))
+    torch.testing.assert_close(again(x).to_dense(), gp.covar_module(x).to_dense(), rtol=0, atol=0)
     gp.load_state_dict(before)
     torch.testing.assert_close(gp.covar_module.prior_precision, torch.full((2,), 2.0, dtype=DOUBLE))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Any]] =
     ),
     "poisson": (lambda: mlp(8, 1), lambda: labels(4)[:, None].double(), co.likelihoods.Poisson()),
     "gaussian": (lambda: mlp(8, 2), lambda: torch.randn(N, 2, dtype=DOUBLE), co.likelihoods.Gaussian(0.1)),
+    "huber": (lambda: mlp(8, 2), lambda: 3 * torch.randn(N, 2, dtype=DOUBLE), nn.HuberLoss()),
     "few weights": (lambda: mlp(1, 3), lambda: labels(3), "classification"),
 }
 PRIORS: dict[str, Any] = {"number": 0.7, "layers": {"0.*": 0.5, "2.*": 2.0}}
@@ -121,7 +123,8 @@ def test_it_is_the_posterior_of_the_weights_at_the_linear_model_s_mode(name: str
     torch.testing.assert_close(predicted.covariance_matrix, blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1), **EXACT)
     torch.testing.assert_close(predicted.variance, covariance.diagonal().view(4, C), **EXACT)
     torch.testing.assert_close(pairs.covariance_matrix[1], covariance[2 * C :, 2 * C :], **EXACT)
-    torch.testing.assert_close(process.outputs, lin.outputs() + (lin.push(theta - lin.theta)), **EXACT)
+    mode = lin.outputs() + lin.push(theta - lin.theta)
+    assert float((process.outputs - mode).norm() / mode.norm()) < 1e-7  # entries near 0 to the tolerance of all
     ratio = 1e-8 if process.is_formed or lin.num_parameters <= 1024 else 0.05
     found = process.log_evidence()
     assert float(found) == pytest.approx(evidence, rel=max(ratio, 1e-6))
@@ -272,6 +275,18 @@ def test_repeated_points_and_separable_classes_take_no_jitter() -> None:
     torch.testing.assert_close(process.predict(x[:4]).variance, variances, rtol=1e-6, atol=0)
 
 
+def test_scoring_by_a_fisher_that_is_no_hessian_ends_at_the_same_mode_after_more_steps() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 3, dtype=DOUBLE), torch.randn(N, 1, dtype=DOUBLE)
+    lin = co.linearize(mlp(8, 2), (x, y), co.likelihoods.HeteroscedasticGaussian())
+    with pytest.raises(ModeNotFound, match="raise maxiter"):
+        laplace_gp(lin, 0.7, maxiter=5)
+    process = laplace_gp(lin, 0.7, maxiter=500, rtol=1e-6)
+    mode = co.laplace(lin, prior_precision=0.7, check_mode=False).linear_mode(maxiter=500)
+    assert mode.converged
+    torch.testing.assert_close(process.training_log_likelihood, mode.log_likelihood, rtol=1e-4, atol=1e-4)
+
+
 def test_it_says_why_the_search_ended() -> None:
     lin = linearized("softmax")
     with pytest.raises(ModeNotFound, match=r"after 1 Newton steps .* ITERATION_LIMIT: Newton's method spent") as caught:
@@ -285,9 +300,10 @@ def test_it_says_why_the_search_ended() -> None:
 def test_it_prints_and_copies() -> None:
     process = laplace_gp(linearized("softmax"), 0.7)
     assert "CONVERGED" in repr(process) and "_cache" not in repr(process)
-    copied, x = copy.deepcopy(process), torch.randn(2, 3, dtype=DOUBLE)
-    assert isinstance(copied, LaplaceProcess)
-    torch.testing.assert_close(copied.predict(x).variance, process.predict(x).variance)
+    x = torch.randn(2, 3, dtype=DOUBLE)
+    for copied in (copy.deepcopy(process), pickle.loads(pickle.dumps(process))):
+        assert isinstance(copied, LaplaceProcess)
+        torch.testing.assert_close(copied.predict(x).variance, process.predict(x).variance)
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(3).double()
     noisy = likelihood(process.predict(x, joint=True))
     assert bool((noisy.variance > process.predict(x).variance).all())

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import (
+    CholLinearOperator,
     ConstantDiagLinearOperator,
     DiagLinearOperator,
     IdentityLinearOperator,
@@ -533,14 +534,21 @@ class Operator(LinearOperator):
     # Roots, decompositions, draws
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
-        L = roots.cholesky_factor(self)
+        L = roots.cholesky_factor(self, strict=self._is_regularised)
         return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
+
+    @property
+    def _is_regularised(self) -> bool:
+        """Whether a diagonal was added, so that a Cholesky factor takes no jitter besides."""
+        return False
 
     def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
         """Return R with R Rᵀ ≈ A: Cholesky if A is small, otherwise Lanczos of rank `_root_decomposition_size()`."""
         require_precision(self.dtype)
         if self._is_formed:
             self._require_psd()
+            if self._is_regularised and method in (None, "cholesky", "lanczos") and self.shape[-1] > 1:
+                return CholLinearOperator(TriangularLinearOperator(roots.cholesky_factor(self)))
             return super().root_decomposition(method="cholesky" if method in (None, "lanczos") else method)
         values, vectors = roots.ritz_pairs(self)
         return RootLinearOperator(vectors * values.clamp_min(0).sqrt())

@@ -194,5 +194,6 @@ def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefini
     """Return the error that names the operand, its smallest eigenvalue and the remedy."""
     return NotPositiveSemidefinite(
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
-        f"{smallest:.3g} to working precision. Add a prior precision (add_diagonal), or use the pseudo-inverse."
+        f"{smallest:.3g} to working precision. Add a prior precision or a noise (add_diagonal), or use the "
+        "pseudo-inverse."
     )

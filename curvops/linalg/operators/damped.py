@@ -91,6 +91,10 @@ class Damped(UnaryOperator):
         return self._kwargs["cache"]
 
     @property
+    def _is_regularised(self) -> bool:
+        return True
+
+    @property
     def psd(self) -> bool:
         return super().psd and bool((self.shift >= 0).all())
 

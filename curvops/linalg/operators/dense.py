@@ -38,10 +38,16 @@ class DenseForm(ClosedForm):
     def chol(self) -> Tensor:
         """The Cholesky factor L with P = L Lᵀ."""
         L, info = torch.linalg.cholesky_ex(self.dense)
-        if bool(info != 0):
+        if bool(info != 0) or self._has_lost_pivot(L):
             raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
         warn_of_rounding(self.base, self._error)
         return L
+
+    def _has_lost_pivot(self, L: Tensor) -> bool:
+        """Return whether a pivot is rounding and no shift stands above it: its sign is chance then."""
+        diagonal = self.dense.detach().diagonal()
+        level = 2 * len(L) * torch.finfo(self.base.dtype).eps * diagonal
+        return bool(((L.detach().diagonal().square() <= level) & (self.shift.detach() <= level)).any())
 
     @property
     def _error(self) -> float:

@@ -16,8 +16,10 @@ from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_p
 from curvops.linalg.spectra.lanczos import lanczos
 
 
-def cholesky_factor(operator: LinearOperator) -> Tensor:
+def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
     """Return the Cholesky factor L; a matrix singular to rounding gets the smallest jitter that makes it definite.
+
+    With `strict` it gets none, as for densities, of which the jitter would decide: what it needs is an error.
 
     The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the whole
     variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefinite if
@@ -28,17 +30,16 @@ def cholesky_factor(operator: LinearOperator) -> Tensor:
         return dense
     largest = dense.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     unit = dense / torch.where(largest > 0, largest, 1.0)
-    eye = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device)
-    added, most = 0.0, 100 * settings.cholesky_jitter.value(dense.dtype)
+    eye, of_unit = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device), unit.detach().diagonal(0, -2, -1)
+    added, most = 0.0, 0.0 if strict else 100 * settings.cholesky_jitter.value(dense.dtype)
     while added <= most:
         L, info = torch.linalg.cholesky_ex(unit + added * eye if added else unit)
-        if not bool(info.any()):
+        lost = L.detach().diagonal(dim1=-2, dim2=-1).square() <= 2 * len(eye) * torch.finfo(dense.dtype).eps * of_unit
+        if not bool(info.any() | (lost.any() & strict)):
             return L * largest.sqrt()
         added = max(10 * added, len(eye) * torch.finfo(dense.dtype).eps)
-    raise indefinite(
-        f"this {type(operator).__name__} has no Cholesky factor: it is not positive definite, beyond what rounding "
-        "explains."
-    )
+    beyond = "to working precision, and no jitter is added" if strict else "beyond what rounding explains"
+    raise indefinite(f"this {type(operator).__name__} has no Cholesky factor: it is not positive definite, {beyond}.")
 
 
 def ritz_pairs(operator: LinearOperator) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES, MOST_OUTPUTS
 from curvops.linalg.functions.root_gradients import inverse_root_product
-from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
 from curvops.network import JacobianRows
 
@@ -88,7 +88,10 @@ class WeightSpaceForm(ClosedForm):
     def chol(self) -> Float[Tensor, "D D"]:
         """The Cholesky factor of B."""
         inner = self._roots.unsqueeze(1) * self.information * self._roots
-        return torch.linalg.cholesky(inner.diagonal_scatter(inner.diagonal() + 1))
+        L, info = torch.linalg.cholesky_ex(inner.diagonal_scatter(inner.diagonal() + 1))
+        if bool(info != 0):
+            raise not_definite(self.base, float(self.shift.detach().min()))
+        return L
 
     @property
     def _noise(self) -> Tensor:

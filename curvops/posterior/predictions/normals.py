@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
@@ -34,12 +35,24 @@ class Normal(MultivariateNormal):
         spread = 2 * self.stddev
         return self.mean - spread, self.mean + spread
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of values (..., *event), in nats; raise ValueError for values of another shape."""
+        _check_event(value, self.loc.shape[-1:])
+        with settings.fast_computations.log_prob(True):  # by the operator; else by a factor, with what jitter it takes
+            density: Tensor = super().log_prob(value)
+        return density
+
     def __radd__(self, other: Any) -> MultivariateNormal:  # also where ours stands to the right of gpytorch's own
         return self if isinstance(other, int | float) and other == 0 else self + other
 
 
 class MultitaskNormal(MultitaskMultivariateNormal, Normal):
     """gpytorch's `MultitaskMultivariateNormal` with unmodified variances, at any scale."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of values (..., N, C), in nats; raise ValueError for values of another shape."""
+        _check_event(value, self.event_shape)
+        return super().log_prob(value)
 
     def __getitem__(self, index: Any) -> MultivariateNormal:
         found = super().__getitem__(index)
@@ -106,3 +119,12 @@ class SampledNormal(Normal):
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
         return self.variance * low, self.variance * high
+
+
+def _check_event(value: Tensor, event: torch.Size) -> None:
+    """Raise ValueError where gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
+    if value.shape[-len(event) :] != event:
+        raise ValueError(
+            f"values of shape {tuple(value.shape)} do not end with the event's shape {tuple(event)}, that of the mean: "
+            "transpose them, or squeeze(-1) those of one output."
+        )

@@ -1,0 +1,112 @@
+"""A linearised network as an exact Gaussian process of gpytorch, on its own training data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch.constraints import Positive
+from gpytorch.kernels import Kernel
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.means import Mean
+from gpytorch.models import ExactGP
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.gp.kernel import LinearizedKernel
+from curvops.gp.mean import LinearizedMean
+from curvops.gp.points import as_points
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import Linearization
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.predictions.normals import MultitaskNormal, Normal
+
+
+class LinearizedGP(ExactGP):
+    """A linearised network as gpytorch's `ExactGP`, trained on the inputs and targets of its linearisation.
+
+    The mean is a `LinearizedMean` and the kernel a `LinearizedKernel` of the same linearisation, so that predictions
+    are those of `co.laplace` at the linear model's mode, and `ExactMarginalLogLikelihood` times N is
+    `log_evidence(mode="linear")`. Its distributions are gpytorch's without the floor under variances; densities of
+    targets of another shape are refused.
+
+    Cost: that of the kernel's matrix, and its solves.
+
+    Args:
+        lin: the linearised network, of a Gaussian likelihood.
+        likelihood: a Gaussian likelihood of gpytorch; None makes one with the noise of `lin`, for several outputs a
+            `MultitaskGaussianLikelihood` with one noise.
+        kernel: the kernel, which may be composed of others; None is `LinearizedKernel(lin, **options)`.
+        mean: the mean; None is `LinearizedMean(lin)`.
+        options: those of `LinearizedKernel`.
+
+    Raises:
+        TypeError: arguments of another kind; inputs that are not one tensor a point.
+        ValueError: a likelihood of `lin` that is not Gaussian with one noise (`co.gp.laplace_gp` takes any), points
+            with weights, a kernel or mean of a network that was linearised at other weights.
+    """
+
+    def __init__(
+        self,
+        lin: Linearization,
+        likelihood: Any = None,
+        kernel: Kernel | None = None,
+        mean: Mean | None = None,
+        **options: Any,
+    ) -> None:
+        check_linearization(lin)
+        if kernel is not None and options:
+            raise ValueError(f"a kernel is given, which has its own {', '.join(options)}: leave these out.")
+        if isinstance(likelihood, torch.nn.Module) or likelihood is None:
+            x, y = _training_data(lin)
+        else:
+            raise TypeError(f"likelihood must be one of gpytorch, got {type(likelihood).__name__}.")
+        super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
+        self.mean_module = LinearizedMean(lin) if mean is None else mean
+        self.covar_module = LinearizedKernel(lin, **options) if kernel is None else kernel
+        for name, module in self.named_modules():
+            own = getattr(module, "lin", None)
+            if isinstance(own, Linearization) and lin.tangent_space.difference(own.tangent_space) is not None:
+                raise ValueError(
+                    f"{name}, a {type(module).__name__}, is of a network linearised elsewhere than the process's, at "
+                    "other weights or of other parameters: make both of one linearisation."
+                )
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Normal:
+        """Return the prior distribution of the outputs at x."""
+        mean, kernel = self.mean_module(x), self.covar_module(x)
+        several = mean.ndim == x.ndim
+        return MultitaskNormal(mean, kernel) if several else Normal(mean, kernel)
+
+
+def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
+    """Return the inputs, one row a point, and the targets, (N,) of one output; raise for those that do not fit."""
+    if not isinstance(lin.likelihood, Gaussian):
+        raise ValueError(
+            f"an exact Gaussian process has a Gaussian likelihood, this is {lin.likelihood!r}: co.gp.laplace_gp takes "
+            "any, and gpytorch's ApproximateGP takes gpytorch's with LinearizedKernel."
+        )
+    batches = list(lin.data)
+    if any(batch.weights is not None for batch in batches):
+        raise ValueError("gpytorch's likelihoods take no weights of points: linearise without, or use co.laplace.")
+    inputs = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]
+    if len(inputs) < len(batches):
+        as_points(lin, torch.empty(0))  # raises, with what to do
+    y = torch.cat([batch.targets for batch in batches])
+    return torch.cat(inputs).flatten(1), y.squeeze(1) if y.shape[1] == 1 else y
+
+
+def _likelihood_of(lin: Linearization) -> GaussianLikelihood | MultitaskGaussianLikelihood:
+    """Return gpytorch's likelihood with the noise of the linearisation's."""
+    noise, C = lin.likelihood.single_noise, lin.num_outputs
+    if noise is None:
+        raise ValueError(
+            f"{lin.likelihood!r} has several noises: pass likelihood=MultitaskGaussianLikelihood({C}) of gpytorch."
+        )
+    options: dict[str, Any] = {"noise_constraint": Positive()}  # gpytorch's own is 1e-4 at least
+    made: Any = GaussianLikelihood(**options)
+    if C > 1:
+        made = MultitaskGaussianLikelihood(C, has_task_noise=False, **options)
+    made = made.to(lin.theta)
+    made.noise = noise.detach().clone()
+    return made
