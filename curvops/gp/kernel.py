@@ -47,9 +47,9 @@ class LinearizedKernel(OperatorKernel):
         lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
         prior_precision: the initial A, a positive number, or {glob over parameter names: number}, one parameter each.
         over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
-        outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), one per output with
-            itself, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then have a last
-            dimension of 1 or C. It costs as much as the joint kernel.
+        outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), each of one output
+            with itself, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then have a
+            last dimension of 1 or C. It costs as much as the joint kernel.
         outputscale: the initial s; None leaves it out.
         prior_precision_prior: a gpytorch prior of A.
         prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.

@@ -119,7 +119,7 @@ DOORS = [
             "an operator": (
                 lambda: laplace_gp(lin(), co.GGN(lin()).add_diagonal(1.0)),
                 ValueError,
-                "co.laplace takes operators",
+                "co.laplace accepts operators",
             ),
             "an earlier posterior": (
                 lambda: laplace_gp(lin(), co.laplace(lin(), check_mode=False)),
