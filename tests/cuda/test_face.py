@@ -308,6 +308,12 @@ FACE: dict[str, Callable[[World], Any]] = {
     ),
     "subsample": lambda w: co.GGN(co.subsample(w.lin, torch.tensor([1, 3, 4], device=w.device))) @ w.V,
     "subsample of a generator": lambda w: co.GGN(co.subsample(w.lin, 4, generator=w.generator())) @ w.V,
+    **{
+        f"InfiniteWidthKernel({activation!r})": lambda w, activation=activation: (
+            co.gp.InfiniteWidthKernel(2, activation).to(w.device, w.x.dtype)(w.x).to_dense().detach()
+        )
+        for activation in ("relu", "erf", "gelu")
+    },
     "TangentKernel": lambda w: (
         co.TangentKernel(w.lin, 2.0).to_dense(),
         co.TangentKernel(w.lin, 2.0, w.x) @ w.normal(15),
