@@ -57,7 +57,7 @@ def test_a_curvature_that_does_not_follow_is_refused():
     cache = CurvatureCache(lin, co.KFAC(lin))
     cache.log_likelihood()
     lin.likelihood.noise.mul_(2)
-    with pytest.raises(ValueError, match="has changed since KFAC was made"):
+    with pytest.raises(ValueError, match="has changed since KFAC was built"):
         cache.known("log likelihood")
 
 
