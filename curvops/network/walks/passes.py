@@ -35,7 +35,7 @@ MANY = 10_000
 """The number of products beside which those of a solve do not change what an engine costs."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")
 NO_LABELS = Batch((), torch.empty(0))
-"""Of rows of J, which need none."""
+"""The labels of a walk over rows of J, which needs none."""
 MOST_RECORDED = 2**20
 """The bytes of a graph that may wait until rows are used."""
 

@@ -21,7 +21,7 @@ from curvops.network import Layer
 STRIPES = 8
 """The number of stripes of a symmetric product, each computed from the diagonal on."""
 REUSED_BYTES = 16 * 2**20
-"""Of rows, on a CPU: the allocator hands larger blocks back to the system, and new ones cost as much as the rows."""
+"""The most bytes of rows on a CPU: the allocator returns larger blocks to the system; new ones cost as much as rows."""
 
 
 class Sides(NamedTuple):
