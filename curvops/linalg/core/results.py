@@ -25,6 +25,8 @@ from curvops.linalg.core.vectors import Vectors
 class Reason(Enum):
     """The reason why an algorithm stopped; the value is the remedy, in plain sentences."""
 
+    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow where thousands of columns have a reason each
+
     CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
     PRECISION_LIMIT = (

@@ -23,6 +23,8 @@ from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK = 128
 """Rows of J that are solved for at a time, if memory has room for them."""
+BLOCK_NUMBERS = 2**18
+"""A block of rows of few weights has up to this many numbers: each solve has its own fixed cost."""
 FEW = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
@@ -208,10 +210,11 @@ class PointCovariance(PointBlocks):
         return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
 
     def _points_at_a_time(self, together: int) -> int:
-        """Return the number of points with `BLOCK` rows in all, fewer where memory is short; at least one block's."""
+        """Return the number of points with a block's rows in all, fewer where memory is short; at least `together`."""
         jacobian, _ = self._args
         rows = jacobian.passes.engines.plan.num_outputs
-        points = solve_width(jacobian, max(BLOCK, rows * together))[0] // rows
+        block = max(BLOCK, BLOCK_NUMBERS // jacobian.shape[-1])
+        points = solve_width(jacobian, max(block, rows * together))[0] // rows
         return max(1, points // together) * together
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
