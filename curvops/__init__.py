@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from curvops import evidence, gp, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import DataChanged, NoCurvature, RewardPairs, likelihoods
+from curvops.network import DataChanged, NoCurvature, RankFailed, RanksDiffer, RewardPairs, WithoutGroup, likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -65,12 +65,15 @@ __all__ = [
     "NoCurvature",
     "NoFactors",
     "NotAMode",
+    "RankFailed",
+    "RanksDiffer",
     "RewardPairs",
     "SampledNormal",
     "StochasticDescent",
     "Subnetwork",
     "TangentKernel",
     "Uncertainty",
+    "WithoutGroup",
     "evidence",
     "gp",
     "laplace",

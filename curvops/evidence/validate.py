@@ -95,7 +95,7 @@ def validate(
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     """Return the inputs and targets of data in any form, as if they had been passed as two arguments."""
-    source = [data] if holds_all(data) else items(as_source(data, max(post.lin.data.sizes)), post.mean.device)
+    source = [data] if holds_all(data) else items(as_source(data, post.lin.data.largest), post.mean.device)
     parts = [parts_of(item, False) for item in source]
     if not parts:
         raise ValueError("the held-out data hold no points.")

@@ -3,6 +3,7 @@
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged
 from curvops.network.data.point_normals import PointNormals
+from curvops.network.data.process_group import RankFailed, RanksDiffer, WithoutGroup
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
@@ -39,10 +40,13 @@ __all__ = [
     "Passes",
     "Plan",
     "PointNormals",
+    "RankFailed",
+    "RanksDiffer",
     "RewardPairs",
     "Sampled",
     "TangentSpace",
     "TrainedNetwork",
+    "WithoutGroup",
     "accumulate",
     "likelihoods",
     "own_randomness",

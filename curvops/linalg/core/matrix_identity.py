@@ -23,7 +23,11 @@ def problem_of(A: Matrix) -> dict[str, Any]:
 
     The products are those after the first, since later products use the engine that pays off over many: then the first
     product of a process and the first after a crash have the same bits.
+
+    Raises ValueError for a matrix whose data several processes share: their runs have no checkpoints.
     """
+    if any(memory.of_ranks for memory in memories_of(A)):
+        raise ValueError("checkpoint= is not for operators of a linearisation over a process group: leave it out.")
     facts, sources = describe(A), sources_of(A)
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
     tensors = [A] if isinstance(A, Tensor) else A.representation()

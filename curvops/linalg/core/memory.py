@@ -33,6 +33,9 @@ PRODUCT_VECTORS = 4
 class Memory(Protocol):
     """A budget of bytes shared by several users."""
 
+    of_ranks: bool
+    """Whether the budget is one of several processes that share one problem."""
+
     def room(self) -> int:
         """Return the bytes left for vectors."""
 

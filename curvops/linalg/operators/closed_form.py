@@ -165,10 +165,10 @@ class Spectral(ClosedForm):
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if bool((self.spectrum < 0).any()):
             raise not_definite(self.base, float(self.spectrum.min()))
-        return self.rotate(self.spectrum.sqrt().unsqueeze(-1) * self._normal(k, generator))
+        return self._filtered(self.spectrum.sqrt(), self._normal(k, generator))
 
     def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.rotate(self.definite_spectrum.rsqrt().unsqueeze(-1) * self._normal(k, generator))
+        return self._filtered(self.definite_spectrum.rsqrt(), self._normal(k, generator))
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self._filtered(self.definite_spectrum.rsqrt(), block)

@@ -56,7 +56,7 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
     values, vectors = torch.linalg.eigh(operator.to_dense())
     require_not_negative(values, rounding=10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max())
     noise = normal(len(values), k, values.dtype, values.device, generator)
-    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * noise)
+    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * (vectors.mT @ noise))
 
 
 def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:

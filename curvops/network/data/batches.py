@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -41,6 +42,7 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.layout import Layout
+from curvops.network.data.process_group import Ranks, RanksDiffer
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
@@ -57,6 +59,10 @@ IGNORED = -100
 
 class DataChanged(RuntimeError):
     """Raised when a pass over the data differs from the first pass."""
+
+
+class NoData(ValueError):
+    """There is no point in the data."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +155,8 @@ class Batches:
     """
 
     is_present: ClassVar[bool] = True
+    start = 0
+    """The position of the first point among all: of a shard, after those of the ranks before."""
 
     def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
         self._source, self._reading = source, reading
@@ -165,7 +173,7 @@ class Batches:
                 signatures.append(_signature(batch))
                 prints.append(_fingerprint(batch))
         if not sizes:
-            raise ValueError(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
+            raise NoData(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
         self._held, self._noted = held, (signatures, prints)
         self.fingerprint_dtype = reading.dtype
         """The dtype of floating data when the fingerprint was taken."""
@@ -188,6 +196,11 @@ class Batches:
     def num_data(self) -> int:
         """The number N of points."""
         return sum(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """The number of points of the largest batch, which is how many points are tried together elsewhere."""
+        return max(self.sizes)
 
     @property
     def weighted(self) -> bool:
@@ -258,6 +271,90 @@ class Batches:
         )
 
 
+class Shard(Batches):
+    """The batches of one rank, which count and tell the data of all ranks.
+
+    A rank without points holds a copy of the first point of all (`borrows`), so that its sums have the form of the
+    others': its walks leave out what it gives.
+    """
+
+    def __init__(self, source: Iterable[object], reading: Reading, ranks: Ranks) -> None:
+        self.ranks = ranks
+        try:
+            super().__init__(source, reading)
+            counts = ranks.gather(sum(self.sizes))
+        except NoData:
+            counts = ranks.gather(0)
+        if not any(counts):
+            raise NoData(f"The data are empty: the shards of all {ranks.size} ranks hold no point. {ACCEPTED}")
+        self.borrows = counts[ranks.rank] == 0
+        first = None if self.borrows else _first_point(next(iter(self._items())), reading.weights)
+        lent = next(point for point in ranks.gather(first) if point is not None)
+        if self.borrows:
+            super().__init__([lent], reading)
+        prints = ranks.gather((0, 0) if self.borrows else (self.sizes, int(fingerprint([self._first_pass[1]]))))
+        self._require_apart(ranks, prints)
+        self.start = 0 if self.borrows else sum(counts[: ranks.rank])
+        self._count, self._largest = sum(counts), max(ranks.gather(max(self.sizes)))
+        self.fingerprint = int(fingerprint([torch.tensor([one for _, one in prints if one])]))
+
+    @property
+    def num_data(self) -> int:
+        """The number N of points of all ranks."""
+        return self._count
+
+    @property
+    def largest(self) -> int:
+        """The number of points of the largest batch of all ranks."""
+        return self._largest
+
+    def add_up(self, total: Tensor, told: Tensor | None = None) -> Tensor:
+        """Return the sum over the points of all ranks; see `Ranks.add_up`."""
+        # Not zeros: backward passes, too, need every rank.
+        return self.ranks.add_up(total * 0 if self.borrows else total, told)
+
+    def line_up(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows of the points of all ranks, in the order of the points."""
+        return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim)
+
+    def gathered(self) -> Batch:
+        """Return the points of all ranks as one batch."""
+        parts = list(self)
+        weights = [batch.weights for batch in parts if batch.weights is not None]
+        return Batch(
+            tree_map(lambda *each: self.line_up(torch.cat(each)), *(batch.inputs for batch in parts)),
+            self.line_up(torch.cat([batch.targets for batch in parts])),
+            self.line_up(torch.cat(weights)) if weights else None,
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
+        raise ValueError(
+            "the data of a linearisation over a process group cannot be converted: linearise the model in that dtype, "
+            "and on that device, on each rank."
+        )
+
+    @staticmethod
+    def _require_apart(ranks: Ranks, prints: list[Any]) -> None:
+        """Raise RanksDiffer where two ranks hold the same data."""
+        for rank, own in enumerate(prints):
+            other = prints.index(own)
+            if own[1] and other < rank:
+                raise RanksDiffer(
+                    f"ranks {other} and {rank} hold the same data, which would count twice: give each rank a shard of "
+                    "its own, such as x[rank::size], or a DataLoader with a DistributedSampler(shuffle=False, "
+                    "drop_last=False) of data whose number the ranks divide."
+                )
+
+
+def _first_point(item: object, weights: bool) -> dict[str, object]:
+    """Return the first point of an item of a source as an item of its own, on the CPU."""
+    given, targets, w = parts_of(item, weights)
+    point = {"inputs": take(normalise(given), slice(0, 1)), "targets": targets[:1]}
+    if w is not None:
+        point["weights"] = w[:1]
+    return {name: move(part, "cpu") for name, part in point.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class AbsentBatches:
     """The properties of `Batches` without the data themselves; reading a batch raises ValueError.
@@ -272,6 +369,12 @@ class AbsentBatches:
     fingerprint_dtype: torch.dtype | None
     weighted: bool
     is_present: ClassVar[bool] = False
+    start: ClassVar[int] = 0
+
+    @property
+    def largest(self) -> int:
+        """The number of points of the largest batch."""
+        return max(self.sizes)
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise ValueError(

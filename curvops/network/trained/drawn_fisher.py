@@ -45,7 +45,7 @@ class DrawnFisher(FromResiduals):
 
     def _sample(self, f: Tensor, batch: Batch) -> Sampled:
         if self.draws is None:
-            whole = len(f) == self.num_data
+            whole = self.passes.shard is None and len(f) == self.num_data
             self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
         return Sampled(self.likelihood, self.draws)
 

@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.batches import Reading, as_batches, as_source, items_of, parts_of
+from curvops.network.data.batches import NoData, Reading, as_batches, as_source, items_of, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
+from curvops.network.data.process_group import Ranks
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -75,8 +76,25 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
     return likelihood
 
 
-def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    """Return the inputs of the first two points, their targets in the user's form, and the type of mappings."""
+def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
+    """Return the inputs of the first two points, their targets in the user's form, and the type of mappings.
+
+    Of a shard they are those of the first rank that has points, so that all ranks try the model on the same.
+    """
+    if ranks is None:
+        return _own_first_points(data, theta, weights)
+    try:
+        own = _own_first_points(data, theta, weights)
+    except NoData:
+        own = None
+    found = [each for each in ranks.gather(own) if each is not None]
+    if not found:
+        raise NoData(f"the shards of all {ranks.size} ranks hold no points.")
+    inputs, targets, kind = found[0]
+    return move(inputs, theta.device), targets, kind
+
+
+def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
     source = as_source(data, 2, weights)
     for item in items_of(source, theta.device):
         try:
@@ -87,7 +105,7 @@ def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, 
         if num_points(inputs) > 0:
             return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
     as_batches(data, 1, weights=weights)  # raises for what is wrong with the data
-    raise ValueError("the data hold no points.")
+    raise NoData("the data hold no points.")
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:

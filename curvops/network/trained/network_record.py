@@ -52,7 +52,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
             "points": data.num_data,
             "fingerprint": data.fingerprint,
             "dtype": None if data.fingerprint_dtype is None else str(data.fingerprint_dtype),
-            "largest_batch": max(data.sizes),
+            "largest_batch": data.largest,
             "weighted": data.weighted,
         },
     }

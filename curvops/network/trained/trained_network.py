@@ -12,10 +12,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import digest
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_batches, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, Shard, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, map_inputs, num_points, take
+from curvops.network.data.process_group import Ranks, warn_without_group
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -80,7 +82,8 @@ class TrainedNetwork:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
         few, points = (None, data.num_data) if data.is_present else (data.few, 0)
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few)
+        shard = data if isinstance(data, Shard) else None
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
@@ -97,28 +100,45 @@ class TrainedNetwork:
         engine: EngineChoice,
         weights: bool,
         progress: Progress,
+        ranks: Ranks | None = None,
     ) -> N:
         """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
 
         Costs one pass over the data, and some over two points.
         """
+        if ranks is None:
+            warn_without_group()
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
         if by_running:
-            first, _, network.calls.mapping_type = first_points(data, network.theta, weights)
+            first, _, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
             network = Model(model, parameters, last_layer(network, first))
         theta = network.theta
-        memory = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
-        few, first_targets, network.calls.mapping_type = first_points(data, theta, weights)
+        nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
+        if ranks is not None:
+            nbytes = min(ranks.gather(nbytes))
+        memory = Budget(nbytes, theta.device, of_ranks=ranks is not None)
+        few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
         reading = reading_for(network, probability, layout, weights)
-        batches = Batches(as_source(data, step, weights), reading)
+        source = as_source(data, step, weights)
+        batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
-        return cls(network, batches, probability, shape, engine, memory, progress, engines=engines)
+        token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
+        return cls(network, batches, probability, shape, engine, memory, progress, token, engines)
+
+    @classmethod
+    def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
+        """Read what `read` does, whose data are this rank's shard of those of a process group."""
+        ranks = Ranks(process_group)
+        with ranks.guarded():
+            new = cls.read(**given, ranks=ranks)
+            ranks.require_equal(new._facts() | {"torch's version": torch.__version__, "the budget": new.memory_budget})
+        return new
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -184,7 +204,7 @@ class TrainedNetwork:
         given, engines = copy(self.admit(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
         graph = InputGraph(engines, given, names) if names else None
-        inputs, step = map_inputs(Tensor.detach, given), max(self.data.sizes)
+        inputs, step = map_inputs(Tensor.detach, given), self.data.largest
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
         walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
         return walk, num_points(inputs), graph
@@ -198,7 +218,7 @@ class TrainedNetwork:
         their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
         weights are one vector (D,).
         """
-        inputs, step = self.admit(x, differentiable=True), max(self.data.sizes)
+        inputs, step = self.admit(x, differentiable=True), self.data.largest
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         if num_points(inputs) and _require_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
@@ -233,18 +253,26 @@ class TrainedNetwork:
         if not torch.is_grad_enabled() and (known := self._known_now().get("log likelihood")) is not None:
             found: Tensor = known.clone()
             return found
-        exact = Exact(self.likelihood)
+        exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
-        exact = Exact(self.likelihood)
+        exact = self._exact
         return self.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
+
+    @property
+    def _exact(self) -> Exact:
+        """The likelihood in sums over the data, which have gradients in its hyperparameters."""
+        tensors = self.likelihood.hyperparameters
+        if self.passes.shard is None or not tensors:
+            return Exact(self.likelihood)
+        return Exact(self.likelihood.with_hyperparameters([self.passes.replicated(tensor) for tensor in tensors]))
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
         product = partial(hessian_product, self.model, self.likelihood, block)
-        return self.passes.add_up(product(inputs, batch) for inputs, batch in self.passes.batches())
+        return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv is vᵀHu at the first two points."""
@@ -312,7 +340,7 @@ class TrainedNetwork:
             count += batch.num_points
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
-        if count == self.num_data:
+        if count == sum(self.data.sizes):
             known["log likelihood"] = self.passes.add_up(found)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
@@ -365,8 +393,8 @@ class TrainedNetwork:
 
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
         """Return the network with some of its points, in ascending order, with their weights multiplied by a factor."""
-        data, theta, start = [], self.theta, 0
-        for batch in self.data:
+        data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard
+        for batch in self.data if shard is None or not shard.borrows else ():
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
             start += batch.num_points
             if len(inside):
@@ -374,9 +402,42 @@ class TrainedNetwork:
                 known = batch.targets.new_ones(batch.num_points, dtype=theta.dtype)
                 weights = (known if batch.weights is None else batch.weights)[index] * factor
                 data.append((take(batch.inputs, index), batch.targets[index], weights))
-        batches = as_batches(data, 1, theta.device, theta.dtype, weights=True)
+        reading = Reading(theta.device, theta.dtype, weights=True)
+        batches = Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks)
         progress = self.passes.progress
         return type(self)(self.model, batches, self.likelihood, self.output_shape, self.engine, self.memory, progress)
+
+    def write_once(self, write: Callable[[], None]) -> None:
+        """Write files: over a process group on the first rank, while the others wait."""
+        shard = self.passes.shard
+        if shard is None:
+            write()
+            return
+        with shard.ranks.guarded():
+            if shard.ranks.rank == 0:
+                write()
+            shard.ranks.gather(None)
+
+    def gathered(self: N) -> N:
+        """Return the network with the data of all ranks on this one alone; itself where it has no process group.
+
+        For function space and for what reads all data at once: the data of all ranks must fit on each.
+        """
+        shard = self.passes.shard
+        if shard is None:
+            return self
+        whole, step = shard.gathered(), shard.largest
+        parts = [whole.labels(slice(i, i + step)) for i in range(0, whole.num_points, step)]
+        items = [
+            {"inputs": take(whole.inputs, slice(part.start, part.start + step)), "targets": part.targets}
+            | ({} if part.weights is None else {"weights": part.weights})
+            for part in parts
+        ]
+        data = Batches(items, Reading(self.theta.device, self.theta.dtype, weights=shard.weighted))
+        progress = self.passes.progress
+        return type(self)(
+            self.model, data, self.likelihood, self.output_shape, self.engine, self.memory, progress, self.token
+        )
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
         """Return a copy with parameters, buffers and data converted. Costs two passes over the data."""
@@ -387,14 +448,22 @@ class TrainedNetwork:
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
-        """Return by name the facts that a checkpoint compares: network, outputs at two points, data, likelihood."""
+        """Return by name the facts that a checkpoint compares, with the outputs at two points.
+
+        Raises ValueError over a process group, whose runs have no checkpoints.
+        """
+        if self.passes.shard is not None:
+            raise ValueError("checkpoint= is not for a linearisation over a process group: leave it out.")
+        return {**self._facts(), "its outputs": self.model(self.model.values, self.data.few)}
+
+    def _facts(self) -> dict[str, Any]:
+        """Return by name what tells a linearisation from others: network, data, likelihood, engine."""
         selection, tensors = self.model.selection, self.model.kept_tensors
         index = () if selection.index is None else (selection.index,)
         return {
             "the dtype": str(self.theta.dtype),
             "the parameters": [*selection.names, digest(index)],
             "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
-            "its outputs": self.model(self.model.values, self.data.few),
             "the data": str(self.source),
             "the likelihood": likelihood_state(self.likelihood),
             "the engine": self.engine,
@@ -419,7 +488,7 @@ class _Labelled:
         self._data = data
 
     def __iter__(self) -> Any:
-        start = 0
+        start = self._data.start
         for batch in self._data:
             # Clones: stored parts of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()

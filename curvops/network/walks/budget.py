@@ -40,21 +40,22 @@ class Budget:
     """One budget of bytes, shared by the engines kept between products and the vectors of algorithms.
 
     If both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
-    again, within the remaining bytes, when later products need them. Pickling and copying drop the contents.
+    again, within the remaining bytes, when later products need them. In the budget `of_ranks` vectors always get half,
+    so that the ranks of a group, whose shards differ, have equal room. Pickling and copying drop the contents.
     """
 
-    def __init__(self, budget: int, device: torch.device | None = None) -> None:
-        self.budget, self.device = budget, device
+    def __init__(self, budget: int, device: torch.device | None = None, of_ranks: bool = False) -> None:
+        self.budget, self.device, self.of_ranks = budget, device, of_ranks
         self._lock = threading.RLock()
         self._held = 0
         self._caches: list[weakref.ref[Any]] = []
 
     def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
-        return Budget, (self.budget, self.device)
+        return Budget, (self.budget, self.device, self.of_ranks)
 
     def on(self, device: torch.device | None) -> Budget:
         """Return the budget of the same network in another dtype (this one), or on another device (as much there)."""
-        return self if device in (None, self.device) else Budget(self.budget, device)
+        return self if device in (None, self.device) else Budget(self.budget, device, self.of_ranks)
 
     def register(self, cache: Caching) -> None:
         """Count the bytes that this cache keeps."""
@@ -72,8 +73,10 @@ class Budget:
 
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
-        engines = sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()])
-        return max(self.budget, LEAST_ROOM) - self._held - min(self.budget // 2, engines)
+        half = self.budget // 2
+        if not self.of_ranks:
+            half = min(half, sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()]))
+        return max(self.budget, LEAST_ROOM) - self._held - half
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:

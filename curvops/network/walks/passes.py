@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from curvops.network.data.batches import Batch
+from curvops.network.data.batches import Batch, Shard
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
@@ -77,8 +77,8 @@ class Passes(JacobianRows):
     `source` is a re-iterable of (inputs, label); labels are passed through (targets, or None). `engines` may be
     shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any walks.
     `points`, if known, determine what keeping all engines would take; `few` are inputs to probe the model on if the
-    source has none. A walk `with_root` multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's
-    lock.
+    source has none. If the source is a `shard` of the data, sums and rows are those of all ranks. A walk `with_root`
+    multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's lock.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class Passes(JacobianRows):
         points: int = 0,
         progress: Progress = None,
         few: Any = None,
+        shard: Shard | None = None,
     ) -> None:
         self.model, self._source, self._choice, self._points = model, source, engine, points
+        self.shard = shard
         self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
         self.progress = progress
         self._engines: Engines | None = None
@@ -105,13 +107,32 @@ class Passes(JacobianRows):
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
         self._recorded: Recording | None = None
+        self._gathered: Passes | None = None
         self._asked: Counter[int] = Counter()
         self._complete = False
         self.memory.register(self)
 
+    def gathered(self) -> Passes:
+        """Return a walk over the inputs of all ranks on this one alone; this walk itself where it has no shard.
+
+        For function space, where points are few. It holds a copy of the inputs for as long as it exists.
+        """
+        if self.shard is None:
+            return self
+        with self.model.lock:
+            if self._gathered is None:
+                inputs, step = self.shard.gathered().inputs, self.shard.largest
+                parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
+                self._gathered = Passes(self.model, parts, self._choice, self.memory, self.engines)
+            return self._gathered
+
+    def apart(self) -> Passes:
+        """Return a walk over this rank's own inputs, without the other ranks."""
+        return Passes(self.model, self._source, self._choice, self.memory, self.engines)
+
     def input_graph(self) -> InputGraph:
         """Return the inputs of all batches as a single one, none of which requires a gradient."""
-        inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self._source))
+        inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self.gathered()._source))
         return InputGraph(self.engines, inputs)
 
     @property
@@ -147,7 +168,7 @@ class Passes(JacobianRows):
 
         It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
         """
-        walk = Passes(self.model, self._source, self._choice, self.memory, progress=self.progress)
+        walk = Passes(self.model, self._source, self._choice, self.memory, progress=self.progress, shard=self.shard)
         walk._fisher, walk._whole = fisher, self
         return walk
 
@@ -184,7 +205,7 @@ class Passes(JacobianRows):
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
             cached = self._cached_engines(asked, columns)
-        count, start = 0, 0
+        count, start = 0, 0 if self.shard is None else self.shard.start
         if cached is not None:
             for label, engine in cached:
                 stop = start + len(engine.outputs)
@@ -213,24 +234,35 @@ class Passes(JacobianRows):
         for label, J in self.each(columns):
             yield label, J if root is None else RootJacobian(J, Root(root, label))
 
-    def total(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
-        """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J."""
-        return self.add_up(term(label, J) for label, J in self._each(columns, root))
+    def total(
+        self,
+        term: Callable[[Any, Any], Tensor],
+        columns: int,
+        root: OutputFisher | None = None,
+        told: Tensor | None = None,
+    ) -> Tensor:
+        """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J.
+
+        `told` are the vectors, which the ranks of a group compare.
+        """
+        return self.add_up((term(label, J) for label, J in self._each(columns, root)), told)
 
     def curvature_product(self, block: Float[Tensor, "D K"], fisher: OutputFisher) -> Float[Tensor, "D K"]:
         """Return Σ over batches of Jᵀ H J V."""
+        block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
             pushed = J.push(block)  # first: a streamed push finds the outputs on its way
             return J.pull(fisher.product(J.outputs, pushed, batch))
 
-        return self.total(term, block.shape[1])
+        return self.total(term, block.shape[1], told=block)
 
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
     ) -> Float[Tensor, "NR K"]:
         """Return the terms of all points, with those of a point together."""
-        parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
+        with self.guarded():
+            parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
     def pull(
@@ -241,31 +273,43 @@ class Passes(JacobianRows):
         root: OutputFisher | None = None,
     ) -> Float[Tensor, "D K"]:
         """Return Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point; z (K, n, R) per batch."""
+        block = self.replicated(block)
         z = block.mT.unflatten(1, (-1, rows))
-        return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
+        return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root, block)
 
     def draw(
         self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None
     ) -> Float[Tensor, "D k"]:
         """Draw k samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
         normals, like = PointNormals.drawn(generator), self.model.theta
-        return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root)
+        seed = torch.tensor([normals.seed], device=like.device)
+        return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root, seed)
 
-    def add_up(self, parts: Iterable[Tensor]) -> Tensor:
-        """Add up the parts of all batches; every sum over data ends here.
+    def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None) -> Tensor:
+        """Add up the parts of all batches, and of all ranks; every sum over data ends here.
 
         It adds in place if no gradient is recorded: the first part becomes the sum.
         """
         total: Tensor | None = None
-        for part in parts:
-            total = accumulate(total, part)
-            del part  # before the next is made
+        with self.guarded():
+            for part in parts:
+                total = accumulate(total, part)
+                del part  # before the next is made
         assert total is not None  # linearize rejects empty data
-        return total
+        return total if self.shard is None else self.shard.add_up(total, told)
 
     def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return whole if self.shard is None else self.shard.line_up(whole, dim)
+
+    def replicated(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that all ranks have, whose gradient is the sum of what each makes of it."""
+        return tensor if self.shard is None else self.shard.ranks.replicate(tensor)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an error within."""
+        return nullcontext() if self.shard is None else self.shard.ranks.guarded()
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield (inputs, label) of every batch, for uses that need no J."""

@@ -47,7 +47,8 @@ class Curvature(UserOperator, NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         if (rows := self.rows) is not None:
-            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1])
+            block = rows.replicated(block)
+            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block)
         return self.lin.passes.curvature_product(block, self.output)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
@@ -122,6 +123,11 @@ class CurvatureRoot(NetworkOperator):
         if isinstance(self.output, Sampled):
             raise ValueError(
                 "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin), or method='cg'."
+            )
+        if self.lin.passes.shard is not None:
+            raise ValueError(
+                "minibatches of data that are shared among the ranks of a process group are not known: take "
+                "method='cg' or method='dual'."
             )
         for chosen, walk in self.lin.passes.minibatches(size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}

@@ -46,7 +46,15 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
 def gram_terms(
     left: Jacobian, right: Jacobian, prior: Tensor, term_of: Mapping[str, int], kept: Checkpoint = NOTHING
 ) -> Float[Tensor, "T nC mC"]:
-    """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0)."""
+    """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0).
+
+    Where the inputs x are those of several ranks, each computes the rows of its own, and nothing is saved.
+    """
+    if left.is_sharded:
+        own = gram_terms(left.apart(), right.gathered(), prior, term_of)
+        lined_up = left.passes.line_up([own], 1)
+        return mirror(lined_up) if left.passes is right.passes else lined_up
+    right = right.gathered()
     passes, begin, most_bytes = left.passes, 0, max(0, left.passes.memory.room())
     result = left.theta.new_zeros(1 + max(term_of.values()), left.shape[-2], right.shape[-2])
     if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], left.shape[-2]):

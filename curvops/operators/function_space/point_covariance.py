@@ -90,6 +90,7 @@ def point_covariances(
     """
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
+    jacobian = jacobian.gathered()
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows

@@ -134,7 +134,7 @@ class TangentKernel(UserOperator, Operator):
         return self._in_blocks(outputs, False)
 
     def _in_blocks(self, rows: int, diagonals: bool) -> Tensor:
-        left, _, prior = self._args
+        left, prior = self._args[0].gathered(), self.prior
 
         def compute(walk: JacobianRows | None, precision: Tensor) -> Tensor:
             weights = precision.reciprocal().expand(left.shape[-1])

@@ -60,9 +60,26 @@ class Jacobian(NetworkOperator):
     def progress(self) -> Progress:
         return self.passes.progress
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its inputs are those of several ranks, each with its own."""
+        return self.passes.shard is not None
+
+    def gathered(self) -> Jacobian:
+        """Return the same Jacobian with the inputs of all ranks on this one; itself where there is one rank."""
+        return self if self.passes.shard is None else self._of(self.passes.gathered(), self.shape[-2])
+
+    def apart(self) -> Jacobian:
+        """Return the rows of this rank's own inputs."""
+        shard = self.passes.shard
+        return self if shard is None else self._of(self.passes.apart(), sum(shard.sizes) * self._num_outputs)
+
+    def _of(self, passes: Passes, rows: int) -> Jacobian:
+        return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
+
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
         """Yield the Jacobians of `count` points at a time, with fewer points at the end of a batch."""
-        for passes, points in self.passes.by_points(count, together):
+        for passes, points in self.passes.gathered().by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 
     @property
@@ -120,6 +137,7 @@ class Jacobian(NetworkOperator):
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
         if self.is_recorded:
             return self.graph.push(block)
+        block = self.passes.replicated(block)
         return self.passes.rows(lambda _, J: J.push(block), block.shape[1])
 
     def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:

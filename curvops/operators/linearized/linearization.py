@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_args
 
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from curvops.checks import check_choice, check_flag, check_limits
 from curvops.linalg.core.sources import Sources
@@ -81,6 +83,7 @@ def linearize(
     engine: EngineChoice = "auto",
     weights: Any = False,
     progress: Progress = None,
+    process_group: ProcessGroup | None = None,
 ) -> Linearization:
     """Linearise a network at its current weights.
 
@@ -131,6 +134,8 @@ def linearize(
         ValueError: empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode
             that is random or depends on its batch, outputs that are not (N, C) or (N, ..., C), or a selection that
             matches nothing or mixes dtypes. The message says what to do.
+        RanksDiffer: the ranks were given different models, likelihoods, options or versions, or the same data.
+        RankFailed: another rank raised an error, ended, or did not answer within a minute.
 
     Warns with `NoCurvature` where every curvature is zero under the likelihood. Costs one pass over the data and a few
     passes over two points, about twenty for the first network of a structure; its derivatives are then known to be
@@ -140,4 +145,14 @@ def linearize(
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
     check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
-    return Linearization.read(model, data, likelihood, parameters, memory_budget, engine, weights, progress)
+    read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
+    return read(
+        model=model,
+        data=data,
+        likelihood=likelihood,
+        parameters=parameters,
+        memory_budget=memory_budget,
+        engine=engine,
+        weights=weights,
+        progress=progress,
+    )

@@ -36,7 +36,8 @@ class NetworkOperator(Operator):
     @property
     def likelihood(self) -> likelihoods.Likelihood:
         """The likelihood with this operator's hyperparameters."""
-        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
+        tensors = [self.lin.passes.replicated(tensor) for tensor in self._args[1:]]
+        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(tensors)
         return found
 
     def _size(self) -> torch.Size:

@@ -183,7 +183,7 @@ class GaussianWeights(Predictive):
         known yet.
         """
         version, record = self._record(inputs)
-        storage.save(path, KIND, version, record)
+        self.lin.write_once(partial(storage.save, path, KIND, version, record))
 
     def prior_for(
         self,

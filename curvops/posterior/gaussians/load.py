@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
             "linearization": record_of_network(lin, inputs),
             "operator": record_of_operator(operator, lin, "the operator"),
         }
-    storage.save(path, OPERATOR, OF_OPERATORS, record)
+    lin.write_once(partial(storage.save, path, OPERATOR, OF_OPERATORS, record))
 
 
 def load(

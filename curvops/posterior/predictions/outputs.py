@@ -198,7 +198,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
 
     The outputs of the first draw at the first points are compared with the model's own.
     """
-    count, points = num_points(inputs), max(lin.data.sizes)
+    count, points = num_points(inputs), lin.data.largest
     first = take(inputs, slice(0, 2))
     each = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
     if each > LARGE and samples.device.type == "cpu":

@@ -39,7 +39,7 @@ class TrainingOutputs:
     @cached_property
     def batches(self) -> list[tuple[Batch, Tensor]]:
         """The labels and the outputs f* of each batch. One pass over the data."""
-        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.passes.each(0)]
+        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.gathered().passes.each(0)]
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:

@@ -1,0 +1,293 @@
+"""The processes of a `torch.distributed` group, each with a shard of the data: sums, rows and facts of all of them."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from curvops.network.data.fingerprints import fingerprint
+
+R = TypeVar("R")
+TIMEOUT = 60.0
+"""Seconds that a rank waits for the others before it raises `RankFailed`."""
+LATE = 1.0
+"""Seconds after which a waiting rank says so, and looks whether another one failed."""
+PAUSES = 2e-5, 1e-3
+"""The shortest and the longest pause between two looks at a message under way, in seconds."""
+HASHES = 251
+"""A prime: numbers below it tell vectors apart, and their squares are exact in single precision for 256 ranks."""
+
+
+class RankFailed(RuntimeError):
+    """Another rank raised an error, ended, or did not answer in time: this linearisation is of no further use."""
+
+
+class RanksDiffer(ValueError):
+    """The ranks of a group were given different models, options, seeds or vectors."""
+
+
+class WithoutGroup(UserWarning):
+    """A process of several linearises its own data alone: it was given no process group."""
+
+
+def warn_without_group() -> None:
+    """Warn once in a process where torch.distributed runs several and no group was given."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _warned:
+        _warned.append(True)
+        warnings.warn(
+            f"torch.distributed runs {dist.get_world_size()} processes, and linearize was given no process_group: it "
+            "linearises this process's data alone.",
+            WithoutGroup,
+            stacklevel=3,
+        )
+
+
+_warned: list[bool] = []
+
+
+class Ranks:
+    """The ranks of a process group that share one linearisation, this one among them.
+
+    All ranks make the same calls in the same order, with equal arguments and equal seeds; each holds a shard of the
+    data. What is summed or lined up over the data is equal on all ranks, to the bit, so that they take the same
+    decisions. A rank that raises, ends or hangs gives the others a `RankFailed` that names it.
+
+    Args:
+        group: a process group of torch.distributed, with a backend for the tensors' device (gloo, nccl).
+        timeout: seconds to wait for another rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> None:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise TypeError(
+                "process_group must be a process group of torch.distributed that this process is in and that was not "
+                f"destroyed, such as torch.distributed.group.WORLD after init_process_group, got {group!r}."
+            )
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.messages = self.bytes_sent = 0
+        """How many collective calls were made, and the bytes of their tensors."""
+        self._store: Any = group.get_group_store()
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"curvops {self._gather_now(time.time_ns())[0]}", self._store
+        )
+
+    @property
+    def names(self) -> str:
+        """Describe this rank among all, for messages."""
+        return f"rank {self.rank} of {self.size}"
+
+    def add_up(self, part: Tensor, told: Tensor | None = None) -> Tensor:
+        """Return the sum of the parts of all ranks; in place where no gradient is recorded.
+
+        `told` is a tensor that must be equal on all ranks, such as the vectors of a product: a few bits of it travel
+        with the part, so that ranks with different seeds or arguments are found out.
+
+        One all-reduce, of as many numbers as the part has and two.
+        """
+        if torch.is_grad_enabled() and part.requires_grad:
+            total: Tensor = _AllReduce.apply(part, self)  # type: ignore[no-untyped-call]
+            return total
+        return self._reduced(part.detach(), told)
+
+    def line_up(self, part: Tensor, dim: int = 0) -> Tensor:
+        """Concatenate the parts of all ranks, which may differ in this dimension. Two collective calls."""
+        if torch.is_grad_enabled() and part.requires_grad:
+            rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
+            return rows
+        return self._lined_up(part, dim)[0]
+
+    def _lined_up(self, part: Tensor, dim: int) -> tuple[Tensor, list[int]]:
+        """Return the rows of all ranks, and how many are of each."""
+        if part.dtype == torch.bool:
+            whole, counts = self._lined_up(part.to(torch.uint8), dim)
+            return whole.bool(), counts
+        moved = part.detach().movedim(dim, 0).contiguous()
+        lengths = moved.new_zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(moved)
+        counts = self._reduced(lengths).tolist()
+        padded = moved.new_zeros(max(counts), *moved.shape[1:])
+        padded[: len(moved)] = moved
+        found = [torch.empty_like(padded) for _ in counts]
+        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
+        return torch.cat([rows[:count] for rows, count in zip(found, counts)]).movedim(0, dim), counts
+
+    def replicate(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose gradient is added up over the ranks: of what each does with it in its own terms."""
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            copied: Tensor = _Replicated.apply(tensor, self)  # type: ignore[no-untyped-call]
+            return copied
+        return tensor
+
+    def gather(self, value: R) -> list[R]:
+        """Return a plain value of each rank, in their order."""
+        with self.guarded():
+            return self._gather_now(value)
+
+    def require_equal(self, facts: Mapping[str, Any]) -> None:
+        """Raise RanksDiffer, on all ranks, where a fact is not the same on each."""
+        everywhere = self.gather(facts)
+        for name in facts:
+            values = [each[name] for each in everywhere]
+            if any(value != values[0] for value in values):
+                rank = next(i for i, value in enumerate(values) if value != values[0])
+                raise RanksDiffer(
+                    f"{name}: {values[0]} on rank 0, but {values[rank]} on rank {rank} (this is {self.names}). All "
+                    "ranks must be given the same, but for their shards of the data."
+                )
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Tell the other ranks of an error within, before it goes on."""
+        try:
+            yield
+        except RankFailed:
+            raise
+        except BaseException as error:
+            self._store.set("failed", f"rank {self.rank} of {self.size} raised {type(error).__name__}: {error}")
+            raise
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
+
+    def _reduced(self, part: Tensor, told: Tensor | None = None) -> Tensor:
+        """Sum over ranks; of a block the columns stay contiguous."""
+        dense = part.mT if part.ndim == 2 and part.mT.is_contiguous() else part.contiguous()
+        buffer = dense.new_empty(dense.numel() + 2)
+        buffer[:-2].view(dense.shape).copy_(dense)
+        with_hash = told is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 4
+        hashed = _hash(told) if with_hash and told is not None else 0
+        buffer[-2], buffer[-1] = hashed, hashed**2
+        self._wait(lambda: dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
+        if with_hash and not bool(buffer[-1] * self.size == buffer[-2] ** 2):
+            raise RanksDiffer(
+                f"the vectors of a product differ between the ranks (seen by {self.names}): give all ranks equal "
+                "arguments and generators of equal seeds (without a generator torch's own is used: call "
+                "torch.manual_seed(seed) on each rank), and run them with as many threads on processors of one kind."
+            )
+        total = buffer[:-2].view(dense.shape)
+        return total.mT if dense is not part and part.ndim == 2 and part.mT.is_contiguous() else total
+
+    def _gather_now(self, value: R) -> list[R]:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        own = torch.tensor([len(data)], device=self._device)
+        self._wait(lambda: dist.all_gather(sizes, own, group=self.group, async_op=True), own)
+        counts = [int(size) for size in sizes]
+        padded = data.new_zeros(max(counts))
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in counts]
+        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
+        return [pickle.loads(bytes(each[:count].tolist())) for each, count in zip(found, counts)]
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of messages: a GPU's backend takes its own tensors alone."""
+        return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
+
+    def _wait(self, begin: Callable[[], Any], tensor: Tensor) -> None:
+        """Wait for a collective call; raise RankFailed where another rank failed, ended or is too late."""
+        self.messages += 1
+        self.bytes_sent += tensor.nbytes
+        try:
+            work = begin()
+            if tensor.is_cuda:
+                work.wait(timedelta(seconds=self.timeout))
+                return
+            start, pause, late = time.monotonic(), PAUSES[0], LATE
+            while not work.is_completed():
+                waited = time.monotonic() - start
+                if waited > late:
+                    late = waited + LATE
+                    self._look(waited)
+                time.sleep(pause)
+                pause = min(PAUSES[1], 1.5 * pause)
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, RankFailed):
+                raise
+            raise RankFailed(self._why_broken(error)) from error
+
+    def _look(self, waited: float) -> None:
+        """Look whether another rank failed while this one waits, and which are missing once the time is over."""
+        key = f"waiting {self.messages}"
+        if self._store.check(["failed"]):
+            raise RankFailed(self._store.get("failed").decode())
+        self._store.set(f"{key} {self.rank}", "")
+        if waited > self.timeout:
+            missing = [rank for rank in range(self.size) if not self._store.check([f"{key} {rank}"])]
+            which = ", ".join(map(str, missing)) or "none that can be told"
+            raise RankFailed(
+                f"{self.names} waited {waited:.0f} s for the others; missing: rank {which}. They hang, have ended, or "
+                "made other calls than this one."
+            )
+
+    def _why_broken(self, error: RuntimeError) -> str:
+        try:
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode()
+            self._store.set(f"broken {self.rank}", "")
+            time.sleep(2 * LATE)
+            dead = [rank for rank in range(self.size) if not self._store.check([f"broken {rank}"])]
+        except RuntimeError:
+            dead = [0]  # whose store no longer answers
+        which = ", ".join(map(str, dead)) or "unknown"
+        return f"the connection to another rank broke ({error}); it has ended: rank {which}."
+
+
+class _AllReduce(Function):
+    """The sum over ranks. Every rank has the same loss of it: each part's gradient is the sum's own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
+        return ranks._reduced(part.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _LineUp(Function):
+    """The rows of all ranks, of which each has a gradient for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        whole, counts = ranks._lined_up(part.detach(), dim)
+        ctx.own = dim, sum(counts[: ranks.rank]), counts[ranks.rank]
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.narrow(*ctx.own), None, None
+
+
+class _Replicated(Function):
+    """The identity, whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks._reduced(gradient.detach()), None
+
+
+def _hash(told: Tensor) -> float:
+    """Return a small whole number that differs for most tensors that do."""
+    return float(int(fingerprint([told.detach()])) % HASHES)

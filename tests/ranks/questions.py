@@ -1,0 +1,180 @@
+"""What can be asked of a linearisation: each answer is to be that of one process, whatever the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import curvops as co
+
+DOUBLE = torch.float64
+N = 14
+WIDTHS = {"labels": 5, "numbers": 5, "more weights than outputs": 40}
+"""Hidden units of each problem."""
+SHARDS = {1: (14,), 2: (9, 5), 3: (5, 0, 9)}
+"""Points of each rank: ragged, and none."""
+
+
+def data(problem: str, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 4, generator=generator, dtype=DOUBLE)
+    if problem == "numbers":
+        return x, torch.randn(N, 2, generator=generator, dtype=DOUBLE)
+    return x, torch.randint(3, (N,), generator=generator)
+
+
+def linearise(
+    problem: str, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0, seed: int = 1
+) -> co.Linearization:
+    torch.manual_seed(0)
+    width, outputs = WIDTHS[problem], 2 if problem == "numbers" else 3
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    noise = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
+    likelihood = co.likelihoods.Gaussian(noise) if problem == "numbers" else "classification"
+    own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    x, y = data(problem, seed)
+    return co.linearize(model, (x[own], y[own]), likelihood, process_group=group)
+
+
+def seeded(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gradient_of(function: Callable[[], Tensor], tensor: Tensor) -> Tensor:
+    return torch.autograd.grad(function(), tensor)[0]
+
+
+Question = Callable[[], Any]
+
+
+def of_operators(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    G, J, K = co.GGN(lin), lin.jacobian(), co.TangentKernel(lin, 2.0)
+    rows = torch.ones(lin.num_data * lin.num_outputs, 2, dtype=DOUBLE)
+    yield "log-likelihood", lin.log_likelihood
+    yield "gradient", lin.gradient
+    yield "outputs", lin.outputs
+    for name, A in {"GGN": G, "Hessian": co.Hessian(lin), "empirical Fisher": co.EmpiricalFisher(lin)}.items():
+        yield f"{name}: product", lambda A=A: A @ B
+        yield f"{name}: diagonal", A.diagonal
+    yield "J: product", lambda: J @ B
+    yield "J: transposed product", lambda: J.mT @ rows
+    yield "points' gradients", lambda: lin.gradients().to_dense()
+    yield "kernel: product", lambda: K @ rows
+    yield "kernel: matrix", K.to_dense
+    yield "kernel: diagonal", K.diagonal
+    yield "kernel: blocks", lambda: K.blocks(2)
+    yield "kernel beside other points", lambda: co.TangentKernel(lin, 2.0, None, rows[:3, :1].expand(3, 4)).to_dense()
+    yield "Monte-Carlo Fisher", lambda: co.GGN(lin, mc_samples=2, generator=seeded()) @ B
+    yield "diagonal of the GGN", lambda: co.DiagonalGGN(lin).diagonal()
+    for fisher in ("exact", "empirical", "mc"):
+        source = {"generator": seeded()} if fisher == "mc" else {}
+        yield f"KFAC, {fisher}", lambda o=(fisher, source): co.KFAC(lin, fisher=o[0], **o[1]).to_dense()
+    yield "EKFAC", lambda: co.EKFAC(lin).to_dense()
+    yield "blocks", lambda: co.BlockDiagonal(lin).to_dense()
+    yield "subnetwork", lambda: co.Subnetwork(G, [1, 5, 9]).to_dense()
+    yield "low rank", lambda: co.low_rank(G, 5, generator=seeded()).to_dense()
+    yield "subsample", lambda: co.GGN(co.subsample(lin, 5, generator=seeded())) @ B
+
+
+def of_solvers(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    G, J, shift = co.GGN(lin), lin.jacobian(), torch.tensor(0.5, dtype=DOUBLE)
+    P = G.add_diagonal(shift)
+    yield "cg", lambda: P.cg(B, rtol=1e-12).x
+    yield "solve", lambda: P.solve(B)
+    yield "minres", lambda: co.linalg.minres(co.Hessian(lin).add_diagonal(shift), B, rtol=1e-12).x
+    yield "lsmr", lambda: co.linalg.lsmr(J, J @ B, damp=0.1, rtol=1e-12).x
+    yield "eigsh", lambda: G.eigsh(3, generator=seeded()).values
+    yield "svds", lambda: co.linalg.svds(J, 3, generator=seeded()).values
+    yield "inverse root", lambda: co.linalg.inverse_sqrt(P, B).value
+    yield "density", lambda: G.spectral_density(probes=3, generator=seeded()).density
+    yield "log-determinant", lambda: co.linalg.logdet(G, shift=1.0, generator=seeded()).value
+    for name in ("trace", "diagonal", "frobenius_norm"):
+        yield name, lambda name=name: getattr(co.linalg, name)(G, generator=seeded()).value
+
+
+def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
+    for curvature in (co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN, co.EmpiricalFisher):
+        name, post = curvature.__name__, co.laplace(lin, curvature, prior_precision=3.0, check_mode=False)
+        yield f"{name}: prediction", lambda p=post: p.predict(x).covariance_matrix
+        yield f"{name}: joint prediction", lambda p=post: p.predict(x, joint=True).covariance_matrix
+        yield f"{name}: evidence", lambda p=post: p.log_evidence(generator=seeded()).value
+        yield f"{name}: draws", lambda p=post: p.sample(3, seeded(), rtol=1e-12)
+        yield f"{name}: effective parameters", lambda p=post: p.effective_parameters(generator=seeded()).value
+        yield f"{name}: penalty", lambda p=post: p.penalty(lin.theta + 1)
+    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+    source = {} if lin.likelihood.hyperparameters else {"generator": seeded()}
+    yield "functions", lambda: post.functions(x, 3, generator=seeded())
+    yield "uncertainty", lambda: post.uncertainty(x, **source).total
+    yield "trace", lambda: post.trace(co.GGN(lin), samples=4, generator=seeded()).value
+    yield "linear mode", lambda: post.linear_mode(rtol=1e-10).theta
+    yield "evidence at the linear mode", lambda: post.log_evidence(mode="linear", generator=seeded()).value
+    yield "selection", lambda: co.select(lin, 5)
+    yield "selection by prediction", lambda: co.select(lin, 5, score="predictive")
+    yield "distance", lambda: co.wasserstein(post, co.select(lin, 5), generator=seeded()).value
+    if not lin.likelihood.hyperparameters:
+        yield "dual draws", lambda: post.deviations(3, generator=seeded(), method="dual", rtol=1e-12).draws
+
+
+def of_tuning(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+    yield "maximize", lambda: co.evidence.maximize(post, generator=seeded()).prior_precision
+    yield "maximize over layers", lambda: co.evidence.maximize(post, over="layers", generator=seeded()).prior_precision
+    yield "mackay", lambda: co.evidence.mackay(post, samples=4, steps=3, generator=seeded()).prior_precision
+    yield "grid", lambda: torch.stack([e.value for e in co.evidence.grid(post, [0.1, 1.0], generator=seeded())])
+    if lin.likelihood.hyperparameters:
+        tuned = lambda: co.evidence.maximize(post, over=("scalar", "noise"), generator=seeded()).lin.likelihood  # noqa: E731
+        yield "maximize over the noise", lambda: tuned().hyperparameters[0]
+
+
+def of_gradients(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    """Of what has a gradient, this gradient: in the vectors and in the likelihood's noise."""
+    operators = {"GGN": co.GGN(lin), "J": lin.jacobian(), "empirical Fisher": co.EmpiricalFisher(lin)}
+    for name, A in operators.items():
+        V = B.clone().requires_grad_()
+        yield f"{name}: gradient in the vectors", lambda A=A, V=V: gradient_of(lambda: (A @ V).square().sum(), V)
+    for noise in lin.likelihood.hyperparameters:
+        yield "likelihood: gradient in the noise", lambda n=noise: gradient_of(lin.log_likelihood, n)
+        yield "GGN: gradient in the noise", lambda n=noise: gradient_of(lambda: (co.GGN(lin) @ B).square().sum(), n)
+        for curvature, mode in product((co.GGN, co.KFAC), ("map", "linear")):
+            post = co.laplace(lin, curvature, prior_precision=3.0, check_mode=False)
+            evidence = lambda p=post, m=mode: p.log_evidence(mode=m, generator=seeded()).value  # noqa: E731
+            yield f"evidence, {curvature.__name__}, {mode}", lambda n=noise, e=evidence: gradient_of(e, n)
+
+
+def of_tasks(first: co.Linearization, second: co.Linearization) -> Iterator[tuple[str, Question]]:
+    for curvature in (co.GGN, co.KFAC):
+        post = co.laplace(first, curvature, prior_precision=3.0, check_mode=False).update(second, check_mode=False)
+        yield f"{curvature.__name__}: second task", lambda p=post: p.predict(data("labels")[0]).covariance_matrix
+        yield f"{curvature.__name__}: its draws", lambda p=post: p.sample(2, seeded(), rtol=1e-12)
+
+
+def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndarray]:
+    """All answers, as NumPy arrays by the question's name; `later` has the data of a second task."""
+    B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
+    shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_tuning)]
+    found: dict[str, np.ndarray] = {}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", co.evidence.StepsSpent)
+        for name, ask in chain(*shelves, of_tasks(lin, later)):
+            try:
+                found[name] = torch.as_tensor(ask()).numpy().copy()
+            except Exception as error:
+                raise RuntimeError(f"{name}: {error}") from error
+    return found | {name: ask().numpy().copy() for name, ask in of_gradients(lin, B)}
+
+
+def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
+    """The answers of this rank to each problem; of one rank to the first alone."""
+    rank = dist.get_rank(group)
+    return {
+        problem: answers(*(linearise(problem, SHARDS[size], group, rank, seed) for seed in (1, 2)))
+        for problem in list(WIDTHS)[: 1 if size == 1 else None]
+    }

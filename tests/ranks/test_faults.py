@@ -1,0 +1,167 @@
+"""Ranks that fail, end, hang or were given something else: the others are told.
+
+Tests `process_group.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import curvops as co
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
+
+SIZE = 2
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def shard(rank: int) -> tuple[Tensor, Tensor]:
+    x, y = data("labels")
+    return x[rank::SIZE], y[rank::SIZE]
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    """What a call ended with, as text."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            found = function()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "; ".join(str(warning.message) for warning in seen) or repr(found)
+
+
+class Disk:
+    """Data whose reading fails once it has been read often enough."""
+
+    def __init__(self, rank: int, passes: int) -> None:
+        self.items, self.left = [shard(rank)], passes if rank == 1 else 10**6
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the disk is gone")
+        return iter(self.items)
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    rank = dist.get_rank(group)
+
+    def linearize(**changed: Any) -> co.Linearization:
+        given = {"model": network(), "data": shard(rank), "likelihood": "classification", "process_group": group}
+        return co.linearize(**given | changed)
+
+    lin = linearize()
+    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    ranks = lin.passes.shard.ranks
+    found = {
+        "other weights": outcome(lambda: linearize(model=network(seed=rank))),
+        "other parameters": outcome(lambda: linearize(parameters="0.*" if rank else "2.*")),
+        "other likelihood": outcome(
+            lambda: linearize(likelihood=co.likelihoods.Categorical(label_smoothing=rank / 10))
+        ),
+        "other engine": outcome(lambda: linearize(engine="streamed" if rank else "auto")),
+        "the same data": outcome(lambda: linearize(data=shard(0))),
+        "no data at all": outcome(lambda: linearize(data=(shard(0)[0][:0], shard(0)[1][:0]))),
+        "other seeds": outcome(lambda: post.sample(1, seeded(rank))),
+        "other vectors": outcome(lambda: co.GGN(lin) @ torch.full((lin.num_parameters, 1), 1.0 + rank, dtype=DOUBLE)),
+        "no group": outcome(lambda: co.linearize(network(), shard(rank), "classification").num_data),
+        "not a group": outcome(lambda: linearize(process_group=SIZE)),
+        "minibatches": outcome(lambda: post.deviations(1, method="sgd", generator=seeded())),
+        "another dtype": outcome(lambda: lin.cast(torch.float32)),
+        "a pickle": outcome(lambda: __import__("pickle").dumps(co.GGN(lin))),
+        "a checkpoint": outcome(
+            lambda: co.low_rank(co.GGN(lin), 2, generator=seeded(), checkpoint=tempfile.gettempdir())
+        ),
+    }
+    G, V = co.GGN(lin), torch.ones(lin.num_parameters, 3, dtype=DOUBLE)
+    messages, sent = ranks.messages, ranks.bytes_sent
+    _ = G @ V
+    found["messages of a product"] = f"{ranks.messages - messages}, {ranks.bytes_sent - sent} bytes"
+    return found
+
+
+REFUSED = {
+    "other weights": "RanksDiffer: the network's tensors",
+    "other parameters": "RanksDiffer: the parameters",
+    "other likelihood": "RanksDiffer: the likelihood",
+    "other engine": "RanksDiffer: the engine",
+    "the same data": "RanksDiffer: ranks 0 and 1 hold the same data",
+    "no data at all": "NoData: the shards of all 2 ranks hold no points",
+    "other seeds": "RanksDiffer: the vectors of a product differ",
+    "other vectors": "RanksDiffer: the vectors of a product differ",
+    "no group": "linearises this process's data alone",
+    "not a group": "TypeError: process_group must be a process group of torch.distributed",
+    "minibatches": "ValueError: minibatches of data that are shared among the ranks",
+    "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
+    "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
+    "a checkpoint": "ValueError: checkpoint= is not for operators of a linearisation over a process group",
+    "messages of a product": f"1, {(43 * 3 + 2) * 8} bytes",
+}
+
+
+def test_what_differs_is_named() -> None:
+    for rank, found in run_on_ranks(SIZE, refusals).items():
+        assert not isinstance(found, str), found
+        assert found.keys() == REFUSED.keys()
+        wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
+        assert not wrong, (rank, wrong)
+
+
+def product_of(group: dist.ProcessGroup, how: str) -> str:
+    """A product while rank 1 raises, ends or hangs; and how the next one ends."""
+    rank = dist.get_rank(group)
+    lin = co.linearize(network(), Disk(rank, 5), "classification", engine="streamed", process_group=group)
+    ranks, V = lin.passes.shard.ranks, torch.ones(lin.num_parameters, 1, dtype=DOUBLE)
+    ranks.timeout = 2
+    if rank == 1 and how == "ends":
+        os._exit(1)
+    if rank == 1 and how == "hangs":
+        time.sleep(6)
+        return "it woke up"
+    return outcome(lambda: [co.GGN(lin) @ V for _ in range(10)])
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("raises", "RankFailed: rank 1 of 2 raised OSError: the disk is gone"),
+        ("ends", "has ended: rank 1"),
+        ("hangs", "missing: rank 1"),
+    ],
+)
+def test_a_rank_that_fails_is_named(how, said) -> None:
+    found = run_on_ranks(SIZE, product_of, how, expected=1 if how == "ends" else SIZE)
+    assert said in found[0], found
+    if how == "raises":
+        assert found[1] == "OSError: the disk is gone"
+
+
+def saved(group: dist.ProcessGroup, folder: str) -> np.ndarray:
+    lin = linearise("labels", SHARDS[SIZE], group, dist.get_rank(group))
+    post = co.laplace(lin, co.KFAC, prior_precision=2.0, check_mode=False)
+    post.save(folder)
+    return post.predict(data("labels")[0]).covariance_matrix.numpy()
+
+
+def test_one_file_is_written_and_read_by_one_process(tmp_path: Path) -> None:
+    found = run_on_ranks(SIZE, saved, str(tmp_path / "posterior"))
+    lin = linearise("labels")
+    post = co.load(tmp_path / "posterior", lin.model.module)
+    np.testing.assert_allclose(post.predict(data("labels")[0]).covariance_matrix, found[1], rtol=1e-12)
