@@ -30,7 +30,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
-from curvops.network import Blocks, Group, JacobianRows, Layer, row_blocks
+from curvops.network import Group, JacobianRows, Layer, row_blocks
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, members, rotate
@@ -261,7 +261,7 @@ class InDenseBlocks(Metric):
         self.form, self._selection = form, walk.model.selection
 
     @cached_property
-    def positions(self) -> Blocks:
+    def positions(self) -> dict[str, Tensor]:
         """The position in the vector of each entry of the selected tensors."""
         return self._selection.positions()
 
