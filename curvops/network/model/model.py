@@ -68,7 +68,7 @@ class Model:
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         _require_finite([self._flat], chosen, "leave it out of the selection")
         _require_finite(self.frozen.values(), self.frozen, "load other weights")
-        self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})
+        self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # of which snapshot, values and leaves
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
@@ -89,15 +89,9 @@ class Model:
     @property
     def values(self) -> Blocks:
         """The selected parameters by name, as views of the snapshot."""
-        return dict(self._views_now()[1])
-
-    def _views_now(self) -> tuple[Tensor | None, Blocks, Blocks]:
-        """Return the snapshot, its views by name, and these as leaves: nothing is ever accumulated in leaves."""
         if self._views[0] is not self._flat:
-            views = self.selection.named(self._flat)
-            leaves = {name: value.detach().requires_grad_() for name, value in views.items()}
-            self._views = self._flat, views, leaves
-        return self._views
+            self._views = self._flat, self.selection.named(self._flat), {}
+        return dict(self._views[1])
 
     def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
         """Return the selected parameters by name, with entries outside a subnetwork as in the snapshot."""
@@ -148,7 +142,10 @@ class Model:
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
-        return dict(self._views_now()[2])
+        values, leaves = self.values, self._views[2]
+        if not leaves:  # made when asked for: a functorch transform, which has no use for them, does not allow it
+            leaves.update((name, value.detach().requires_grad_()) for name, value in values.items())
+        return dict(leaves)
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
         """Return the outputs at the selected parameters `values` in θ's dtype, one row per point, position by position.
