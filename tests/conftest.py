@@ -77,9 +77,14 @@ def _torch_left_as_found() -> Iterator[None]:
 
 
 @pytest.fixture
-def annotations_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user: without the shape checks of the test run, whose errors would come before the function's own."""
-    monkeypatch.setattr(shape_checks, "CALLS", 0)
+def annotations_unchecked() -> Iterator[None]:
+    """As for a user: without the shape checks of the test run, whose errors would come before the function's own.
+
+    Not by monkeypatch: a test that has it makes its proofs anew, and this serves all cases of a test but the first.
+    """
+    calls, shape_checks.CALLS = shape_checks.CALLS, 0
+    yield
+    shape_checks.CALLS = calls
 
 
 FOREIGN_SOLVERS = (
