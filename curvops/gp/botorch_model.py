@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from inspect import signature
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -110,7 +111,10 @@ class LaplaceModel(Model, FantasizeMixin):
         found: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
         if hasattr(self, "outcome_transform"):
             found = self.outcome_transform.untransform_posterior(found, X=X)
-        return found if posterior_transform is None else posterior_transform(found)
+        if posterior_transform is None:
+            return found
+        takes_points = "X" in signature(posterior_transform.forward).parameters  # from BoTorch 0.15 on
+        return posterior_transform(found, X=X) if takes_points else posterior_transform(found)
 
     def _distribution(
         self, X: Tensor, output_indices: Sequence[SupportsIndex] | None = None, observation_noise: bool | Tensor = False
@@ -148,7 +152,7 @@ class LaplaceModel(Model, FantasizeMixin):
             if not bool(values.isfinite().all()):
                 raise ValueError(f"{name} holds NaN or infinite values: leave out the points without targets.")
         if hasattr(self, "outcome_transform"):
-            Y, _ = self.outcome_transform(Y)
+            Y, _ = self.outcome_transform(Y, X=X)
         new = copy(self)
         variances = self._noise("noise", True if noise is None else noise, Y, Y.shape[-2])
         seen = Observed(self._transformed(X), Y, variances, self._outputs)

@@ -242,6 +242,20 @@ def test_noise_outputs_and_transforms() -> None:
     weighted = model.posterior(X, posterior_transform=ScalarizedPosteriorTransform(torch.ones(3, dtype=DOUBLE)))
     torch.testing.assert_close(weighted.mean, plain.mean.sum(-1, keepdim=True))
 
+    class TimesPoints(ScalarizedPosteriorTransform):
+        def forward(self, posterior: Any, X: Tensor | None = None) -> Any:
+            assert X is not None
+            return GPyTorchPosterior(posterior.distribution[..., 0] * float(X.sum()))
+
+    class Plain(ScalarizedPosteriorTransform):
+        def forward(self, posterior: Any) -> Any:
+            return super().forward(posterior)
+
+    by_points = model.posterior(X, posterior_transform=TimesPoints(torch.ones(3, dtype=DOUBLE)))
+    torch.testing.assert_close(by_points.mean, plain.mean[..., :1] * X.sum())
+    without = model.posterior(X, posterior_transform=Plain(torch.ones(3, dtype=DOUBLE)))
+    torch.testing.assert_close(without.mean, plain.mean.sum(-1, keepdim=True))
+
     scale = Standardize(m=3)
     Y = torch.rand(6, 3, dtype=DOUBLE) * 5 + 2
     scale(Y)
