@@ -50,7 +50,8 @@ class InfiniteWidthKernel(OperatorKernel):
         weight_variance_constraint: a gpytorch constraint of σ_w²; None is `Positive()`.
         bias_variance_prior: a gpytorch prior of σ_b².
         bias_variance_constraint: a gpytorch constraint of σ_b²; None is `Positive()`.
-        options: `batch_shape` and `active_dims` of gpytorch's `Kernel`.
+        batch_shape: as of gpytorch's `Kernel`.
+        active_dims: as of gpytorch's `Kernel`.
 
     Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), with any leading dimensions that broadcast.
         Cost: depth × some 20 passes over the matrix, for "relu" also d of them.

@@ -65,7 +65,7 @@ class Transition(ABC):
 
         Raises:
             TypeError, ValueError: params that have another form, are integer or not finite, or do not fit the
-            preconditioner.
+                preconditioner.
         """
         check_generator(generator)
         if self.chains is not None and isinstance(params, list):

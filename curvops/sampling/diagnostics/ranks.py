@@ -41,7 +41,7 @@ def rhat(draws: Any) -> dict[str, Tensor]:
 
     Raises:
         ImportError, TypeError, ValueError: as `to_inference_data`, for one chain, or for fewer than four draws per
-        chain.
+            chain.
 
     Cost: about a millisecond for each entry; for many weights use `random_projections`.
     """

@@ -99,7 +99,7 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
 
     Raises:
         TypeError, ValueError: draws with other parameters, shapes or dtype, draws that are not finite, or a single
-        draw.
+            draw.
 
     Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can and memory has
     room; a product with J(x) for each draw if linearised.

@@ -89,7 +89,7 @@ def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **
 
     Raises:
         TypeError, ValueError: not an optimiser, options that it does not have, or one that calls the model itself
-        (LBFGS).
+            (LBFGS).
 
     Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
     """
