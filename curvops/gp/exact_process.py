@@ -86,7 +86,7 @@ def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
             f"an exact Gaussian process has a Gaussian likelihood, this is {lin.likelihood!r}: co.gp.laplace_gp takes "
             "any, and gpytorch's ApproximateGP takes gpytorch's with LinearizedKernel."
         )
-    batches = list(lin.data)
+    batches = list(lin.gathered().data)
     if any(batch.weights is not None for batch in batches):
         raise ValueError("gpytorch's likelihoods take no weights of points: linearise without, or use co.laplace.")
     inputs = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]

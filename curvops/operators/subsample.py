@@ -34,6 +34,8 @@ def subsample(
     if not isinstance(lin, Linearization):
         raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")
     chosen = _positions(m, lin.num_data, generator)
+    if lin.passes.shard is not None:
+        lin.passes.shard.ranks.require_equal({"the chosen points, from m and generator": chosen.tolist()})
     return lin.restrict(chosen, lin.num_data / len(chosen))
 
 

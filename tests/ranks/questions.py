@@ -16,7 +16,7 @@ import curvops as co
 
 DOUBLE = torch.float64
 N = 14
-WIDTHS = {"labels": 5, "numbers": 5, "more weights than outputs": 40}
+WIDTHS = {"labels": 5, "numbers": 3, "more weights than outputs": 40}
 """Hidden units of each problem."""
 SHARDS = {1: (14,), 2: (9, 5), 3: (5, 0, 9)}
 """Points of each rank: ragged, and none."""
@@ -70,6 +70,10 @@ def of_operators(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Questi
     yield "kernel: matrix", K.to_dense
     yield "kernel: diagonal", K.diagonal
     yield "kernel: blocks", lambda: K.blocks(2)
+    noisy = K.add_diagonal(torch.tensor(0.4, dtype=DOUBLE))
+    yield "kernel and noise: solution", lambda: noisy.solve(rows)
+    yield "kernel and noise: log-determinant", lambda: co.linalg.logdet(noisy, generator=seeded()).value
+    yield "rows of J", lambda: J.rows_at(torch.tensor([1, 3, 15, 27]))
     yield "kernel beside other points", lambda: co.TangentKernel(lin, 2.0, None, rows[:3, :1].expand(3, 4)).to_dense()
     yield "Monte-Carlo Fisher", lambda: co.GGN(lin, mc_samples=2, generator=seeded()) @ B
     yield "diagonal of the GGN", lambda: co.DiagonalGGN(lin).diagonal()
@@ -123,6 +127,20 @@ def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Quest
         yield "dual draws", lambda: post.deviations(3, generator=seeded(), method="dual", rtol=1e-12).draws
 
 
+def of_processes(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
+    yield "kernel of gpytorch", lambda: co.gp.LinearizedKernel(lin)(x).to_dense()
+    reduced = lambda **form: co.gp.reduced_posterior(lin, 3, prior_precision=3.0, generator=seeded(), **form)  # noqa: E731
+    yield "reduced posterior", lambda: reduced().predict(x).covariance_matrix
+    if lin.likelihood.hyperparameters:
+        yield "exact process: inputs", lambda: co.gp.LinearizedGP(lin).train_inputs[0]
+        yield "exact process: targets", lambda: co.gp.LinearizedGP(lin).train_targets
+        post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+        yield "model of BoTorch", lambda: co.gp.LaplaceModel(post).posterior(x).variance
+    else:
+        yield "Laplace's process", lambda: co.gp.laplace_gp(lin, prior_precision=3.0).predict(x).covariance_matrix
+
+
 def of_tuning(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     post = co.laplace(lin, prior_precision=3.0, check_mode=False)
     yield "maximize", lambda: co.evidence.maximize(post, generator=seeded()).prior_precision
@@ -159,7 +177,7 @@ def of_tasks(first: co.Linearization, second: co.Linearization) -> Iterator[tupl
 def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndarray]:
     """All answers, as NumPy arrays by the question's name; `later` has the data of a second task."""
     B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
-    shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_tuning)]
+    shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_processes, of_tuning)]
     found: dict[str, np.ndarray] = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", co.evidence.StepsSpent)

@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import curvops as co
 from tests.ranks.processes import run_on_ranks
-from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
+from tests.ranks.questions import DOUBLE, SHARDS, N, data, linearise, seeded
 
 SIZE = 2
 
@@ -67,7 +68,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         given = {"model": network(), "data": shard(rank), "likelihood": "classification", "process_group": group}
         return co.linearize(**given | changed)
 
-    lin = linearize()
+    lin, weighted = linearize(), (*shard(rank), torch.ones(N // SIZE, dtype=DOUBLE))
+    repeated = TensorDataset(*(part[: N - 1] for part in data("labels")))
+    sampler = DistributedSampler(repeated, SIZE, rank, shuffle=False)
     post = co.laplace(lin, prior_precision=1.0, check_mode=False)
     ranks = lin.passes.shard.ranks
     found = {
@@ -83,6 +86,10 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "other vectors": outcome(lambda: co.GGN(lin) @ torch.full((lin.num_parameters, 1), 1.0 + rank, dtype=DOUBLE)),
         "no group": outcome(lambda: co.linearize(network(), shard(rank), "classification").num_data),
         "not a group": outcome(lambda: linearize(process_group=SIZE)),
+        "weights on one rank": outcome(lambda: linearize(data=weighted if rank else weighted[:2], weights=bool(rank))),
+        "a sampler": outcome(lambda: co.sampling.log_posterior(lin)),
+        "other subsets": outcome(lambda: co.subsample(lin, 5, generator=seeded(rank))),
+        "repeated points": outcome(lambda: linearize(data=DataLoader(repeated, 4, sampler=sampler))),
         "minibatches": outcome(lambda: post.deviations(1, method="sgd", generator=seeded())),
         "another dtype": outcome(lambda: lin.cast(torch.float32)),
         "a pickle": outcome(lambda: __import__("pickle").dumps(co.GGN(lin))),
@@ -108,6 +115,10 @@ REFUSED = {
     "other vectors": "RanksDiffer: the vectors of a product differ",
     "no group": "linearises this process's data alone",
     "not a group": "TypeError: process_group must be a process group of torch.distributed",
+    "weights on one rank": "RanksDiffer: whether points have weights",
+    "a sampler": "ValueError: samplers are not for a linearisation over a process group",
+    "other subsets": "RanksDiffer: the chosen points",
+    "repeated points": "ValueError: this DistributedSampler repeats points",
     "minibatches": "ValueError: minibatches of data that are shared among the ranks",
     "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",

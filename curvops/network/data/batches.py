@@ -21,6 +21,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -319,7 +320,8 @@ class Shard(Batches):
 
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""
-        parts = list(self)
+        with self.ranks.guarded():
+            parts = list(self)
         weights = [batch.weights for batch in parts if batch.weights is not None]
         return Batch(
             tree_map(lambda *each: self.line_up(torch.cat(each)), *(batch.inputs for batch in parts)),
@@ -341,8 +343,7 @@ class Shard(Batches):
             if own[1] and other < rank:
                 raise RanksDiffer(
                     f"ranks {other} and {rank} hold the same data, which would count twice: give each rank a shard of "
-                    "its own, such as x[rank::size], or a DataLoader with a DistributedSampler(shuffle=False, "
-                    "drop_last=False) of data whose number the ranks divide."
+                    "its own, such as x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size))."
                 )
 
 
@@ -473,9 +474,15 @@ def holds_all(data: object) -> bool:
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
 
-    Raises ValueError if its sampler does not draw each point once.
+    Raises ValueError if its sampler does not draw each point once, or is one that repeats points for other ranks.
     """
     sampler, dataset = loader.sampler, loader.dataset
+    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(dataset):  # type: ignore[arg-type]
+        raise ValueError(
+            "this DistributedSampler repeats points so that all ranks have equally many, but sums over the data need "
+            "each point once: give each rank torch.utils.data.Subset(dataset, range(rank, len(dataset), size)); shards "
+            "may be of different lengths."
+        )
     if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
         return loader
     once = isinstance(sampler, SubsetRandomSampler) or (

@@ -152,7 +152,7 @@ class Ranks:
         """Tell the other ranks of an error within, before it goes on."""
         try:
             yield
-        except RankFailed:
+        except (RankFailed, GeneratorExit):
             raise
         except BaseException as error:
             self._store.set("failed", f"rank {self.rank} of {self.size} raised {type(error).__name__}: {error}")

@@ -204,6 +204,16 @@ class Engines:
             self._prove(inputs, ROWS, check)
             return tuple(self.plan.others)
 
+    def agree(self, inputs: Any, gather: Callable[[tuple[str, ...]], list[tuple[str, ...]]]) -> None:
+        """Check layers on some points, and leave those to autodiff that this or another process rejects.
+
+        `gather` returns what each process gave. Without this, sums by layers would be of other layers on each.
+        """
+        with self.model.lock:
+            self._prove_on_few(inputs, whole=True)
+            while len(set(found := gather(tuple(self.plan.others)))) > 1:
+                self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
+
     def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], set[str]]) -> None:
         """Leave layers to autodiff that a check rejects until it rejects none; note what was checked.
 

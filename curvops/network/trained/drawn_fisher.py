@@ -52,7 +52,8 @@ class DrawnFisher(FromResiduals):
     def draw(self) -> Float[Tensor, "M N C"]:
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         with torch.no_grad():
-            walked, line_up = [(batch, J.outputs) for batch, J in self.passes.each(0)], self.passes.line_up
+            with self.passes.guarded():
+                walked, line_up = [(batch, J.outputs) for batch, J in self.passes.each(0)], self.passes.line_up
             f, y = line_up([f for _, f in walked]), line_up([batch.targets for batch, _ in walked])
             weights = [batch.weights for batch, _ in walked if batch.weights is not None]
             return self._draw(f, y, line_up(weights) if weights else None)

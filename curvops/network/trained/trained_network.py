@@ -81,7 +81,7 @@ class TrainedNetwork:
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
-        few, points = (None, data.num_data) if data.is_present else (data.few, 0)
+        few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
         self._theta = model.theta
@@ -126,6 +126,8 @@ class TrainedNetwork:
         reading = reading_for(network, probability, layout, weights)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
+        if ranks is not None:
+            engines.agree(next(iter(batches)).inputs, ranks.gather)
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
@@ -137,7 +139,8 @@ class TrainedNetwork:
         ranks = Ranks(process_group)
         with ranks.guarded():
             new = cls.read(**given, ranks=ranks)
-            ranks.require_equal(new._facts() | {"torch's version": torch.__version__, "the budget": new.memory_budget})
+            facts = {"torch's version": torch.__version__, "whether points have weights": new.data.weighted}
+            ranks.require_equal(new._facts() | facts)
         return new
 
     @property
@@ -276,8 +279,9 @@ class TrainedNetwork:
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv is vᵀHu at the first two points."""
-        inputs, batch = next(self.passes.batches())
-        require_symmetric(self.model, self.likelihood, take(inputs, slice(0, 2)), batch.labels(slice(0, 2)))
+        with self.passes.guarded():
+            inputs, batch = next(self.passes.batches())
+            require_symmetric(self.model, self.likelihood, take(inputs, slice(0, 2)), batch.labels(slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""

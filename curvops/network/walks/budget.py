@@ -41,13 +41,14 @@ class Budget:
 
     If both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
     again, within the remaining bytes, when later products need them. In the budget `of_ranks` vectors always get half,
-    so that the ranks of a group, whose shards differ, have equal room. Pickling and copying drop the contents.
+    less what algorithms hold now, so that the ranks of a group have equal room: their engines differ with the shards,
+    and what is kept with an owner ends when its garbage is collected. Pickling and copying drop the contents.
     """
 
     def __init__(self, budget: int, device: torch.device | None = None, of_ranks: bool = False) -> None:
         self.budget, self.device, self.of_ranks = budget, device, of_ranks
         self._lock = threading.RLock()
-        self._held = 0
+        self._held = self._kept = 0
         self._caches: list[weakref.ref[Any]] = []
 
     def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
@@ -69,38 +70,39 @@ class Budget:
     @property
     def for_engines(self) -> int:
         """The bytes that further engines may take now; negative if vectors took the bytes of engines."""
-        return self.budget - self._held - sum([cache.kept_bytes for cache in self._present()])
+        return self.budget - self._held - self._kept - sum([cache.kept_bytes for cache in self._present()])
 
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
-        half = self.budget // 2
-        if not self.of_ranks:
-            half = min(half, sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()]))
-        return max(self.budget, LEAST_ROOM) - self._held - half
+        most, half = max(self.budget, LEAST_ROOM) - self._held, self.budget // 2
+        if self.of_ranks:
+            return most - half
+        wanted = sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()])
+        return most - self._kept - min(half, wanted)
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
         """Count these bytes of vectors as used inside a `with` block, and free engines beyond the rest."""
-        self._take(nbytes)
+        self._take(held=nbytes)
         try:
             yield
         finally:
-            self._take(-nbytes)
+            self._take(held=-nbytes)
 
     def keep(self, owner: object, nbytes: int) -> None:
         """Count these bytes of vectors as used for as long as ``owner`` exists."""
-        self._take(nbytes)
-        weakref.finalize(owner, self._take, -nbytes).atexit = False
+        self._take(kept=nbytes)
+        weakref.finalize(owner, self._take, kept=-nbytes).atexit = False
 
     def expect_many(self) -> None:
         """Announce more products than were made so far."""
         for cache in self._present():
             cache.expect_many()
 
-    def _take(self, nbytes: int) -> None:
+    def _take(self, held: int = 0, kept: int = 0) -> None:
         with self._lock:
-            self._held += nbytes
-        if nbytes > 0 and self.for_engines < 0:
+            self._held, self._kept = self._held + held, self._kept + kept
+        if held + kept > 0 and self.for_engines < 0:
             for cache in self._present():
                 if (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))

@@ -154,7 +154,7 @@ class Passes(JacobianRows):
     def shrink(self, most: int) -> None:
         """Free engines of the last batches until at most this many bytes are kept."""
         with self.model.lock:
-            while self._kept and self.kept_bytes > most:
+            while not self._is_alike and self._kept and self.kept_bytes > most:
                 self._kept.popitem()
                 self._complete = False
 
@@ -492,7 +492,15 @@ class Passes(JacobianRows):
         return kind
 
     def _free(self) -> int:
-        return self.memory.for_engines
+        return self.memory.budget // 8 - self.kept_bytes if self._is_alike else self.memory.for_engines
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether all ranks of a group make this walk: its engines, whose rounding differs, must not be theirs alone.
+
+        They do not depend on what a rank keeps of its shard.
+        """
+        return self.memory.of_ranks and self.shard is None
 
     def by_points(self, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
         """Yield walks over `count` points each (fewer at the end of a batch), and their number.

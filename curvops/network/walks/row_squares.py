@@ -64,8 +64,9 @@ def squared_columns(passes: Passes) -> Float[Tensor, " D"]:
 def sum_squares(passes: Passes, groups: Iterable[Group], chunk_bytes: int) -> Float[Tensor, " D"]:
     """Add up the squares of rows, elementwise."""
     total: Blocks = {}
-    for group in groups:
-        _add(total, _squares(group, chunk_bytes))
+    with passes.guarded():
+        for group in groups:
+            _add(total, _squares(group, chunk_bytes))
     return passes.add_up([_flat(passes.model, total)])
 
 

@@ -159,10 +159,12 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     places = _places(lin, indices)
     columns = output.num_columns(lin.num_outputs)
     by_rows = COLUMNS_A_ROW * columns <= len(indices) and not places.keys() & lin.plan.others.keys()
-    for left, right in _factors_by_rows(lin, output, places) if by_rows else _factors_by_pushes(lin, output, indices):
-        for start in range(0, len(indices), ROWS):  # entries below the diagonal come from those above
-            part = slice(start, start + ROWS)
-            total[part, start:].addmm_(left[:, part].mT, right[:, start:])
+    pairs = _factors_by_rows(lin, output, places) if by_rows else _factors_by_pushes(lin, output, indices)
+    with lin.passes.guarded():
+        for left, right in pairs:
+            for start in range(0, len(indices), ROWS):  # entries below the diagonal come from those above
+                part = slice(start, start + ROWS)
+                total[part, start:].addmm_(left[:, part].mT, right[:, start:])
     return mirror(lin.passes.add_up([total]).unsqueeze(0))[0]
 
 

@@ -51,7 +51,7 @@ class WeightSpaceForm(ClosedForm):
 
     @property
     def _walk(self) -> JacobianRows:
-        walk: JacobianRows = self.base._args[0].passes
+        walk: JacobianRows = self.base._args[0].passes.gathered()
         return walk
 
     @cached_property

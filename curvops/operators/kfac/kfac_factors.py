@@ -53,6 +53,12 @@ class BlockSums:
     exact: Tensor | None = None
     apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
 
+    @property
+    def kind(self) -> str:
+        """The parameters and what is summed, in words: sums of equal kinds can be added up over processes."""
+        what = "tokens" if self.tokens is not None else "factors" if self.exact is None else f"exact {self.exact.ndim}"
+        return f"{', '.join(self.names)}: {what}"
+
     def join(self, passes: Passes) -> None:
         """End the walk: the sums now cover all its points."""
         self.left.join(passes)
@@ -118,6 +124,8 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
         for left in lefts:
             block.left.add(left)
+    if lin.passes.shard is not None:
+        lin.passes.shard.ranks.require_equal({"the layers that ran": [block.kind for block in blocks.values()]})
     for block in blocks.values():
         block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
@@ -144,9 +152,10 @@ class SummedWalk:
             return
         # A resumed run does not compute the log-likelihoods of the earlier one, and must end with the same bits.
         walk = self.lin.passes if self.kept else self.lin
-        for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
-            yield from groups
-            self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
+        with self.lin.passes.guarded():
+            for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
+                yield from groups
+                self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
         self.kept.finish(sums())
 
 

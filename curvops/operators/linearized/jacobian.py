@@ -122,7 +122,7 @@ class Jacobian(NetworkOperator):
         for rows in index.split(fit or C):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
-            chosen = Jacobian(self.theta, passes=self.passes.of_points(points), rows=len(points) * C)
+            chosen = Jacobian(self.theta, passes=self.passes.gathered().of_points(points), rows=len(points) * C)
             if fit:
                 block = columns(chosen.formed(), among)
             else:

@@ -243,6 +243,11 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        if model.passes.shard is not None:
+            raise ValueError(
+                "samplers are not for a linearisation over a process group: batches of one rank's shard would stand "
+                "for all data. Pass the module itself, with likelihood= and data_size=, and batches of all data."
+            )
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         known = [model.likelihood]
         return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
