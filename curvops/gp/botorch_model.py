@@ -57,7 +57,7 @@ class LaplaceModel(Model, FantasizeMixin):
         outcome_transform: a BoTorch transform of the targets, likewise.
 
     Raises:
-        TypeError: a posterior of another kind; noise that is no tensor.
+        TypeError: a posterior or a transform of another kind; X that is no tensor, or noise that is none.
         ValueError: X of another last dimension, or more points together than the memory budget has room for; outputs
             that are not there; targets or noise of another shape, negative or not finite; observation noise of a
             likelihood that is not Gaussian; observations whose covariance is singular (repeated points without noise):
@@ -75,6 +75,12 @@ class LaplaceModel(Model, FantasizeMixin):
         if not isinstance(post, Laplace):
             raise TypeError(f"post must be a Laplace posterior from co.laplace, got {type(post).__name__}.")
         check_choice("mode", mode, MODES)
+        for name, given, kind in (
+            ("input_transform", input_transform, InputTransform),
+            ("outcome_transform", outcome_transform, OutcomeTransform),
+        ):
+            if not isinstance(given, kind | None):
+                raise TypeError(f"{name} must be one of BoTorch's, an {kind.__name__}, got {type(given).__name__}.")
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
         self._observed: list[Observed] = []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from gpytorch.constraints import Positive
 from gpytorch.kernels import Kernel
-from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood, MultitaskGaussianLikelihood
 from gpytorch.means import Mean
 from gpytorch.models import ExactGP
 from jaxtyping import Float
@@ -42,8 +42,9 @@ class LinearizedGP(ExactGP):
 
     Raises:
         TypeError: arguments of another kind; inputs that are not one tensor a point.
-        ValueError: a likelihood of `lin` that is not Gaussian with one noise (`co.gp.laplace_gp` takes any), points
-            with weights, a kernel or mean of a network that was linearised at other weights.
+        ValueError: a likelihood of `lin` that is not Gaussian with one noise (`co.gp.laplace_gp` takes any), one of
+            gpytorch for another number of outputs, points with weights, a kernel or mean of a network that was
+            linearised at other weights.
     """
 
     def __init__(
@@ -57,11 +58,22 @@ class LinearizedGP(ExactGP):
         check_linearization(lin)
         if kernel is not None and options:
             raise ValueError(f"a kernel is given, which has its own {', '.join(options)}: leave these out.")
-        if isinstance(likelihood, torch.nn.Module) or likelihood is None:
-            x, y = _training_data(lin)
-        else:
-            raise TypeError(f"likelihood must be one of gpytorch, got {type(likelihood).__name__}.")
+        for name, given, kind in (
+            ("likelihood", likelihood, Likelihood),
+            ("kernel", kernel, Kernel),
+            ("mean", mean, Mean),
+        ):
+            if not isinstance(given, kind | None):
+                raise TypeError(f"{name} must be one of gpytorch, got {type(given).__name__}.")
+        x, y = _training_data(lin)
         super().__init__(x, y, _likelihood_of(lin) if likelihood is None else likelihood)
+        C = lin.num_outputs
+        if getattr(self.likelihood, "num_tasks", None) != (C if C > 1 else None):
+            fits = f"MultitaskGaussianLikelihood({C})" if C > 1 else "GaussianLikelihood()"
+            raise ValueError(
+                f"likelihood, a {type(likelihood).__name__}, is for another number of outputs than the network's {C}: "
+                f"pass {fits}, or None."
+            )
         self.mean_module = LinearizedMean(lin) if mean is None else mean
         self.covar_module = LinearizedKernel(lin, **options) if kernel is None else kernel
         for name, module in self.named_modules():

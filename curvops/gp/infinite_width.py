@@ -16,8 +16,9 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.gp.gaussian_expectations import ACTIVATIONS, Covariance, root
-from curvops.gp.operator_kernel import OperatorKernel, refuse_single_dimensions
+from curvops.gp.operator_kernel import OperatorKernel, check_points
 from curvops.linalg import Dense
+from curvops.network.data.inputs import require_finite
 
 KINDS = ("nngp", "ntk")
 
@@ -58,7 +59,7 @@ class InfiniteWidthKernel(OperatorKernel):
 
     Raises:
         TypeError, ValueError: arguments of another kind; another number of variances than layers; inputs without a
-            dimension; `last_dim_is_batch`.
+            dimension, with NaN or infinite values, or of batches that do not go together; `last_dim_is_batch`.
 
     Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
     1998, Tsuchida et al. 2021.
@@ -138,7 +139,9 @@ class InfiniteWidthKernel(OperatorKernel):
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
         """Return the kernel's matrix (..., n, m), or its diagonal (..., n)."""
-        refuse_single_dimensions(last_dim_is_batch)
+        check_points(x1, x2, diag, last_dim_is_batch)
+        for x in (x1,) if x2 is x1 else (x1, x2):
+            require_finite("inputs", x)
         weights, biases = (self._by_layer(variance) for variance in (self.weight_variance, self.bias_variance))
         of = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
         expectations, tangent = ACTIVATIONS[self.activation], of.c

@@ -14,7 +14,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_number
-from curvops.gp.operator_kernel import OperatorKernel, refuse_single_dimensions
+from curvops.gp.operator_kernel import OperatorKernel, check_points
 from curvops.gp.points import OUTPUTS, as_points, own_outputs, same_points
 from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
@@ -23,6 +23,7 @@ from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_terms
 from curvops.operators.linearized.jacobian import Jacobian
+from curvops.posterior.core.arguments import require_linearized
 
 OVER = ("scalar", "layers", "tensors")
 
@@ -79,8 +80,7 @@ class LinearizedKernel(OperatorKernel):
         outputscale_constraint: Interval | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(lin, Linearization):
-            raise TypeError(f"lin must be a Linearization from co.linearize, got {type(lin).__name__}.")
+        require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
         self.lin, self._kept = lin, KeptMatrices()
         if outputs == "independent":
@@ -125,7 +125,7 @@ class LinearizedKernel(OperatorKernel):
 
         Raises ValueError for inputs of another size, and batches that are not those of the outputs.
         """
-        refuse_single_dimensions(last_dim_is_batch)
+        check_points(x1, x2, diag, last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
         found = self._joint(x1, x1 if same else x2, diag)
         if not self.batch_shape:
@@ -140,7 +140,7 @@ class LinearizedKernel(OperatorKernel):
         if diag and x2 is not x1:
             return self._blocks(x1.unsqueeze(-2), x2.unsqueeze(-2)).diagonal(dim1=-2, dim2=-1).flatten(-2)
         if diag:
-            return self._tangent_kernel(x1, x1).diagonal().reshape(*x1.shape[:-2], -1)
+            return self._tangent_kernel(x1, x1).diagonal().reshape(*x1.shape[:-2], x1.shape[-2] * self.lin.num_outputs)
         if x1.ndim > 2 or x2.ndim > 2:
             return Dense(self._blocks(x1, x2), psd=x2 is x1)
         return self._matrix(x1, x2)
@@ -241,5 +241,5 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
         owner = {name: {"scalar": "", "layers": layer_of(name), "tensors": name}[over] for name in names}
         owners = list(dict.fromkeys(owner.values()))
         of = {name: owners.index(owner[name]) for name in names}
-        values = [checked_number("prior_precision", start)] * len(owners)
+        values = [checked_number("prior_precision", start, kind="a number or {glob: number}")] * len(owners)
     return of, torch.tensor(values, dtype=lin.theta.dtype, device=lin.theta.device)

@@ -12,6 +12,7 @@ from curvops.checks import check_choice
 from curvops.gp.points import OUTPUTS, as_points, own_outputs
 from curvops.network.model.weight_vectors import read_vector
 from curvops.operators import Linearization
+from curvops.posterior.core.arguments import require_linearized
 
 
 class LinearizedMean(Mean):
@@ -29,11 +30,13 @@ class LinearizedMean(Mean):
         outputs: "joint", or "independent" for a kernel of independent outputs: then the result is (..., C, n).
 
     Raises:
-        TypeError, ValueError: a prior mean of another kind or size; inputs that do not fit the network.
+        TypeError, ValueError: anything but a linearisation; a prior mean of another kind or size; inputs that do not
+            fit the network.
     """
 
     def __init__(self, lin: Linearization, prior_mean: Any = 0.0, *, outputs: str = "joint") -> None:
         super().__init__()
+        require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
         self._outputs = outputs
         self.lin, self._prior_mean = lin, read_vector("prior_mean", prior_mean, lin.model, "a number").detach()
@@ -43,7 +46,7 @@ class LinearizedMean(Mean):
         jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
         step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
         values = jacobian.outputs().flatten() + jacobian._matmul(step)
-        found = values.reshape(*x.shape[:-1], -1)
+        found = values.reshape(*x.shape[:-1], self.lin.num_outputs)
         if self._outputs == "independent":
             return own_outputs(found.mT, 1)
         return found.squeeze(-1) if found.shape[-1] == 1 else found

@@ -55,8 +55,14 @@ class OperatorKernel(Kernel):
 
     def _set_value(self, name: str, value: Any) -> None:
         raw, constraint = getattr(self, f"raw_{name}"), getattr(self, f"raw_{name}_constraint")
-        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand_as(raw)
-        self.initialize(**{f"raw_{name}": constraint.inverse_transform(given)})
+        given = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
+        try:
+            start = constraint.inverse_transform(given.expand_as(raw))
+        except RuntimeError as error:
+            raise ValueError(f"{name} has the shape {tuple(raw.shape)}, got {tuple(given.shape)}.") from error
+        if not bool(start.isfinite().all()):
+            raise ValueError(f"{name} must be finite and within its constraint, {constraint}, got {value}.")
+        self.initialize(**{f"raw_{name}": start})
 
 
 class ComposedKernel(OperatorKernel):
@@ -98,10 +104,17 @@ class ComposedKernel(OperatorKernel):
         return ComposedKernel(self.base_kernel[index])
 
 
-def refuse_single_dimensions(last_dim_is_batch: bool) -> None:
-    """Raise ValueError if gpytorch requests a kernel of each input dimension."""
+def check_points(x1: Tensor, x2: Tensor, diag: bool, last_dim_is_batch: bool) -> None:
+    """Raise ValueError for a kernel of each input dimension, and for two sets of points that make no matrix."""
     if last_dim_is_batch:
         raise ValueError("last_dim_is_batch makes a kernel of each input dimension; a network takes them together.")
+    try:
+        torch.broadcast_shapes(x1.shape[: -1 if diag else -2], x2.shape[: -1 if diag else -2])
+    except RuntimeError as error:
+        raise ValueError(
+            f"inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} have batches that do not go together, or for a "
+            "diagonal different numbers of points."
+        ) from error
 
 
 class LazyOperatorKernel(LazyEvaluatedKernelTensor):

@@ -18,7 +18,7 @@ OUTPUTS = ("joint", "independent")
 def as_points(lin: Linearization, x: Tensor) -> Tensor:
     """Return the points (..., n, d) in one row, each in the shape of the network's input.
 
-    Raises TypeError if the network takes several tensors, and ValueError if d is not the size of its input.
+    Raises TypeError if x is no tensor or the network takes several, and ValueError if d is not the size of its input.
     """
     few = lin.data.few
     if not isinstance(few, Tensor):
@@ -26,6 +26,8 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
             f"a Gaussian process has inputs of one tensor (n, d), the network takes a {type(few).__name__} of them: "
             "wrap it in a module that splits one tensor."
         )
+    if not isinstance(x, Tensor):
+        raise TypeError(f"inputs are a tensor (..., n, d), got {type(x).__name__}: convert them by torch.tensor(x).")
     shape = few.shape[1:]
     if x.ndim < 2 or x.shape[-1] != math.prod(shape):
         raise ValueError(

@@ -31,6 +31,7 @@ from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
 from curvops.posterior import GaussianPosterior, Laplace, laplace
+from curvops.posterior.core.arguments import check_linearization
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
@@ -201,8 +202,7 @@ def reduced_posterior(
     (D), for random features one of the candidates and two of K, for inducing points two of K vectors (N·C) besides. A
     prediction takes C backward passes and a product of J with K vectors.
     """
-    if not isinstance(lin, Linearization):
-        raise TypeError(f"lin must be a Linearization from co.linearize, got {type(lin).__name__}.")
+    check_linearization(lin)
     check_generator(generator)
     checked_number("temperature", temperature)
     check_choice("features", features, FEATURES)

@@ -54,6 +54,10 @@ def elsewhere() -> co.Linearization:
     return co.linearize(moved, (X, Y), co.likelihoods.Gaussian(0.1))
 
 
+def two_numbers() -> co.Linearization:
+    return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(0.1))
+
+
 def several_noises() -> co.Linearization:
     noise = torch.tensor([0.1, 0.2], dtype=DOUBLE)
     return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(noise))
@@ -161,7 +165,42 @@ DOORS = [
     Door(
         "LinearizedKernel",
         rows={
-            "a network": (lambda: LinearizedKernel(network()), TypeError, "lin must be a Linearization"),
+            "a network": (lambda: LinearizedKernel(network()), TypeError, "lin must be a linearised network"),
+            "a posterior": (
+                lambda: LinearizedKernel(co.laplace(lin(), check_mode=False)),
+                TypeError,
+                "lin must be a linearised network, .* got Laplace",
+            ),
+            "a precision for each weight": (
+                lambda: LinearizedKernel(lin(), torch.ones(26, dtype=DOUBLE)),
+                TypeError,
+                "prior_precision must be a number or {glob: number}",
+            ),
+            "a precision set to 0": (
+                lambda: setattr(LinearizedKernel(lin()), "prior_precision", 0.0),
+                ValueError,
+                r"prior_precision must be finite and within its constraint, Positive\(\), got 0.0",
+            ),
+            "a precision set to infinity": (
+                lambda: setattr(LinearizedKernel(lin()), "prior_precision", torch.inf),
+                ValueError,
+                "prior_precision must be finite",
+            ),
+            "precisions of other layers": (
+                lambda: setattr(LinearizedKernel(lin(), over="layers"), "prior_precision", torch.ones(3)),
+                ValueError,
+                r"prior_precision has the shape \(2,\), got \(3,\)",
+            ),
+            "a diagonal of other points": (
+                lambda: LinearizedKernel(lin())(X, X[:3], diag=True),
+                ValueError,
+                "for a diagonal different numbers of points",
+            ),
+            "batches that do not go together": (
+                lambda: LinearizedKernel(lin())(X.view(2, 4, 3), X.view(4, 2, 3)).to_dense(),
+                ValueError,
+                "batches that do not go together",
+            ),
             "no precision": (lambda: LinearizedKernel(lin(), 0.0), ValueError, "prior_precision"),
             "precisions of other groups": (lambda: LinearizedKernel(lin(), over="neurons"), ValueError, "over must be"),
             "globs and groups": (lambda: LinearizedKernel(lin(), {"*": 1.0}, over="layers"), ValueError, "leave out"),
@@ -207,6 +246,8 @@ DOORS = [
     Door(
         "LinearizedMean",
         rows={
+            "a network": (lambda: LinearizedMean(network()), TypeError, "lin must be a linearised network"),
+            "inputs as a list": (lambda: LinearizedMean(lin()).forward(X.tolist()), TypeError, "inputs are a tensor"),
             "a mean that is no number": (lambda: LinearizedMean(lin(), "zero"), TypeError, "prior_mean"),
             "a mean of another size": (lambda: LinearizedMean(lin(), torch.ones(3, dtype=DOUBLE)), ValueError, "26"),
             "inputs of another size": (lambda: LinearizedMean(lin())(X[:, :2]), ValueError, r"expected \(..., n, 3\)"),
@@ -261,6 +302,27 @@ DOORS = [
                 (ValueError, RuntimeError),
                 "size|shape",
             ),
+            "a likelihood of one output for two": (
+                lambda: LinearizedGP(two_numbers(), gpytorch.likelihoods.GaussianLikelihood()),
+                ValueError,
+                r"than the network's 2: pass MultitaskGaussianLikelihood\(2\)",
+            ),
+            "a likelihood of three outputs for two": (
+                lambda: LinearizedGP(two_numbers(), gpytorch.likelihoods.MultitaskGaussianLikelihood(3)),
+                ValueError,
+                "another number of outputs than the network's 2",
+            ),
+            "a likelihood of several outputs for one": (
+                lambda: LinearizedGP(lin("gaussian"), gpytorch.likelihoods.MultitaskGaussianLikelihood(1)),
+                ValueError,
+                "pass GaussianLikelihood",
+            ),
+            "a posterior as the kernel": (
+                lambda: LinearizedGP(lin("gaussian"), kernel=co.laplace(lin("gaussian"), check_mode=False)),
+                TypeError,
+                "kernel must be one of gpytorch, got Laplace",
+            ),
+            "a number as the mean": (lambda: LinearizedGP(lin("gaussian"), mean=0.0), TypeError, "mean must be one of"),
             "inputs of two tensors": (lambda: LinearizedGP(of_pairs()), TypeError, "a module that splits one tensor"),
         },
     ),

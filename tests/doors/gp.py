@@ -46,6 +46,16 @@ DOORS = [
         {
             "not a posterior": (lambda: co.gp.LaplaceModel(model().post.lin), TypeError, "must be a Laplace posterior"),
             "another mean": (lambda: co.gp.LaplaceModel(model().post, mode="mean"), ValueError, "mode must be"),
+            "a transform that is a function": (
+                lambda: co.gp.LaplaceModel(model().post, outcome_transform=lambda y: y),
+                TypeError,
+                "outcome_transform must be one of BoTorch's, an OutcomeTransform, got function",
+            ),
+            "a transform by name": (
+                lambda: co.gp.LaplaceModel(model().post, input_transform="normalize"),
+                TypeError,
+                "input_transform must be one of BoTorch's, an InputTransform, got str",
+            ),
             "a network of two tensors": (
                 lambda: of_two_tensors().posterior(X),
                 TypeError,
@@ -62,6 +72,7 @@ DOORS = [
                 ValueError,
                 r"shape \(2,\) do not fit",
             ),
+            "a list": (lambda: model().posterior(X.tolist()), TypeError, "inputs are a tensor .* got list"),
             "no points": (lambda: model().posterior(X[:0]), ValueError, r"X of shape \(0, 2\) has no points"),
             "no batches": (lambda: model().posterior(POINTS[:0]), ValueError, r"shape \(0, 4, 2\) has no points"),
             "NaN": (lambda: model().posterior(X * torch.nan), ValueError, "NaN or infinite"),

@@ -62,13 +62,26 @@ DOORS = [
             ),
             "a start out of its constraint": (
                 lambda: kernel(weight_variance_constraint=gpytorch.constraints.Interval(3.0, 4.0)),
-                RuntimeError,
-                "out of bounds of its current constraints",
+                ValueError,
+                "weight_variance must be finite and within its constraint, Interval",
             ),
             "a variance set below 0": (
                 lambda: setattr(kernel(), "weight_variance", -1.0),
-                RuntimeError,
-                "out of bounds of its current constraints",
+                ValueError,
+                r"weight_variance must be finite and within its constraint, Positive\(\), got -1.0",
+            ),
+            "biases set to 0": (lambda: setattr(kernel(), "bias_variance", 0), ValueError, "bias_variance must be fin"),
+            "an infinite variance": (
+                lambda: setattr(kernel(), "weight_variance", torch.inf),
+                ValueError,
+                "weight_variance must be finite",
+            ),
+            "points that are NaN": (lambda: kernel()(X * torch.nan).to_dense(), ValueError, "inputs .* holds NaN"),
+            "points that are infinite": (lambda: kernel()(X, X * torch.inf).to_dense(), ValueError, "NaN or infinite"),
+            "a diagonal of other points": (
+                lambda: kernel()(X, X[:2], diag=True),
+                ValueError,
+                "for a diagonal different numbers of points",
             ),
             "a lengthscale for each dimension": (lambda: kernel(ard_num_dims=2), TypeError, "ard_num_dims"),
             "points of no dimension": (

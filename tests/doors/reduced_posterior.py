@@ -39,7 +39,11 @@ DOORS = [
     Door(
         "gp.reduced_posterior",
         rows={
-            "a module": (lambda: co.gp.reduced_posterior(nn.Linear(3, 1), 5), TypeError, "lin must be a Linearization"),
+            "a module": (
+                lambda: co.gp.reduced_posterior(nn.Linear(3, 1), 5),
+                TypeError,
+                "lin must be a linearised network",
+            ),
             "an operator": (lambda: co.gp.reduced_posterior(co.GGN(lin()), 5), TypeError, "got GGN"),
             "nothing": reduced(words="pass the number of features, rank=100, or the inputs points=Z"),
             "both": reduced(5, points=X, words="pass the number of features, rank=100, or the inputs points=Z"),

@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import gpytorch
@@ -210,13 +210,6 @@ CHECKS = {
     "independent": check_independent,
     "copies": check_copies,
 }
-
-
-@pytest.fixture
-def iterating() -> Iterator[None]:
-    fast = gpytorch.settings.fast_computations(covar_root_decomposition=True, log_prob=True, solves=True)
-    with gpytorch.settings.max_cholesky_size(0), gpytorch.settings.min_preconditioning_size(1), fast:
-        yield
 
 
 @pytest.mark.usefixtures("no_foreign_solvers", "iterating")

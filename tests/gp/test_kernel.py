@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gpytorch
 import pytest
 import torch
-from linear_operator.utils import linear_cg
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
@@ -76,20 +75,7 @@ def dense_kernel(lin: co.Linearization, x: Tensor, x2: Tensor, kernel: Linearize
     return (J * kernel._entries()) @ J2.mT
 
 
-@pytest.fixture
-def no_conjugate_gradients_of_gpytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("gpytorch's conjugate gradients were called.")
-
-    assert callable(linear_cg)
-    monkeypatch.setattr("linear_operator.utils.linear_cg", refuse)
-    monkeypatch.setattr("linear_operator.operators._linear_operator.utils.linear_cg", refuse)
-    fast = gpytorch.settings.fast_computations(covar_root_decomposition=True, log_prob=True, solves=True)
-    with gpytorch.settings.max_cholesky_size(0), gpytorch.settings.min_preconditioning_size(1), fast:
-        yield
-
-
-@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
@@ -168,6 +154,15 @@ def test_equal_points_in_two_tensors_have_a_gradient_each(name: str) -> None:
     assert kernel(both[2:], both[2:]).evaluate_kernel().psd
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_points_have_an_empty_matrix_diagonal_and_mean(name: str) -> None:
+    lin, x, _ = linearized(name)
+    kernel, C, none = LinearizedKernel(lin, over="layers"), lin.num_outputs, x[:0].flatten(1)
+    assert kernel(none).to_dense().shape == (0, 0) and kernel(none, diag=True).shape == (0,)
+    assert kernel(x.flatten(1), none).to_dense().shape == (len(x) * C, 0)
+    assert LinearizedMean(lin)(none).shape == ((0,) if C == 1 else (0, C))
+
+
 def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -190,7 +185,7 @@ COMPOSED: dict[str, Callable[[LinearizedKernel], gpytorch.kernels.Kernel]] = {
 }
 
 
-@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composed_kernels_are_solved_by_ours(name: str) -> None:
     lin, x, y = linearized("one output")
@@ -308,7 +303,7 @@ def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.Linearization, Tens
     return lin, x, y
 
 
-@pytest.mark.usefixtures("no_conjugate_gradients_of_gpytorch")
+@pytest.mark.usefixtures("no_foreign_solvers", "iterating")
 @pytest.mark.parametrize("task_noise", [False, True])
 @pytest.mark.parametrize("prior", ["scalar", "layers", "scaled"])
 def test_where_neither_j_nor_its_gram_matrix_fits_few_weights_are_solved_for(

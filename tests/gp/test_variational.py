@@ -17,6 +17,8 @@ from torch.autograd import gradcheck
 import curvops as co
 from curvops.gp import LinearizedKernel, LinearizedMean
 
+pytestmark = pytest.mark.usefixtures("no_foreign_solvers")
+
 DOUBLE = torch.float64
 N = 12
 
@@ -46,15 +48,6 @@ class Variational(gpytorch.models.ApproximateGP):
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-@pytest.fixture(autouse=True)
-def no_conjugate_gradients_of_gpytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("gpytorch's conjugate gradients were called.")
-
-    monkeypatch.setattr("linear_operator.utils.linear_cg", refuse)
-    monkeypatch.setattr("linear_operator.operators._linear_operator.utils.linear_cg", refuse)
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

@@ -144,7 +144,7 @@ class TangentKernel(UserOperator, Operator):
             each = torch.cat([*(left.passes if walk is None else walk).selected_rows()]).unflatten(0, (-1, rows))
             return (each * each * weights).sum(-1) if diagonals else (each * weights) @ each.mT
 
-        if not left.is_recorded and not carries_graph((prior,)):
+        if not left.shape[-2] or not (left.is_recorded or carries_graph((prior,))):
             return compute(None, prior)
         found: Tensor = left.graph.by_rows(compute, left.passes.chunk_bytes, prior)
         return found

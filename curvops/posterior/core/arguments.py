@@ -90,13 +90,17 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
         )
 
 
-def check_linearization(lin: Any) -> None:
-    """Raise TypeError unless it is a linearised network in a dtype that a posterior supports."""
+def require_linearized(lin: Any) -> None:
+    """Raise TypeError unless it is a linearised network."""
     if not isinstance(lin, Linearization):
         raise TypeError(
-            "laplace takes a linearised network, co.linearize(model, data, likelihood), as its first argument, got "
-            f"{type(lin).__name__}."
+            f"lin must be a linearised network, co.linearize(model, data, likelihood), got {type(lin).__name__}."
         )
+
+
+def check_linearization(lin: Any) -> None:
+    """Raise TypeError unless it is a linearised network in a dtype that a posterior supports."""
+    require_linearized(lin)
     dtype = lin.theta.dtype
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
