@@ -58,7 +58,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     Raises:
         TypeError: a posterior or a transform of another kind; X that is no tensor, or noise that is none.
-        ValueError: X of another last dimension, or more points together than the memory budget has room for; outputs
+        ValueError: a network whose outputs are sequences; X of another last dimension, or more points together than the memory budget has room for; outputs
             that are not there; targets or noise of another shape, negative or not finite; observation noise of a
             likelihood that is not Gaussian; observations whose covariance is singular (repeated points without noise):
             no jitter is added.
@@ -81,6 +81,11 @@ class LaplaceModel(Model, FantasizeMixin):
         ):
             if not isinstance(given, kind | None):
                 raise TypeError(f"{name} must be one of BoTorch's, an {kind.__name__}, got {type(given).__name__}.")
+        if len(post.lin.output_shape) > 1:
+            raise ValueError(
+                f"a BoTorch model has one vector of outputs per point, this network's are of shape "
+                f"{tuple(post.lin.output_shape)}: append nn.Flatten() to it, and flatten the targets."
+            )
         self.post, self.likelihood = post, post.lin.likelihood
         self._step = None if mode == "map" else post.linear_mode().theta - post.lin.theta
         self._observed: list[Observed] = []

@@ -40,11 +40,21 @@ def of_two_tensors() -> co.gp.LaplaceModel:
     return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
 
 
+def of_sequences() -> co.Laplace:
+    data = torch.ones(3, 4, 2, dtype=DOUBLE), torch.ones(3, 4, 1, dtype=DOUBLE)
+    return co.laplace(co.linearize(nn.Linear(2, 1).double(), data, "regression"), check_mode=False)
+
+
 DOORS = [
     Door(
         "LaplaceModel",
         {
             "not a posterior": (lambda: co.gp.LaplaceModel(model().post.lin), TypeError, "must be a Laplace posterior"),
+            "a network of sequences": (
+                lambda: co.gp.LaplaceModel(of_sequences()),
+                ValueError,
+                r"this network's are of shape \(4, 1\): append nn.Flatten",
+            ),
             "another mean": (lambda: co.gp.LaplaceModel(model().post, mode="mean"), ValueError, "mode must be"),
             "a transform that is a function": (
                 lambda: co.gp.LaplaceModel(model().post, outcome_transform=lambda y: y),
