@@ -58,10 +58,10 @@ class LaplaceModel(Model, FantasizeMixin):
 
     Raises:
         TypeError: a posterior or a transform of another kind; X that is no tensor, or noise that is none.
-        ValueError: a network whose outputs are sequences; X of another last dimension, or more points together than the memory budget has room for; outputs
-            that are not there; targets or noise of another shape, negative or not finite; observation noise of a
-            likelihood that is not Gaussian; observations whose covariance is singular (repeated points without noise):
-            no jitter is added.
+        ValueError: a network whose outputs are sequences; X of another last dimension, or more points together than
+            the memory budget has room for; outputs that are not there; targets or noise of another shape, negative or
+            not finite; observation noise of a likelihood that is not Gaussian; observations whose covariance is
+            singular (repeated points without noise): no jitter is added.
     """
 
     def __init__(
