@@ -71,14 +71,14 @@ def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
 
 
 def remake_curvature(
-    curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None
+    curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None, remedy: str
 ) -> LinearOperator:
-    """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError."""
+    """Build the curvature of `lin` with an earlier one's class and options, or raise ValueError with the remedy."""
     found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
     if found is None:
         raise ValueError(
-            f"curvature= is needed: the earlier posterior's {type(curvature).__name__} does not record how it was "
-            "built from its linearisation; pass the new one, such as curvature=co.KFAC(lin, ...)."
+            f"the posterior's {type(curvature).__name__} does not record how it was built from its linearisation: "
+            f"{remedy}"
         )
     return found
 

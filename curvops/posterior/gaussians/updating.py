@@ -27,6 +27,8 @@ class NotAMode(UserWarning):
     """A warning that the weights are not a mode of the posterior."""
 
 
+BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
+BY_NOISE = "make the posterior again, of a linearisation whose likelihood has the other noise."
 Updated = TypeVar("Updated", bound=Any)
 """The type of `Laplace`, whose class calls these functions."""
 
@@ -62,7 +64,7 @@ def replace_noise(post: Updated, noise: float, generator: torch.Generator | None
     likelihood = post.lin.likelihood
     (tensor,) = likelihood.hyperparameters
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
-    curvature = continual.remake_curvature(post.curvature, lin, generator)
+    curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
     return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
 
 
@@ -77,7 +79,7 @@ def add_data(
     """Return the posterior after further data, with this one in the given form as its prior."""
     check_linearization(lin)
     form = continual.checked_form(form, rank)
-    chosen = continual.remake_curvature(post.curvature, lin, generator) if curvature is None else curvature
+    chosen = continual.remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
     prior = read_prior(kept, post.mean, lin.model, posterior=True)
     if form == "kronecker":
