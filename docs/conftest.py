@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import annotations_unchecked  # noqa: F401 - a fixture, known here by its name
 
+collect_ignore = ["many_machines.py"]  # a program for torchrun, which tests/ranks runs
+
 
 @pytest.fixture(autouse=True)
 def _as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotations_unchecked: None) -> None:  # noqa: F811

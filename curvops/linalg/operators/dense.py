@@ -46,7 +46,8 @@ class DenseForm(ClosedForm):
     def _has_lost_pivot(self, L: Tensor) -> bool:
         """Return whether a pivot is rounding and no shift stands above it: its sign is chance then."""
         diagonal = self.dense.detach().diagonal()
-        level = 2 * len(L) * torch.finfo(self.base.dtype).eps * diagonal
+        exact = isinstance(self.base, Dense) and self.base.rest is not None
+        level = 2 * len(L) * torch.finfo(diagonal.dtype if exact else self.base.dtype).eps * diagonal
         return bool(((L.detach().diagonal().square() <= level) & (self.shift.detach() <= level)).any())
 
     @property

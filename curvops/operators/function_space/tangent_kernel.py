@@ -28,12 +28,12 @@ class TangentKernel(UserOperator, Operator):
 
     It is symmetric positive semi-definite if x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
-    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Use it for few points
-    and many weights (function space). If there are fewer weights than rows, the kernel plus a positive diagonal is
-    solved exactly by a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward passes on each
-    side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's own Jacobian
-    replaces this sum if it is less work or A is not constant on the layer. Memory: as many rows as the budget has room
-    for, and the Gram matrix.
+    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it for few
+    points and many weights (function space). If there are fewer weights than rows, the kernel plus a positive
+    diagonal is solved exactly by a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward
+    passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
+    own Jacobian replaces this sum if it is less work or A is not constant on the layer. Memory: as many rows as the
+    budget has room for, and the Gram matrix.
 
     Args:
         lin: the linearised network.
