@@ -152,7 +152,8 @@ class LinearizedKernel(OperatorKernel):
         return self
 
     def _scales(self) -> Float[Tensor, " G"]:
-        return self.outputscale / self.prior_precision
+        """Return s / A in the network's dtype, also where `.float()` or `.double()` has cast the parameters."""
+        return (self.outputscale / self.prior_precision).to(self.lin.theta)
 
     def _entries(self) -> Float[Tensor, " D"]:
         """Return s A⁻¹, one number per weight."""

@@ -163,6 +163,20 @@ def test_no_points_have_an_empty_matrix_diagonal_and_mean(name: str) -> None:
     assert LinearizedMean(lin)(none).shape == ((0,) if C == 1 else (0, C))
 
 
+@pytest.mark.parametrize("over", ["scalar", "layers"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_casting_the_kernel_casts_its_parameters_and_not_the_matrix(name: str, over: str) -> None:
+    lin, x, _ = linearized(name)
+    x = x.flatten(1)
+    kernel, cast = (LinearizedKernel(lin, 2.0, over=over, outputscale=4.0) for _ in range(2))
+    cast.float()
+    assert cast.prior_precision.dtype == torch.float32
+    torch.testing.assert_close(cast(x).to_dense(), kernel(x).to_dense(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(cast(x, diag=True), kernel(x, diag=True), rtol=1e-6, atol=1e-9)
+    cast(x).to_dense().sum().backward()
+    assert cast.raw_prior_precision.grad is not None and cast.raw_prior_precision.grad.dtype == torch.float32
+
+
 def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
