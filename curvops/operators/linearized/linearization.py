@@ -121,6 +121,9 @@ def linearize(
             their own. None shows a bar after two seconds where standard error is a terminal, False never, True
             always. A function is called with (description, points or products done, their total or None) after each
             batch and each product.
+        process_group: a process group of torch.distributed, each of whose ranks calls this with its own shard of the
+            data, which may be empty, and otherwise with equal arguments. All sums over the data are then those of all
+            shards. Without it the data are those of this process alone.
 
     Returns:
         A `Linearization`. The model's inputs and torch's random state are left as they were. Weights, buffers,
