@@ -180,6 +180,8 @@ class Batches:
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
+        self.largest = max(sizes)
+        """The number of points of the largest batch, of all ranks: how many points are tried together elsewhere."""
 
     @cached_property
     def fingerprint(self) -> int:
@@ -197,11 +199,6 @@ class Batches:
     def num_data(self) -> int:
         """The number N of points."""
         return sum(self.sizes)
-
-    @property
-    def largest(self) -> int:
-        """The number of points of the largest batch, which is how many points are tried together elsewhere."""
-        return max(self.sizes)
 
     @property
     def weighted(self) -> bool:
@@ -296,18 +293,13 @@ class Shard(Batches):
         prints = ranks.gather((0, 0) if self.borrows else (self.sizes, int(fingerprint([self._first_pass[1]]))))
         self._require_apart(ranks, prints)
         self.start = 0 if self.borrows else sum(counts[: ranks.rank])
-        self._count, self._largest = sum(counts), max(ranks.gather(max(self.sizes)))
+        self._count, self.largest = sum(counts), max(ranks.gather(max(self.sizes)))
         self.fingerprint = int(fingerprint([torch.tensor([one for _, one in prints if one])]))
 
     @property
     def num_data(self) -> int:
         """The number N of points of all ranks."""
         return self._count
-
-    @property
-    def largest(self) -> int:
-        """The number of points of the largest batch of all ranks."""
-        return self._largest
 
     def add_up(self, total: Tensor, told: Tensor | None = None) -> Tensor:
         """Return the sum over the points of all ranks; see `Ranks.add_up`."""
