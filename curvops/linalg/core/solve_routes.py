@@ -17,7 +17,9 @@ EXACT_SIZE = 256
 """Up to this many rows, an estimator without a budget forms the matrix, and its value is exact."""
 DENSE_BLOCK = 2048
 """Up to this many rows, a matrix is formed once if it serves many later answers: a block beside others that have
-closed forms, a posterior's curvature under many right-hand sides. An existing matrix is factorised, in float64."""
+closed forms, a posterior's curvature under many draws. An existing matrix is factorised, in float64."""
+MOST_FORMED = 4096
+"""Up to this many rows, a posterior's curvature is formed once for its covariances: 512 MiB with factor and work."""
 WHOLE = 1024
 """Up to this many rows, a curvature is decomposed for its determinants: probes take 300 to 500 products for one prior
 precision; the whole spectrum takes as many as rows, serves all of them, and is exact."""
@@ -109,6 +111,8 @@ class System:
     symmetric: bool = True
     definite: bool = True
     """Whether A is to be solved by CG, for which negative curvature is an error."""
+    further: bool = False
+    """Whether the columns add to those of earlier calls, as of covariances, and more may follow."""
     sketch: bool = True
     """Whether a preconditioner by a sketch is tried."""
     recorded: bool = False
@@ -126,8 +130,8 @@ class System:
 
     @property
     def may_be_formed(self) -> bool:
-        """Whether it is large enough to gain from being formed once, and small enough to be formed."""
-        return DENSE_SIZE < self.rows <= DENSE_BLOCK
+        """Whether it may be formed once and kept: for draws, from the size on where not every solve forms it."""
+        return self.rows <= MOST_FORMED if self.further else DENSE_SIZE < self.rows <= DENSE_BLOCK
 
     def vectors(self, length: int = 0) -> int:
         """Return the bytes of a block solve with vectors of this length, by default the longest."""
@@ -185,8 +189,8 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and s.vectors() > s.room and s.columns > 1
     yield _closed_form(s)
-    yield _dense(s)
     yield _formed_matrix(s, p)
+    yield _dense(s)
     most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
     yield _formed_kernel(s, p, most, (not p.resolved, "the prior precision is below the rounding of J Jᵀ"))
     obstacles = (
@@ -224,14 +228,14 @@ def _dense(s: System) -> Route:
 
 
 def _formed_matrix(s: System, p: Posterior) -> Route:
-    nbytes = FORMED_COPIES * 8 * s.rows**2
+    nbytes, most = FORMED_COPIES * 8 * s.rows**2, MOST_FORMED if s.further else DENSE_BLOCK
     return _route(
         "formed matrix",
         0 if p.formed else s.rows,
         nbytes,
         (s.closed_form, "the closed form takes no products"),
-        (s.rows <= DENSE_SIZE, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
-        (not s.may_be_formed, f"more than {DENSE_BLOCK:,} rows"),
+        (s.rows > most, f"more than {most:,} rows"),
+        (not s.may_be_formed, f"up to {DENSE_SIZE:,} rows each solve forms its own"),
         (s.recorded, NO_GRADIENT),
         (not p.psd, "the curvature is not known to be positive semidefinite"),
         (PRODUCTS_A_SOLVE * s.columns < s.rows, f"fewer than rows / {PRODUCTS_A_SOLVE} columns"),

@@ -423,7 +423,7 @@ def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None
 
 def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
     """Add α one otherᵀ within each point, or its diagonal, to target; for sequences, within each position."""
-    one, other = (rows.reshape(*target.shape[:2], -1) for rows in (one, other))
+    one, other = (rows.reshape(*target.shape[:2], rows.shape[-1]) for rows in (one, other))
     if target.ndim == 3:
         target.baddbmm_(one, other.mT, alpha=alpha)
     else:

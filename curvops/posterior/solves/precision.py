@@ -102,7 +102,7 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     kernel = cache.known("kernel")
     if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
         system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
-    rows = replace(system, asked="cg", columns=columns + (cache.known("columns") or 0))
+    rows = replace(system, asked="cg", further=True, columns=columns + (cache.known("columns") or 0))
     found = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
 
@@ -114,13 +114,13 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     earlier calls; draws, which must be the same for the same seed, are counted by themselves.
     """
     cache, P = terms.cache, terms.precision
-    if not System(rows=len(terms.lin.theta)).may_be_formed:  # the other facts are not free
+    if not System(rows=len(terms.lin.theta), further=further).may_be_formed:  # the other facts are not free
         return P
     with cache.lock:
         if further:
             columns += cache.known("columns") or 0
             cache.put("columns", columns)
-        first = chosen(routes(_to_be_solved(terms, columns, "cg")))
+        first = chosen(routes(replace(_to_be_solved(terms, columns, "cg"), further=further)))
         if first is None or first.name != "formed matrix":
             return P
         base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)

@@ -37,6 +37,13 @@ TAKEN = {
     "columns enough to form it": (posterior(rows=2048, columns=256), "formed matrix"),
     "a column fewer": (posterior(rows=2048, columns=255), "cg with a sketch"),
     "a row more": (posterior(rows=2049, columns=2048), "cg with a sketch"),
+    "a row more, for covariances": (posterior(rows=2049, columns=257, further=True), "formed matrix"),
+    "most rows for covariances": (posterior(rows=4096, columns=512, further=True), "formed matrix"),
+    "more rows than that": (posterior(rows=4097, columns=4097, further=True), "cg with a sketch"),
+    "covariances of a small network": (posterior(rows=256, columns=32, further=True), "formed matrix"),
+    "few of them": (posterior(rows=256, columns=31, further=True), "dense"),
+    "their gradient in the prior": (posterior(rows=256, columns=32, further=True, recorded=True), "dense"),
+    "draws of a small network": (posterior(rows=256, columns=256), "dense"),
     "no room to form it": (posterior(rows=2048, columns=256, room=2**20), "cg with a sketch"),
     "formed before": (posterior(replace(NETWORK, formed=True), rows=2048, columns=256, room=2**20), "formed matrix"),
     "not semidefinite": (posterior(replace(NETWORK, psd=False), rows=2048, columns=256), "cg with a sketch"),
@@ -94,7 +101,7 @@ def test_products_and_bytes():
     assert (found["formed matrix"].products, found["formed matrix"].nbytes) == (100_000, 4 * 8 * 100_000**2)
     assert (found["formed kernel"].products, found["formed kernel"].nbytes) == (50.0, 5 * 8 * 1000**2)
     assert routes.routes(posterior(longest=300_000))[4].nbytes == 3 * found["cg"].nbytes
-    assert routes.routes(posterior(replace(NETWORK, formed=True)))[2].products == 0
+    assert routes.routes(posterior(replace(NETWORK, formed=True)))[1].products == 0
     assert routes.routes(System(rows=10, at_hand=True))[1].products == 0
 
 
