@@ -1,6 +1,7 @@
 """The curvature of a small network, formed for many right-hand sides: every answer against the dense matrix."""
 
 import copy
+import warnings
 from contextlib import contextmanager
 from importlib import import_module
 from unittest.mock import patch
@@ -200,3 +201,25 @@ def test_distances_take_one_factorisation(lin):
     cross = torch.linalg.eigvalsh(half @ S[chosen][:, chosen] @ half).sqrt().sum()
     torch.testing.assert_close(found.value, S.trace() + (1 / values).sum() - 2 * cross, **TIGHT)
     assert found.stderr == 0
+
+
+@pytest.mark.parametrize(("prior", "warned"), [(1e-6, False), (1e-9, True), (1e-12, True)])
+def test_rounding_that_solves_would_report_is_reported(lin, prior, warned):
+    """True residuals at the lowest eigenvector, the worst right-hand side, decide as they do where nothing is kept."""
+    post = co.laplace(lin, co.GGN, prior, check_mode=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        variance = post.predict(X).variance
+    assert ["as rounding in this dtype allows" in str(each.message) for each in found] == [True] * warned
+    J, P = lin.jacobian(X).to_dense(), post.precision.to_dense()
+    expected = (J @ torch.linalg.solve(P, J.mT)).diagonal().reshape(7, 3)
+    torch.testing.assert_close(
+        variance, expected, rtol=4 * torch.finfo(DOUBLE).eps * float(torch.linalg.cond(P)), atol=0
+    )
+
+
+def test_no_points_have_no_covariances(lin):
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    _ = post.predict(X).variance  # formed from here on
+    with nothing_iterates():
+        assert post.predict(X[:0]).covariance_matrix.shape == (0, 3, 3)

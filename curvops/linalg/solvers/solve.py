@@ -272,7 +272,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
         matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
     x, info = torch.linalg.solve_ex(matrix, B)
     with torch.no_grad():
-        found = _certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
+        found = certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
         if definite and clearly_indefinite(matrix.detach()):
             reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
             found = replace(found, reasons=reasons, converged=converged(reasons))
@@ -280,7 +280,8 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     return x
 
 
-def _certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
+def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
+    """Return x (..., n, K) as the solution for B with its true residuals; an `info` other than 0 means singular."""
     r = B - matrix @ x
     sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, B.expand_as(r)))
     residual, size, length = sizes

@@ -11,11 +11,16 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.memory import keep
+from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import DenseForm
+from curvops.linalg.solvers.solve import certify_dense, default_rtol
 from curvops.operators.curvatures.subnetwork import principal_block
+
+INVERSE_STEPS = 4
+"""Steps of inverse iteration towards the lowest eigenvector, each as cheap as a solve for one column."""
 
 
 class FormedCholesky(DenseForm):
@@ -30,6 +35,22 @@ class FormedCholesky(DenseForm):
         """P as a dense matrix (n, n)."""
         dense = self.base.formed()
         return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
+
+    @cached_property
+    def chol(self) -> Tensor:
+        """The Cholesky factor, whose solves are certified by a right-hand side with one of the largest residuals.
+
+        That is close to the lowest eigenvector of P. As in every other solve, a residual above the default tolerance
+        warns or raises.
+        """
+        L = super().chol
+        with torch.no_grad():
+            b = L.new_ones(len(L), 1)
+            for _ in range(INVERSE_STEPS):
+                b = torch.cholesky_solve(b / b.norm(), L)
+            rtol = default_rtol(self.base.dtype)
+            accept(certify_dense(self.dense, torch.cholesky_solve(b, L), b, torch.zeros(()), rtol), rtol)
+        return L
 
 
 class Formed(UnaryOperator):

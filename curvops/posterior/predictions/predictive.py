@@ -80,7 +80,7 @@ class Predictive(ABC):
                 `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of a
                 covariance between groups is formed.
 
-        Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 2,048 weights, the matrix is
+        Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 4,096 weights, the matrix is
         formed and factorised instead once D / 8 rows have been needed. Under a structured curvature (KFAC, EKFAC,
         diagonal, low rank, dense blocks of layers or of all selected weights) they come from each layer's inputs and
         sensitivities, at C backward passes and a few matrix products (joint ones if memory has room for all rows);
