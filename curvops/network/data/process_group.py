@@ -78,7 +78,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """How many collective calls were made, and the bytes of their tensors."""
-        self._store: Any = group.get_group_store()
+        self._store: Any = _store_of(group)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"curvops {self._gather_now(time.time_ns())[0]}", self._store
         )
@@ -286,6 +286,12 @@ class _Replicated(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks._reduced(gradient.detach()), None
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store that the processes of a group met by; torch 2.7 has no public call for it."""
+    own = getattr(group, "get_group_store", None)
+    return dist.distributed_c10d._get_process_group_store(group) if own is None else own()
 
 
 def _hash(told: Tensor) -> float:
