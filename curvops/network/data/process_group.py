@@ -162,7 +162,9 @@ class Ranks:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
 
     def _reduced(self, part: Tensor, told: Tensor | None = None) -> Tensor:
-        """Sum over ranks; of a block the columns stay contiguous."""
+        """Return the sum over ranks; of a block the columns stay contiguous."""
+        if self.size == 1:
+            return part
         dense = part.mT if part.ndim == 2 and part.mT.is_contiguous() else part.contiguous()
         buffer = dense.new_empty(dense.numel() + 2)
         buffer[:-2].view(dense.shape).copy_(dense)
