@@ -89,7 +89,7 @@ class Ranks:
         return f"rank {self.rank} of {self.size}"
 
     def add_up(self, part: Tensor, told: Tensor | None = None) -> Tensor:
-        """Return the sum of the parts of all ranks; in place where no gradient is recorded.
+        """Return the sum of the parts of all ranks.
 
         `told` is a tensor that must be equal on all ranks, such as the vectors of a product: a few bits of it travel
         with the part, so that ranks with different seeds or arguments are found out.
@@ -165,7 +165,8 @@ class Ranks:
         """Return the sum over ranks; of a block the columns stay contiguous."""
         if self.size == 1:
             return part
-        dense = part.mT if part.ndim == 2 and part.mT.is_contiguous() else part.contiguous()
+        by_columns = part.ndim == 2 and part.mT.is_contiguous()
+        dense = part.mT if by_columns else part.contiguous()
         buffer = dense.new_empty(dense.numel() + 2)
         buffer[:-2].view(dense.shape).copy_(dense)
         with_hash = told is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 4
@@ -179,19 +180,12 @@ class Ranks:
                 "torch.manual_seed(seed) on each rank), and run them with as many threads on processors of one kind."
             )
         total = buffer[:-2].view(dense.shape)
-        return total.mT if dense is not part and part.ndim == 2 and part.mT.is_contiguous() else total
+        return total.mT if by_columns else total
 
     def _gather_now(self, value: R) -> list[R]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        own = torch.tensor([len(data)], device=self._device)
-        self._wait(lambda: dist.all_gather(sizes, own, group=self.group, async_op=True), own)
-        counts = [int(size) for size in sizes]
-        padded = data.new_zeros(max(counts))
-        padded[: len(data)] = data
-        found = [torch.empty_like(padded) for _ in counts]
-        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
-        return [pickle.loads(bytes(each[:count].tolist())) for each, count in zip(found, counts)]
+        whole, counts = self._lined_up(data, 0)
+        return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
 
     @property
     def _device(self) -> torch.device:
