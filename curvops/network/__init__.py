@@ -3,7 +3,6 @@
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged
 from curvops.network.data.point_normals import PointNormals
-from curvops.network.data.process_group import RankFailed, RanksDiffer, WithoutGroup
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
@@ -21,6 +20,7 @@ from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
 from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
+from curvops.process_group import RankFailed, RanksDiffer, WithoutGroup
 
 __all__ = [
     "LEAST_ROOM",

@@ -1,6 +1,6 @@
 """Data shared among processes: every answer is that of one process.
 
-Tests `process_group.py`.
+Tests `process_group.py`, `shard.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.network.data.fingerprints import fingerprint, in_single
+from curvops.fingerprints import fingerprint, in_single
 from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical

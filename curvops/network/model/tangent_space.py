@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from curvops.network.data.fingerprints import fingerprint, in_single
+from curvops.fingerprints import fingerprint, in_single
 from curvops.network.model.parameters import Selection, locate
 
 

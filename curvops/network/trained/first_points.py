@@ -15,12 +15,12 @@ from torch import Tensor
 from curvops.network.data.batches import NoData, Reading, as_batches, as_source, items_of, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
-from curvops.network.data.process_group import Ranks
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
+from curvops.process_group import Ranks
 
 
 class NoCurvature(UserWarning):

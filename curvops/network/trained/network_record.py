@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from curvops.checks import check_limits
+from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, as_source
-from curvops.network.data.fingerprints import fingerprint
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import FromLoss, as_likelihood

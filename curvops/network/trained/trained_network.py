@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import digest
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, Shard, as_source
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, map_inputs, num_points, take
-from curvops.network.data.process_group import Ranks, warn_without_group
+from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -34,6 +34,7 @@ from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
+from curvops.process_group import Ranks, warn_without_group
 from curvops.progress import Progress
 
 N = TypeVar("N", bound="TrainedNetwork")

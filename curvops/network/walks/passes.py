@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from curvops.network.data.batches import Batch, Shard
+from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
+from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan

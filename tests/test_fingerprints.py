@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvops.network.data.fingerprints import (
+from curvops.fingerprints import (
     CHUNK,
     _chunk_sums_at_once,
     _chunk_sums_in_cache,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.network.data.fingerprints import fingerprint
+from curvops.fingerprints import fingerprint
 
 R = TypeVar("R")
 TIMEOUT = 60.0
