@@ -19,6 +19,7 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
 from curvops.network.model.parameters import Blocks, Selection, select
+from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 
@@ -437,6 +438,7 @@ def unwrap(model: Any) -> Any:
 def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Blocks]:
     """Return the module, or the function and its tensors by name."""
     source = unwrap(source)
+    require_whole(source)
     if isinstance(source, nn.Module):
         return source, None, {}
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
