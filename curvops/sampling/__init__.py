@@ -20,6 +20,7 @@ from curvops.sampling.repriorisation.gap import FewEffectiveDraws, GradientGap
 from curvops.sampling.repriorisation.reprior import Reprior, reprior
 from curvops.sampling.repriorisation.reprior_problem import ntk_precision
 from curvops.sampling.runs.empirical_posterior import EmpiricalPosterior, empirical
+from curvops.sampling.runs.minibatches import Minibatches, minibatches
 from curvops.sampling.runs.running import chains, run
 from curvops.sampling.samplers.baoa import baoa
 from curvops.sampling.samplers.hmc import hmc, lmc
@@ -40,6 +41,7 @@ __all__ = [
     "Info",
     "KalmanState",
     "LogPosterior",
+    "Minibatches",
     "MomentumState",
     "NotVectorized",
     "Reprior",
@@ -58,6 +60,7 @@ __all__ = [
     "hmc",
     "lmc",
     "log_posterior",
+    "minibatches",
     "ntk_precision",
     "optimizer",
     "pcn",

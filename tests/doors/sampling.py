@@ -446,6 +446,26 @@ DOORS = [
         },
     ),
     Door(
+        "minibatches",
+        rows={
+            "your own density": (lambda: S.minibatches(F, (X, Y), 4), TypeError, "for your own density"),
+            "a linearisation": (lambda: S.minibatches(lin(), (X, Y), 4), TypeError, "co.sampling.log_posterior"),
+            "fewer points": (lambda: S.minibatches(density(), (X[:5], Y[:5]), 4), ValueError, "have 5 points"),
+            "inputs alone": (lambda: S.minibatches(density(), X, 4), TypeError, "Dataset with a length"),
+            "batches": (lambda: S.minibatches(density(), [(X, Y)], 4), TypeError, "Dataset with a length"),
+            "a loader": (lambda: S.minibatches(density(), regression()[1], 4), TypeError, "got DataLoader"),
+            "undeclared weights": (lambda: S.minibatches(density(), (X, Y, Y), 4), TypeError, "third item"),
+            "no points": (lambda: S.minibatches(density(), (X, Y), 0), ValueError, "size must be"),
+            "more than all points": (
+                lambda: S.minibatches(density(), (X, Y), 12),
+                ValueError,
+                "more than the 11 points",
+            ),
+            "a real size": (lambda: S.minibatches(density(), (X, Y), 4.0), TypeError, "size must be"),
+            "a seed": (lambda: S.minibatches(density(), (X, Y), 4, 0), TypeError, "generator"),
+        },
+    ),
+    Door(
         "run",
         rows={
             "an iterator": (lambda: read(iter([(THREE, THREE)])), TypeError, "only once"),

@@ -47,6 +47,11 @@ class Shard(Batches):
         """The number N of points of all ranks."""
         return self._count
 
+    @property
+    def num_own(self) -> int:
+        """The number of points of this rank."""
+        return 0 if self.borrows else sum(self.sizes)
+
     def add_up(self, total: Tensor, told: Tensor | None = None) -> Tensor:
         """Return the sum over the points of all ranks; see `Ranks.add_up`."""
         # Not zeros: backward passes, too, need every rank.

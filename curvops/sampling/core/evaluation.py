@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.process_group import Ranks
+from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.structure import Structure
 
 LogDensity = Callable[[Any, Any], Tensor]
@@ -30,15 +33,28 @@ class Evaluation:
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""
-        with torch.no_grad():
-            return self._evaluate(self._value, theta, structure, batch)[0]
+        with torch.no_grad(), self._guarded():
+            value = self._evaluate(self._value, theta, structure, batch)[0]
+        return value if self._ranks is None else self._ranks.add_up(value, theta)
 
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient, each in new memory."""
-        value, gradient = self._evaluate(self._gradient, theta, structure, batch)
-        return value, gradient
+        with self._guarded():
+            value, gradient = self._evaluate(self._gradient, theta, structure, batch)
+        if self._ranks is None:
+            return value, gradient
+        both = self._ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1), theta)  # in one message
+        return both[..., -1].clone(), both[..., :-1]
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The ranks whose shares of log_posterior are added up."""
+        return self.log_posterior.ranks if isinstance(self.log_posterior, LogPosterior) else None
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.guarded()
 
     def _evaluate(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
         if theta.ndim == 1 or self._is_together():
@@ -97,8 +113,12 @@ class Evaluation:
         return value.detach(), structure.concatenate([each for each in gradients if each is not None], theta.ndim - 1)
 
     def _call(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
+        function = self.log_posterior
+        if isinstance(function, LogPosterior) and function.ranks is not None:
+            function = function.share
+
         def call(*tensors: Tensor) -> Tensor:
-            return checked_value(self.log_posterior(structure.tree(tensors), batch))
+            return checked_value(function(structure.tree(tensors), batch))
 
         return call(*parts) if ndim == 1 else torch.vmap(call)(*parts)
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ from curvops.checks import checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
+from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of
@@ -25,10 +26,18 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
+from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
 
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
+
+
+class Share(NamedTuple):
+    """The points of a minibatch that one rank holds, and the number of its points on all ranks."""
+
+    own: Any
+    points: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +46,9 @@ class LogPosterior:
 
     Made by `co.sampling.log_posterior`, and defined up to a constant. Batches are (inputs, targets) of any size n, as
     in `co.linearize`. Everything but the selected parameters keeps the value that it had when this was made.
+
+    Of a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
+    batch, all of its shard or what `co.sampling.minibatches` gives. All ranks have equal values and gradients.
     """
 
     model: Model
@@ -47,6 +59,8 @@ class LogPosterior:
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
     _engines: list[Engines] = field(default_factory=list, repr=False)
     """The engines that `record` made last."""
+    shard: Shard | None = field(default=None, repr=False)
+    """The data of this rank, of a linearisation over a process group."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engines": []}  # they refer to classes weakly
@@ -69,8 +83,36 @@ class LogPosterior:
         """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
         return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks of a process group that share the data; None if this process has all of them."""
+        return None if self.shard is None else self.shard.ranks
+
     def log_likelihood(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
-        """Return the mean of log p(y | x, params) over the points of the batch."""
+        """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
+        if self.ranks is None:
+            return self._log_probabilities(params, batch).mean()
+        with self.ranks.guarded():
+            points, own = self._own(batch)
+        replicas = {name: self.ranks.replicate(value) for name, value in params.items()}
+        with self.ranks.guarded():
+            total = self._sum(replicas, own)
+        return self.ranks.add_up(total) / points
+
+    def share(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """Return this rank's part of the log posterior, whose sum over the ranks is the whole."""
+        assert self.ranks is not None
+        points, own = self._own(batch)
+        return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
+
+    def _sum(self, params: Mapping[str, Tensor], own: Any) -> Float[Tensor, ""]:
+        """Return the sum of log p(y | x, params) over the points of a batch, which may have none."""
+        if own is not None and len(parts_of(own, self.weighted)[1]):
+            return self._log_probabilities(params, own).sum()
+        return 0 * torch.stack([value.sum() for value in self._values(params).values()]).sum()
+
+    def _log_probabilities(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, " n"]:
+        """Return log p(y | x, params) at each position of the batch."""
         values = self._values(params)
         given, targets, weights = parts_of(batch, self.weighted)
         theta = self.model.theta
@@ -82,11 +124,31 @@ class LogPosterior:
             raise ValueError(f"the batch has {len(outputs)} inputs, but targets of shape {tuple(targets.shape)}.")
         y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
         w = None if weights is None else layout.weights(weights.to(theta))
-        return likelihood.log_prob(outputs, y, w).mean()
+        return likelihood.log_prob(outputs, y, w)
+
+    def num_points(self, batch: Any) -> int:
+        """Return the number of points of a batch, of all ranks."""
+        return self._own(batch)[0]
+
+    def _own(self, batch: Any) -> tuple[int, Any]:
+        """Return the number of points of a batch, of all ranks, and this rank's part of it."""
+        if isinstance(batch, Share):
+            return batch.points, batch.own
+        n = len(parts_of(batch, self.weighted)[1])
+        if self.shard is None:
+            return n, batch
+        held = self.shard.num_own
+        if n != held:
+            raise ValueError(
+                f"this batch has {n} of the {held} points of this rank ({self.shard.ranks.names}). Over a process "
+                "group each rank passes all of its shard, [(X, y)], or minibatches that are drawn from the points of "
+                "all ranks, co.sampling.minibatches(log_posterior, (X, y), size)."
+            )
+        return self.data_size, batch
 
     def require_all_data(self, batch: Any) -> None:
         """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
-        n = len(parts_of(batch, self.weighted)[1])
+        n = self.num_points(batch)
         if n != self.data_size:
             raise ValueError(
                 f"this batch has {n} of the {self.data_size} points: samplers that accept or reject need all data at "
@@ -151,6 +213,11 @@ class LogPosterior:
 
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
         """Return the likelihood, the network at these weights, and the form of its batches."""
+        if self.shard is not None:
+            raise ValueError(
+                "a log posterior over a process group linearises no batches, which one rank has only a part of: "
+                "linearise all data, co.linearize(model, shard, likelihood, process_group=group)."
+            )
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
@@ -243,14 +310,12 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
-        if model.passes.shard is not None:
-            raise ValueError(
-                "samplers are not for a linearisation over a process group: batches of one rank's shard would stand "
-                "for all data. Pass the module itself, with likelihood= and data_size=, and batches of all data."
-            )
         prior = as_prior(prior_precision, prior_mean, model.model, model)
-        known = [model.likelihood]
-        return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
+        likelihood, shard = model.likelihood, model.passes.shard
+        if shard is not None and isinstance(prior.precision, Tensor):
+            shard.ranks.require_equal({"prior_precision or prior_mean": digest([prior.precision, prior.mean])})
+        known, weighted = [model.likelihood], model.data.weighted
+        return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
         raise ValueError(
             'parameters="last_layer" is found by running the model on data: pass log_posterior a linearisation, '

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from curvops.checks import checked_number
 from curvops.linalg import Estimate
-from curvops.network.data.batches import parts_of
 from curvops.sampling.core.chain_draws import Chain, checked_draws
 from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
@@ -172,7 +171,7 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
     rows = chain.theta.flatten(0, 1)
     density, total, count = Evaluation(log_posterior), torch.zeros_like(rows), 0
     for batch in batches:
-        points = len(parts_of(batch, log_posterior.weighted)[1])
+        points = log_posterior.num_points(batch)
         total += points * density.gradient(rows, chain.structure, batch)[1]
         count += points
     if count != log_posterior.data_size and not part:

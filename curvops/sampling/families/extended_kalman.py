@@ -224,6 +224,11 @@ def ekf(
             "ekf needs co.sampling.log_posterior(model, likelihood, ...), whose network it linearises, got "
             f"{type(log_posterior).__name__}."
         )
+    if log_posterior.ranks is not None:
+        raise ValueError(
+            "ekf is not for a log posterior over a process group: its steps need the curvature of each batch, which is "
+            "not added up over the ranks. Filter all data in each process, or use co.laplace(lin), whose curvature is."
+        )
     if rank is not None and form != "low_rank_diagonal":
         raise ValueError(f"rank={rank!r} needs form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(

@@ -84,6 +84,8 @@ def run(
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     if checkpoint is not None:
+        if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
+            raise ValueError("checkpoint= is not for a log posterior over a process group yet: leave it out.")
         require_repeatable(batches)
 
     def problem() -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""Samplers whose log posterior is added up over ranks: every chain is that of one process, and equal on all ranks.
+
+Tests `minibatches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import curvops as co
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
+from tests.ranks.test_faults import outcome
+
+S, STEPS = co.sampling, 20
+STOCHASTIC = {
+    "sgld": partial(S.sgld, step_size=0.05),
+    "sghmc": partial(S.sghmc, step_size=0.1),
+    "sghmc, momentum first": partial(S.sghmc, step_size=0.1, momentum_first=True),
+    "sgnht": partial(S.sgnht, step_size=0.1),
+    "baoa": partial(S.baoa, step_size=0.2),
+    "optimizer": partial(S.optimizer, torch.optim.Adam, lr=0.01),
+    "vi": partial(S.vi, lr=0.01, draws=2),
+}
+EXACT = {
+    "hmc": partial(S.hmc, step_size=0.1, leapfrog_steps=3),
+    "lmc": partial(S.lmc, step_size=0.2),
+    "pcn": partial(S.pcn, step_size=0.2),
+}
+
+
+def own_points(problem: str, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    shards = SHARDS[size]
+    own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    X, y = data(problem)
+    return X[own], y[own]
+
+
+def states(problem: str, size: int, rank: int, group: Any) -> Iterator[tuple[str, Any]]:
+    """Runs of every sampler on the points of this rank."""
+    X, y = own_points(problem, size, rank)
+    lin = linearise(problem, SHARDS[size], group, rank)
+    f = S.log_posterior(lin, prior_precision=2.0, prior_mean=0.1)
+    P = co.linalg.Dense(co.KFAC(lin).add_diagonal(0.5).to_dense().detach(), psd=True)
+    under_P = S.log_posterior(lin, prior_precision=P)
+    run = partial(S.run, start=f.params, steps=STEPS, generator=seeded())
+    for name, make in STOCHASTIC.items():
+        yield name, run(make(f), batches=[(X, y)])
+        yield f"{name}, minibatches", run(make(f), batches=S.minibatches(f, (X, y), 4, seeded(6)))
+    for name, make in EXACT.items():
+        yield name, run(make(f), batches=[(X, y)])
+        yield f"{name}, tuned", run(make(f), batches=[(X, y)], warmup=20, target_acceptance=0.7)
+    yield "a Dataset", run(S.sgld(f, 0.05), batches=S.minibatches(f, TensorDataset(X, y), 4, seeded(6)))
+    yield "an operator as prior", run(S.hmc(under_P, 0.1), batches=[(X, y)])
+    yield "a preconditioner", run(S.sgld(f, 0.1, preconditioner=P.inverse()), batches=[(X, y)])
+    yield "chains", run(S.chains(S.hmc(f, 0.1), 3), batches=[(X, y)])
+    yield "chains, one by one", run(S.chains(S.sgld(f, 0.1), 3, vectorized=False), batches=[(X, y)])
+
+
+def of_the_function(problem: str, size: int, rank: int, group: Any) -> Iterator[tuple[str, Tensor]]:
+    """What else a log posterior over ranks answers."""
+    X, y = own_points(problem, size, rank)
+    lin = linearise(problem, SHARDS[size], group, rank)
+    f = S.log_posterior(lin, prior_precision=2.0, prior_mean=0.1)
+    params = {name: (value + 0.1).requires_grad_() for name, value in f.params.items()}
+    value = f(params, (X, y))
+    yield "value", value.detach()
+    yield "likelihood", f.log_likelihood(params, (X, y)).detach()
+    for name, gradient in zip(params, torch.autograd.grad(value, list(params.values()))):
+        yield f"gradient in {name}", gradient
+    chain = S.run(S.chains(S.hmc(f, 0.1), 2), f.params, [(X, y)], steps=6, generator=seeded())
+    for name, scores in S.diagnostics.scores(f, chain, [(X, y)]).items():
+        yield f"scores of {name}", scores
+    new = torch.randn(5, 4, generator=seeded(), dtype=DOUBLE)
+    yield "prediction by draws", S.empirical(lin, chain).predict(new).covariance_matrix
+
+
+def answers(problem: str, size: int = 1, rank: int = 0, group: Any = None) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for name, chain in states(problem, size, rank, group):
+        traces = {"draws": chain.theta, "log posterior": chain.log_posterior, "acceptance": chain.acceptance}
+        found |= {f"{name}: {what}": each.numpy() for what, each in traces.items() if each is not None}
+    return found | {name: value.numpy() for name, value in of_the_function(problem, size, rank, group)}
+
+
+def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
+    return {problem: answers(problem, size, dist.get_rank(group), group) for problem in ("labels", "numbers")}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, np.ndarray]]:
+    return {problem: answers(problem) for problem in ("labels", "numbers")}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_chains_are_those_of_one_process(expected, size) -> None:
+    found, wrong = run_on_ranks(size, answers_of_rank, size), []
+    for rank, by_problem in found.items():
+        assert not isinstance(by_problem, str), f"rank {rank}: {by_problem}"
+        for problem, own in by_problem.items():
+            assert own.keys() == expected[problem].keys()
+            for name, value in own.items():
+                error = np.abs(value - expected[problem][name]).max()
+                if not error < 1e-10:
+                    wrong.append(f"rank {rank} of {size}, {problem}: {name} is off by {error:.2g}")
+                assert np.array_equal(value, found[0][problem][name]), (rank, problem, name)
+    assert not wrong, "\n".join(wrong)
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    rank = dist.get_rank(group)
+    X, y = own_points("labels", 2, rank)
+    lin = linearise("labels", SHARDS[2], group, rank)
+    f, ranks = S.log_posterior(lin), lin.passes.shard.ranks
+    run = partial(S.run, start=f.params, batches=[(X, y)], steps=5)
+    found = {
+        "other priors": outcome(lambda: S.log_posterior(lin, prior_precision=1.0 + rank)),
+        "other seeds": outcome(lambda: run(S.sgld(f, 0.1), generator=seeded(rank))),
+        "other steps": outcome(lambda: run(S.sgld(f, 0.1 * (1 + rank)), generator=seeded())),
+        "other seeds of minibatches": outcome(lambda: S.minibatches(f, (X, y), 4, seeded(rank))),
+        "other sizes of minibatches": outcome(lambda: S.minibatches(f, (X, y), 4 + rank, seeded())),
+        "all points in minibatches": outcome(lambda: S.minibatches(f, data("labels"), 4, seeded())),
+        "minibatches for Metropolis": outcome(
+            lambda: run(S.hmc(f, 0.1), batches=S.minibatches(f, (X, y), 4, seeded()), generator=seeded())
+        ),
+        "part of a shard": outcome(lambda: f(f.params, (X[:3], y[:3]))),
+        "a filter": outcome(lambda: S.ekf(f)),
+        "a linearised batch": outcome(lambda: f.linearize(lin.theta, (X, y))),
+        "a checkpoint": outcome(lambda: run(S.sgld(f, 0.1), checkpoint="nowhere")),
+    }
+    before = ranks.messages
+    S.run(S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2), f.params, [(X, y)], steps=5, generator=seeded())
+    found["messages of 5 steps of HMC"] = str(ranks.messages - before)
+    before, sent = ranks.messages, ranks.bytes_sent
+    S.sgld(f, 0.1).update(S.sgld(f, 0.1).init(f.params, seeded()), (X, y))
+    found["messages of a step of SGLD"] = f"{ranks.messages - before}, {ranks.bytes_sent - sent} bytes"
+    return found
+
+
+REFUSED = {
+    "other priors": "RanksDiffer: prior_precision or prior_mean",
+    "other seeds": "RanksDiffer: the vectors of a product differ",
+    "other steps": "RanksDiffer: the vectors of a product differ",
+    "other seeds of minibatches": "RanksDiffer: the seed of minibatches",
+    "other sizes of minibatches": "RanksDiffer: the size of minibatches: 4 on rank 0, but 5 on rank 1",
+    "all points in minibatches": "ValueError: data have 14 points, but the log posterior was built for",
+    "minibatches for Metropolis": "ValueError: this batch has 4 of the 14 points",
+    "part of a shard": "ValueError: this batch has 3 of the ",
+    "a filter": "ValueError: ekf is not for a log posterior over a process group",
+    "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
+    "a checkpoint": "ValueError: checkpoint= is not for a log posterior over a process group",
+    "messages of 5 steps of HMC": str(5 * 3 + 1),
+    "messages of a step of SGLD": f"1, {(43 + 1 + 2) * 8} bytes",
+}
+
+
+def test_what_differs_is_named() -> None:
+    for rank, found in run_on_ranks(2, refusals).items():
+        assert not isinstance(found, str), found
+        assert found.keys() == REFUSED.keys()
+        wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
+        assert not wrong, (rank, wrong)
+
+
+class Fragile(nn.Linear):
+    """A layer that fails once it has run often enough."""
+
+    left = 10**6
+
+    def forward(self, x: Tensor) -> Tensor:
+        Fragile.left -= 1  # of all copies
+        if Fragile.left < 0:
+            raise OSError("the disk is gone")
+        return super().forward(x)
+
+
+def failing_sampler(group: dist.ProcessGroup, how: str) -> str:
+    """A sampler whose model raises an error on rank 1, and one whose own function does."""
+    rank = dist.get_rank(group)
+    X, y = own_points("labels", 2, rank)
+    torch.manual_seed(0)
+    model = Fragile(4, 3).double()
+    f = S.log_posterior(co.linearize(model, (X, y), "classification", process_group=group))
+    if rank == 1:
+        Fragile.left = 5
+    function = f if how == "model" else lambda params, batch: f(params, batch) + 0.0
+    sampler = S.sgld(function, 0.01, data_size=14)
+    return outcome(lambda: S.run(sampler, f.params, [(X, y)], steps=20, generator=seeded()))
+
+
+@pytest.mark.parametrize("how", ["model", "function of the log posterior"])
+def test_a_rank_whose_model_fails_is_named(how) -> None:
+    found = run_on_ranks(2, failing_sampler, how)
+    assert "RankFailed: rank 1 of 2 raised OSError: the disk is gone" in found[0]
+    assert found[1] == "OSError: the disk is gone"
