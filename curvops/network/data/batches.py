@@ -16,16 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from curvops.checks import checked_whole
 from curvops.fingerprints import fingerprint
@@ -42,6 +33,7 @@ from curvops.network.data.inputs import (
     tensor_of,
 )
 from curvops.network.data.layout import Layout
+from curvops.network.data.loaders import LoaderPasses, in_order
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
@@ -54,6 +46,8 @@ LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
 IGNORED = -100
 """The label of ignored positions in Hugging Face batches."""
+STACKED = 1024
+"""The fingerprints that are put into one tensor: by itself each would take hundreds of bytes."""
 
 
 class DataChanged(RuntimeError):
@@ -159,21 +153,22 @@ class Batches:
 
     def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
         self._source, self._reading = source, reading
-        sizes: list[int] = []
-        signatures: list[object] = []
-        prints: list[Tensor] = []
-        held: list[Batch] = []
+        self._held: list[Batch] = []
+        self._noted = noted = _Noted()
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
-            sizes.append(batch.num_points)
+            if index == 0:
+                self._few = copy(take(batch.inputs, slice(0, 2)))
             if hold:
-                held.append(batch.copy())
+                self._held.append(batch.copy())
             else:
-                signatures.append(_signature(batch))
-                prints.append(_fingerprint(batch))
+                noted.add(batch)
+        sizes = [batch.num_points for batch in self._held] or noted.sizes
+        kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
         if not sizes:
-            raise NoData(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
-        self._held, self._noted = held, (signatures, prints)
+            raise NoData(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
+        if isinstance(source, LoaderPasses):
+            source.require_parts_apart(self._first_pass.prints)
         self.fingerprint_dtype = reading.dtype
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
@@ -184,14 +179,12 @@ class Batches:
     @cached_property
     def fingerprint(self) -> int:
         """The fingerprint of all batches; data moved to another device or dtype keep it."""
-        return int(fingerprint([self._first_pass[1]]))
+        return int(fingerprint([self._first_pass.prints]))
 
     @property
-    def _first_pass(self) -> tuple[list[object], Tensor]:
-        """Signatures and fingerprints of the batches in the first pass."""
-        if self._held:
-            return [_signature(batch) for batch in self._held], torch.stack([_fingerprint(b) for b in self._held])
-        return self._noted[0], torch.stack(self._noted[1])
+    def _first_pass(self) -> _Noted:
+        """Shapes and fingerprints of the batches in the first pass."""
+        return _Noted(self._held) if self._held else self._noted
 
     @property
     def num_data(self) -> int:
@@ -206,7 +199,7 @@ class Batches:
     @property
     def few(self) -> Inputs:
         """Copies of the inputs of the first two points, or of the only one."""
-        return copy(take(next(iter(self)).inputs, slice(0, 2)))
+        return copy(self._few)
 
     @property
     def num_batches(self) -> int:
@@ -220,23 +213,22 @@ class Batches:
         yield from self._held or self._again()
 
     def _again(self) -> Iterator[Batch]:
-        signatures, expected = self._first_pass
-        prints: list[Tensor] = []
+        expected, found = self._first_pass, _Noted()
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChanged(
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            if _signature(batch) != signatures[index]:
+            found.add(batch)
+            if found.signatures[index] != expected.signatures[index]:
                 raise DataChanged(self._describe_change(f"batch {index} has other shapes or dtypes"))
-            prints.append(_fingerprint(batch))
             yield batch
-        if len(prints) < self.num_batches:
+        if (count := len(found.sizes)) < self.num_batches:
             raise DataChanged(
-                self._describe_change(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
+                self._describe_change(f"there are only {count} of the first pass's {self.num_batches} batches")
             )
-        changed = (torch.stack(prints) != expected).tolist()
+        changed = (found.prints != expected.prints).tolist()
         if any(changed):
             raise DataChanged(
                 self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
@@ -357,7 +349,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         # Without its own generator, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
     if isinstance(data, DataLoader):
-        return _in_order(data)
+        return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
         raise TypeError(
             f"The data are read many times, but a {type(data).__name__} can be read only once. Pass a list of its "
@@ -380,40 +372,6 @@ def holds_all(data: object) -> bool:
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
         return False
     return all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
-
-
-def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
-
-    Raises ValueError if its sampler does not draw each point once, or is one that repeats points for other ranks.
-    """
-    sampler, dataset = loader.sampler, loader.dataset
-    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(dataset):  # type: ignore[arg-type]
-        raise ValueError(
-            "this DistributedSampler repeats points so that all ranks have equally many, but sums over the data need "
-            "each point once: give each rank torch.utils.data.Subset(dataset, range(rank, len(dataset), size)); shards "
-            "may be of different lengths."
-        )
-    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-        return loader
-    once = isinstance(sampler, SubsetRandomSampler) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler)
-        and len(sampler) == len(dataset)  # type: ignore[arg-type]
-    )
-    if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        raise ValueError(
-            f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
-            "sums over the data need each point once: pass DataLoader(loader.dataset, batch_size=..., shuffle=False) "
-            "with its collate_fn, and weights if points count more than once."
-        )
-    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
-    more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
-    options = {name: getattr(loader, name) for name in (*names, *more)}
-    if isinstance(sampler, SubsetRandomSampler):
-        dataset = Subset(dataset, list(sampler.indices))
-    return DataLoader(dataset, shuffle=False, generator=torch.Generator(), **options)
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
@@ -511,12 +469,33 @@ def _in_batch(index: int) -> Iterator[None]:
         raise kind(f"Batch {index}: {error}") from error
 
 
-def _signature(batch: Batch) -> object:
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.named_tensors())
+class _Noted:
+    """The shapes, dtypes and fingerprints of the batches of a pass: of a million batches some 24 MB."""
 
+    def __init__(self, batches: Iterable[Batch] = ()) -> None:
+        self.signatures: list[object] = []
+        self.sizes: list[int] = []
+        self._known: dict[object, tuple[object, int]] = {}  # a few, to which all batches refer
+        self._stacks: list[Tensor] = []
+        self._last: list[Tensor] = []
+        for batch in batches:
+            self.add(batch)
 
-def _fingerprint(batch: Batch) -> Tensor:
-    return fingerprint([tensor for _, tensor in batch.named_tensors()])
+    def add(self, batch: Batch) -> None:
+        named = list(batch.named_tensors())
+        own = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        signature, size = self._known.setdefault(own, (own, batch.num_points))
+        self.signatures.append(signature)
+        self.sizes.append(size)
+        self._last.append(fingerprint([tensor for _, tensor in named]))
+        if len(self._last) == STACKED:
+            self._stacks.append(torch.stack(self._last))
+            self._last.clear()
+
+    @property
+    def prints(self) -> Tensor:
+        """The fingerprint of each batch."""
+        return torch.cat([*self._stacks, *(one.unsqueeze(0) for one in self._last)])
 
 
 def _not_a_batch(item: object) -> str:

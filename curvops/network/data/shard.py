@@ -36,7 +36,7 @@ class Shard(Batches):
         lent = next(point for point in ranks.gather(first) if point is not None)
         if self.borrows:
             super().__init__([lent], reading)
-        prints = ranks.gather((0, 0) if self.borrows else (self.sizes, int(fingerprint([self._first_pass[1]]))))
+        prints = ranks.gather((0, 0) if self.borrows else (self.sizes, int(fingerprint([self._first_pass.prints]))))
         self._require_apart(ranks, prints)
         self.start = 0 if self.borrows else sum(counts[: ranks.rank])
         self._count, self.largest = sum(counts), max(ranks.gather(max(self.sizes)))

@@ -53,9 +53,10 @@ class DrawnFisher(FromResiduals):
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         with torch.no_grad():
             with self.passes.guarded():
-                walked, line_up = [(batch, J.outputs) for batch, J in self.passes.each(0)], self.passes.line_up
-            f, y = line_up([f for _, f in walked]), line_up([batch.targets for batch, _ in walked])
-            weights = [batch.weights for batch, _ in walked if batch.weights is not None]
+                walked = [(batch.targets, batch.weights, J.outputs) for batch, J in self.passes.each(0)]
+            line_up = self.passes.line_up
+            f, y = line_up([f for _, _, f in walked]), line_up([y for y, _, _ in walked])
+            weights = [w for _, w, _ in walked if w is not None]
             return self._draw(f, y, line_up(weights) if weights else None)
 
     @torch.no_grad()

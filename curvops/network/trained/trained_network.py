@@ -31,7 +31,7 @@ from curvops.network.trained.first_points import check_scores, first_points, lik
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import BatchMap, Passes
+from curvops.network.walks.passes import BatchMap, Passes, accumulate
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group
@@ -336,17 +336,18 @@ class TrainedNetwork:
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
-        known, found, count = self._known_now(), [], 0
+        known, count = self._known_now(), 0
+        total: Tensor | None = None
 
         @torch.no_grad()
         def score(f: Tensor, batch: Batch) -> None:
-            nonlocal count
-            found.append(self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
+            nonlocal total, count
+            total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
             count += batch.num_points
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
-        if count == sum(self.data.sizes):
-            known["log likelihood"] = self.passes.add_up(found)
+        if total is not None and count == sum(self.data.sizes):
+            known["log likelihood"] = self.passes.add_up([total])
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Return named tensors as one vector, in the order of the selection."""

@@ -1,0 +1,108 @@
+"""Passes over a user's DataLoader that read each point once, in order, and leave the loader's own state alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+class LoaderPasses:
+    """The batches of a DataLoader, read again by every iterator.
+
+    A loader whose workers persist has one iterator, which a second one would set back: a pass that begins within
+    another gets a copy of the loader, with workers of its own. Worker seeds are drawn from a generator of these passes,
+    so that the user's stays where it was, and differ from pass to pass, so that random batches are noticed.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self._generator = torch.Generator()
+        self._idle: list[DataLoader[Any]] = []
+
+    def __iter__(self) -> Iterator[object]:
+        try:
+            loader = self._idle.pop()
+        except IndexError:
+            loader = copy.copy(self.loader)
+            loader.generator, loader._iterator = self._generator, None
+        try:
+            yield from loader
+        except GeneratorExit:
+            self._idle.append(loader)
+            raise
+        except (ConnectionError, EOFError) as error:  # of a worker that ended while it handed over a batch
+            if loader.num_workers == 0 or "in DataLoader worker process" in str(error):  # raised by the dataset
+                raise
+            raise RuntimeError(
+                f"DataLoader worker exited unexpectedly while it handed over a batch: {error}"
+            ) from error
+        self._idle.append(loader)  # not after an error: its workers may have died
+
+    def __reduce__(self) -> Any:
+        return LoaderPasses, (self.loader,)  # neither iterators nor their workers can be copied
+
+    def require_parts_apart(self, prints: Tensor) -> None:
+        """Raise ValueError if each worker read all of an iterable dataset, by the fingerprints of a pass."""
+        workers = self.loader.num_workers
+        if workers < 2 or not isinstance(self.loader.dataset, IterableDataset):
+            return
+        if not bool((prints.unique(return_counts=True)[1] % workers).any()):
+            raise ValueError(
+                f"each batch came {workers} times, from each of the loader's {workers} workers: a worker iterates over "
+                f"the whole {type(self.loader.dataset).__name__} unless its __iter__ yields a part for each, by "
+                "torch.utils.data.get_worker_info(). Let it do so, or pass num_workers=1."
+            )
+
+
+def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
+
+    Raises ValueError if its sampler does not draw each point once, or is one that repeats points for other ranks, and
+    if batches come in the order in which its workers are ready.
+    """
+    sampler, dataset = loader.sampler, loader.dataset
+    if not getattr(loader, "in_order", True) and loader.num_workers > 1:
+        raise ValueError(
+            "this DataLoader has in_order=False, so that its batches come as its workers are ready, in another order "
+            "in each pass. Sums over the data are compared pass by pass: leave in_order=True."
+        )
+    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(dataset):  # type: ignore[arg-type]
+        raise ValueError(
+            "this DistributedSampler repeats points so that all ranks have equally many, but sums over the data need "
+            "each point once: give each rank torch.utils.data.Subset(dataset, range(rank, len(dataset), size)); shards "
+            "may be of different lengths."
+        )
+    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return loader
+    once = isinstance(sampler, SubsetRandomSampler) or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler)
+        and len(sampler) == len(dataset)  # type: ignore[arg-type]
+    )
+    if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ValueError(
+            f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
+            "sums over the data need each point once: pass DataLoader(loader.dataset, batch_size=..., shuffle=False) "
+            "with its collate_fn, and weights if points count more than once."
+        )
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+    more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
+    options = {name: getattr(loader, name) for name in (*names, *more)}
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, list(sampler.indices))
+    return DataLoader(dataset, shuffle=False, **options)

@@ -1,0 +1,268 @@
+"""Data that are streamed from files by the workers of a DataLoader: the answers are those of data in memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+import curvops as co
+from curvops.network.data.batches import DataChanged, as_batches
+
+N, WIDTHS = 46, (4, 5, 3)
+DOUBLE = torch.float64
+X = torch.randn(N, WIDTHS[0], dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(WIDTHS[-1], (N,), generator=torch.Generator().manual_seed(1))
+PARTS = ((0, 17), (17, 30), (30, N))
+"""The first and the last point of each file, where there are several."""
+
+
+class Rows(Dataset):
+    """Points of arrays or tensors that are mapped into memory; an array is opened where it is read."""
+
+    def __init__(self, inputs: Callable[[], Any], targets: Callable[[], Any]) -> None:
+        self.open = inputs, targets
+        self.parts: Any = None
+
+    def __len__(self) -> int:
+        return len(self.open[1]())
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.parts is None:
+            self.parts = [part() for part in self.open]
+        x, y = (part[i] for part in self.parts)
+        return torch.as_tensor(np.array(x)), torch.as_tensor(int(y))
+
+
+class Shards(IterableDataset):
+    """Batches from safetensors files, of which each worker reads its share."""
+
+    def __init__(self, paths: list[Path], size: int) -> None:
+        self.paths, self.size = paths, size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = get_worker_info()
+        for path in self.paths if worker is None else self.paths[worker.id :: worker.num_workers]:
+            with safe_open(path, "pt") as file:
+                x, y = file.get_slice("x"), file.get_slice("y")
+                for start in range(0, x.get_shape()[0], self.size):
+                    yield x[start : start + self.size], y[start : start + self.size]
+
+
+def memory_mapped(folder: Path) -> Dataset:
+    X.numpy().tofile(folder / "x.bin")
+    Y.numpy().tofile(folder / "y.bin")
+    x = partial(np.memmap, folder / "x.bin", X.numpy().dtype, "r", shape=X.shape)
+    return Rows(x, partial(np.memmap, folder / "y.bin", Y.numpy().dtype, "r"))
+
+
+def from_file(folder: Path) -> Dataset:
+    memory_mapped(folder)
+    x = torch.from_file(str(folder / "x.bin"), size=X.numel(), dtype=DOUBLE).view(X.shape)
+    return TensorDataset(x, torch.from_file(str(folder / "y.bin"), size=N, dtype=torch.int64))
+
+
+def several_arrays(folder: Path) -> Dataset:
+    parts = []
+    for start, stop in PARTS:
+        names = [folder / f"{name}{start}.npy" for name in "xy"]
+        for name, tensor in zip(names, (X, Y)):
+            np.save(name, tensor[start:stop].numpy())
+        parts.append(Rows(*(partial(np.load, name, mmap_mode="r") for name in names)))
+    return ConcatDataset(parts)
+
+
+def shards(folder: Path) -> Dataset:
+    paths = []
+    for start, stop in PARTS:
+        paths.append(folder / f"{start}.safetensors")
+        save_file({"x": X[start:stop].clone(), "y": Y[start:stop].clone()}, paths[-1])
+    return Shards(paths, 8)
+
+
+SOURCES = {"memmap": memory_mapped, "from_file": from_file, "npy files": several_arrays, "safetensors": shards}
+WORKERS = {
+    "none": {"num_workers": 0},
+    "two": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+    "prefetching": {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4, "pin_memory": True},
+    "shuffled": {"num_workers": 1, "shuffle": True, "persistent_workers": True},
+}
+CASES = [(source, "persistent") for source in SOURCES]
+CASES += [("memmap", workers) for workers in WORKERS if workers != "persistent"] + [("safetensors", "two")]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    first, last = nn.Linear(*WIDTHS[:2]), nn.Linear(*WIDTHS[1:])
+    return nn.Sequential(first, nn.Tanh(), last).double()
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def answers(data: Any, engine: str) -> dict[str, Tensor]:
+    """What a posterior and its parts are made of, from products, from rows and from passes within passes."""
+    lin = co.linearize(network(), data, "classification", engine=engine)
+    V = torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded())
+    G, kfac = co.GGN(lin), co.KFAC(lin)
+    post = co.laplace(lin, prior_precision=2.0, check_mode=False)
+    by_kfac = co.laplace(lin, kfac, prior_precision=2.0, check_mode=False)
+    return {
+        "product": G @ V,
+        "sampled Fisher": co.GGN(lin, mc_samples=2, generator=seeded()) @ V,
+        "Hessian": co.Hessian(lin) @ V,
+        "J": lin.jacobian() @ V,
+        "gradient": lin.gradient(),
+        "log likelihood": lin.log_likelihood(),
+        "diagonal": co.DiagonalGGN(lin).diagonal(),
+        "KFAC": kfac.to_dense(),
+        "EKFAC": co.EKFAC(lin).to_dense(),
+        "low rank": co.low_rank(G, 4, generator=seeded()).to_dense(),
+        "draws": post.sample(2, generator=seeded()),
+        "prediction": post.predict(X[:5]).covariance_matrix,
+        "prediction by KFAC": by_kfac.predict(X[:5]).covariance_matrix,
+        "evidence by KFAC": by_kfac.log_evidence().value,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+@pytest.mark.parametrize(("source", "workers"), CASES)
+def test_answers_are_those_of_data_in_memory(tmp_path, source, workers) -> None:
+    dataset, options = SOURCES[source](tmp_path), WORKERS[workers]
+    loader = DataLoader(dataset, batch_size=None if source == "safetensors" else 8, **options)
+    whole = (X, Y) if source != "safetensors" else tuple(map(torch.cat, zip(*loader)))  # workers take turns
+    assert len(whole[0]) == N
+    for engine in ("streamed", "auto"):
+        expected = answers(whole, engine)
+        for name, found in answers(loader, engine).items():
+            torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-10, msg=f"{name}, {engine}")
+
+
+def test_passes_within_passes_and_in_two_threads_have_workers_of_their_own(tmp_path) -> None:
+    batches = as_batches(DataLoader(memory_mapped(tmp_path), 8, num_workers=1, persistent_workers=True), 1)
+    pairs = [(a.start + i, b.num_points) for i, a in enumerate(batches) for b in batches]
+    assert len(pairs) == len(batches) ** 2
+    seen: list[int] = []
+    threads = [threading.Thread(target=lambda: seen.append(sum(b.num_points for b in batches))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [N] * 3
+    next(iter(batches))  # a pass that is given up
+    batches.verify()
+    pickle.loads(pickle.dumps(batches)).verify()
+
+
+class Failing(Rows):
+    """Rows whose reading ends the process, or raises, while a file exists."""
+
+    def __init__(self, sign: Path, how: str) -> None:
+        self.sign, self.how = sign, how
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.sign.exists() and i == N - 1:
+            if self.how == "ends":
+                os._exit(1)
+            raise OSError("the disk is gone")
+        return X[i], Y[i]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_raises_says_so_and_the_next_product_is_right(tmp_path, persistent) -> None:
+    sign = tmp_path / "sign"
+    loader = DataLoader(Failing(sign, "raises"), 8, num_workers=2, persistent_workers=persistent)
+    lin = co.linearize(network(), loader, "classification", engine="streamed")
+    G, v = co.GGN(lin), torch.ones(lin.num_parameters, dtype=DOUBLE)
+    expected = G @ v
+    sign.touch()
+    with pytest.raises(OSError, match="(?s)Caught OSError in DataLoader worker process .*the disk is gone"):
+        _ = G @ v
+    sign.unlink()
+    assert torch.equal(G @ v, expected)
+
+
+def outlive_a_worker(sign: Path) -> None:
+    """A worker ends in the second product; print the error, and whether the third product is the first one."""
+    loader = DataLoader(Failing(sign, "ends"), 8, num_workers=1, persistent_workers=True)
+    lin = co.linearize(network(), loader, "classification", engine="streamed")
+    G, v = co.GGN(lin), torch.ones(lin.num_parameters, dtype=DOUBLE)
+    expected = G @ v
+    sign.touch()
+    try:
+        _ = G @ v
+    except RuntimeError as error:
+        print(error)
+    sign.unlink()
+    print(torch.equal(G @ v, expected))
+
+
+def test_a_worker_that_ends_is_named_and_the_next_product_is_right(tmp_path) -> None:
+    """In a process of its own: torch raises the error wherever that process is."""
+    call = f"from {__name__} import *; outlive_a_worker(Path({str(tmp_path / 'sign')!r}))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
+    error, equal = done.stdout.splitlines()
+    assert re.match(r"DataLoader worker .*exited unexpectedly", error) and equal == "True"
+
+
+class Noisy(Dataset):
+    """Points with noise that a worker draws."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i] + torch.randn(WIDTHS[0]), Y[i]
+
+
+def test_random_states_stay_where_they_were_and_noise_of_workers_is_noticed(tmp_path) -> None:
+    own = torch.Generator().manual_seed(5)
+    loader = DataLoader(memory_mapped(tmp_path), 8, num_workers=1, generator=own, persistent_workers=True)
+    users = [iter(loader)]
+    before = own.get_state(), torch.get_rng_state(), next(users[0])
+    batches = as_batches(loader, 1)
+    batches.verify()
+    assert torch.equal(own.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
+    assert sum(len(y) for _, y in users[0]) == N - 8  # the user's own pass goes on
+    noisy = as_batches(DataLoader(Noisy(), 8, num_workers=1, generator=own), 1)
+    with pytest.raises(DataChanged, match="batch 0 has other values"):
+        noisy.verify()
+
+
+class Whole(IterableDataset):
+    """Batches that every worker yields."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X.split(8), Y.split(8))
+
+
+def test_workers_that_each_read_all_points_are_refused() -> None:
+    assert sum(as_batches(DataLoader(Whole(), None, num_workers=1), 1).sizes) == N
+    with pytest.raises(ValueError, match="each batch came 2 times, from each of the loader's 2 workers"):
+        as_batches(DataLoader(Whole(), None, num_workers=2), 1)
+
+
+def test_batches_in_the_order_of_ready_workers_are_refused() -> None:
+    loader = DataLoader(TensorDataset(X, Y), 8, num_workers=2, in_order=False)
+    with pytest.raises(ValueError, match="in_order=False"):
+        as_batches(loader, 1)
