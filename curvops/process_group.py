@@ -101,22 +101,25 @@ class Ranks:
             return total
         return self._reduced(part.detach(), told)
 
-    def line_up(self, part: Tensor, dim: int = 0) -> Tensor:
-        """Concatenate the parts of all ranks, which may differ in this dimension. Two collective calls."""
+    def line_up(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
+        """Concatenate the parts of all ranks, which may differ in this dimension. Two collective calls.
+
+        `told` as in `add_up`.
+        """
         if torch.is_grad_enabled() and part.requires_grad:
             rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
             return rows
-        return self._lined_up(part, dim)[0]
+        return self._lined_up(part, dim, told)[0]
 
-    def _lined_up(self, part: Tensor, dim: int) -> tuple[Tensor, list[int]]:
+    def _lined_up(self, part: Tensor, dim: int, told: Tensor | None = None) -> tuple[Tensor, list[int]]:
         """Return the rows of all ranks, and how many are of each."""
         if part.dtype == torch.bool:
-            whole, counts = self._lined_up(part.to(torch.uint8), dim)
+            whole, counts = self._lined_up(part.to(torch.uint8), dim, told)
             return whole.bool(), counts
         moved = part.detach().movedim(dim, 0).contiguous()
         lengths = moved.new_zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(moved)
-        counts = self._reduced(lengths).tolist()
+        counts = self._reduced(lengths, told).tolist()
         padded = moved.new_zeros(max(counts), *moved.shape[1:])
         padded[: len(moved)] = moved
         found = [torch.empty_like(padded) for _ in counts]
@@ -169,7 +172,8 @@ class Ranks:
         dense = part.mT if by_columns else part.contiguous()
         buffer = dense.new_empty(dense.numel() + 2)
         buffer[:-2].view(dense.shape).copy_(dense)
-        with_hash = told is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 4
+        exact = buffer.dtype.itemsize >= 4 if buffer.is_floating_point() else buffer.dtype == torch.int64
+        with_hash = told is not None and exact
         hashed = _hash(told) if with_hash and told is not None else 0
         buffer[-2], buffer[-1] = hashed, hashed**2
         self._wait(lambda: dist.all_reduce(buffer, group=self.group, async_op=True), buffer)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from curvops.network.data.randomness import items
 from curvops.posterior.core.arguments import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
+from curvops.posterior.predictions.held_out import targets_by_position
+from curvops.posterior.predictions.split import split_points
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
 """Factors of the current value that a search tries before it refines the best one."""
@@ -45,7 +48,8 @@ def validate(
     Args:
         post: a posterior by `co.laplace`.
         x: held-out inputs; or, without y, held-out data as in `co.linearize`: (X, y), a Dataset, a DataLoader, or
-            batches, which are read once and kept.
+            batches, which are read once and kept. Over a process group, ranks that hold different data are scored
+            together.
         y: the targets of x.
         over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
             "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
@@ -76,7 +80,9 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    search = _Search(post, x, y, joint, generator)
+    targets = partial(targets_by_position, post.lin, x, y)
+    split = split_points(post.lin, x, False, "validation", targets=targets)
+    search = _Search(post, x, y, joint, generator, split.is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -118,6 +124,7 @@ class _Search:
     y: Tensor
     joint: bool
     generator: torch.Generator | None
+    gather: bool
     trials: list[_Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -128,7 +135,7 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws)
+        found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws, gather=self.gather)
         value, count = float(found.value.mean()), found.value.numel()
         error = float(torch.as_tensor(found.stderr).norm()) / count
         self.trials.append(_Trial(post, value, error))

@@ -247,6 +247,8 @@ DOORS = [
             "rtol of zero": (lambda: small_post().sample(3, rtol=0.0), ValueError, "rtol"),
             "rtol in words": (lambda: small_post().sample(3, rtol="low"), TypeError, "rtol"),
             "draws as joint": (lambda: small_post().predict(TWO, small_post().sample(2)), TypeError, "joint"),
+            "gathering without ranks": (lambda: small_post().predict(TWO, gather=True), ValueError, "process_group="),
+            "gathering as a number": (lambda: small_post().predict(TWO, gather=2), TypeError, "gather"),
             "a number of draws": (lambda: small_post().predict(TWO, samples=100), TypeError, f"{DRAWS}.*post.sample"),
             "an array": (lambda: small_post().predict(TWO, samples=np.zeros((2, 26))), TypeError, DRAWS),
             "one draw": (lambda: small_post().predict(TWO, samples=small_post().sample(1)[0]), ValueError, DRAWS),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.network import PointNormals
 from curvops.posterior.predictions import links, outputs
 from curvops.posterior.predictions.uncertainty import decompose_labels
 from tests.posterior.trained import problem
@@ -190,11 +191,13 @@ def test_the_stderr_of_mutual_information_covers(classes):
     """200 seeds: two standard errors hold the value of 200,000 draws for 95 %; fewer than 180 has odds of 1 in 300."""
     predicted = classes.predict(X[:1])
     moments = predicted.mean, predicted.covariance_matrix
-    many = outputs.gaussian_draws(*moments, 200_000, generator(99)).softmax(-1)
+    many = outputs.gaussian_draws(*moments, 200_000, PointNormals.drawn(generator(99))).softmax(-1)
     exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
     hits = 0
     for seed in range(200):
-        found = decompose_labels(classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, generator(seed)))
+        found = decompose_labels(
+            classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, PointNormals.drawn(generator(seed)))
+        )
         hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())
     assert hits >= 180
 

@@ -57,9 +57,9 @@ class Shard(Batches):
         # Not zeros: backward passes, too, need every rank.
         return self.ranks.add_up(total * 0 if self.borrows else total, told)
 
-    def line_up(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """Return the rows of the points of all ranks, in the order of the points."""
-        return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim)
+    def line_up(self, rows: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
+        """Return the rows of the points of all ranks, in the order of the points; see `Ranks.add_up`."""
+        return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim, told)
 
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""

@@ -259,12 +259,16 @@ class Passes(JacobianRows):
         return self.total(term, block.shape[1], told=block)
 
     def rows(
-        self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
+        self,
+        term: Callable[[Any, Any], Float[Tensor, "K n R"]],
+        columns: int,
+        root: OutputFisher | None = None,
+        told: Tensor | None = None,
     ) -> Float[Tensor, "NR K"]:
-        """Return the terms of all points, with those of a point together."""
+        """Return the terms of all points, with those of a point together; `told` as in `total`."""
         with self.guarded():
             parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
-        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
+        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1, told).mT
 
     def pull(
         self,
@@ -299,10 +303,10 @@ class Passes(JacobianRows):
         assert total is not None  # linearize rejects empty data
         return total if self.shard is None else self.shard.add_up(total, told)
 
-    def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+    def line_up(self, parts: list[Tensor], dim: int = 0, told: Tensor | None = None) -> Tensor:
         """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        return whole if self.shard is None else self.shard.line_up(whole, dim)
+        return whole if self.shard is None else self.shard.line_up(whole, dim, told)
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """Return a tensor that all ranks have, whose gradient is the sum of what each makes of it."""

@@ -106,7 +106,7 @@ class CurvatureRoot(NetworkOperator):
 
     def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
         walk: Passes = self._kwargs["walk"]
-        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root, block)
 
     @property
     def _root(self) -> OutputFisher | None:

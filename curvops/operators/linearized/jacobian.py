@@ -138,7 +138,7 @@ class Jacobian(NetworkOperator):
         if self.is_recorded:
             return self.graph.push(block)
         block = self.passes.replicated(block)
-        return self.passes.rows(lambda _, J: J.push(block), block.shape[1])
+        return self.passes.rows(lambda _, J: J.push(block), block.shape[1], told=block)
 
     def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
         if self.is_recorded:

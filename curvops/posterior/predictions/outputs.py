@@ -25,7 +25,7 @@ from torch import Tensor
 
 from curvops.linalg import Dense, LowRank
 from curvops.linalg.core.cache import carries_graph
-from curvops.network import saved_bytes
+from curvops.network import PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -61,8 +61,8 @@ class OutputDistribution(ABC):
         """Return the mean and the covariance of the outputs at x, joint within `together` points (None: all)."""
 
     @abstractmethod
-    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
-        """Yield draws of the outputs, some points at a time."""
+    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
+        """Yield draws of the outputs, some points at a time; x begins with point number `start` of all ranks."""
 
     def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
         """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
@@ -123,13 +123,16 @@ class NormalOutputs(OutputDistribution):
             return JointCovariance(jacobian, weighted, jacobian.mT)
         return PointCovariance(jacobian, inverse, together * C, Kept(), self.temperature)
 
-    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
+    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
+        assert normals is not None
         means, covariance = self.moments(x)
         covariances = covariance.to_dense()
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
+        first = start * self.lin.num_outputs // self.lin.output_shape[-1]
         for mean, own in zip(means.split(step), covariances.split(step)):
-            yield gaussian_draws(mean, own, OUTPUT_DRAWS, generator)
+            yield gaussian_draws(mean, own, OUTPUT_DRAWS, normals, first)
+            first += len(mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +154,7 @@ class DrawnOutputs(OutputDistribution):
         jacobian = self.lin.jacobian(x, differentiable=True)
         return self.mean_of(jacobian, self.step) + self._push(jacobian)
 
-    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
+    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield the functions at all points together."""
         yield self.functions(x)
 
@@ -171,14 +174,23 @@ class DrawnOutputs(OutputDistribution):
         return jacobian._matmul((self.weights - mean).mT).mT.unflatten(1, (rows // C, C))
 
 
+def normals_for(outputs: OutputDistribution, generator: torch.Generator | None) -> PointNormals | None:
+    """Return the numbers for draws of normal outputs; None where outputs are draws already."""
+    return PointNormals.drawn(generator) if isinstance(outputs, NormalOutputs) else None
+
+
 def gaussian_draws(
-    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, generator: torch.Generator | None
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, normals: PointNormals, start: int = 0
 ) -> Float[Tensor, "k N C"]:
-    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular)."""
+    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular).
+
+    A point's numbers depend on its place, counted from `start`, whatever the ranks and the points at a time.
+    """
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    noise = torch.randn((k, *mean.shape), dtype=mean.dtype, device=mean.device, generator=generator)
-    return mean + torch.einsum("nij,knj->kni", root, noise)
+    n, C = mean.shape
+    noise = normals.block(range(1), slice(start, start + n), k * C, mean).view(n, k, C)
+    return mean + torch.einsum("nij,nkj->kni", root, noise)
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:

@@ -6,6 +6,8 @@ A posterior supplies its outputs (`outputs.py`); each method passes them on to t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,21 @@ from torch import Tensor
 
 from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
+from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.predictions import held_out, links
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs, OutputDistribution, network_outputs
+from curvops.posterior.predictions.outputs import (
+    DrawnOutputs,
+    NormalOutputs,
+    OutputDistribution,
+    OutputMoments,
+    network_outputs,
+    normals_for,
+)
+from curvops.posterior.predictions.split import Split, needs_all_ranks, split_points
 from curvops.posterior.predictions.uncertainty import (
     LABELS,
     NUMBERS,
@@ -37,6 +48,8 @@ class Predictive(ABC):
     """A distribution of the weights of a linearised network, with its predictions at new inputs."""
 
     lin: Linearization
+    precision: Any
+    """The precision of a Gaussian, (D, D); empirical distributions have none."""
 
     @property
     @abstractmethod
@@ -63,6 +76,7 @@ class Predictive(ABC):
         rtol: float | None = None,
         noise: bool = False,
         groups: int | None = None,
+        gather: bool = False,
     ) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs at x.
 
@@ -79,6 +93,8 @@ class Predictive(ABC):
             groups: q, for groups of q consecutive points that are joint within and independent between groups: a
                 `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of a
                 covariance between groups is formed.
+            gather: over a process group, bring the predictions for the points of all ranks together on each, in their
+                order. Without it each rank predicts at its own x, whether those of the others are the same or not.
 
         Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 4,096 weights, the matrix is
         formed and factorised instead once D / 8 rows have been needed. Under a structured curvature (KFAC, EKFAC,
@@ -106,7 +122,7 @@ class Predictive(ABC):
         if groups is not None and joint:
             raise ValueError("joint=True makes one group of all points; pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
-        mean, covariance = self._outputs_of(samples).moments(x, together, rtol)
+        mean, covariance = self._moments(x, samples, together, rtol, gather)
         if noise and isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
@@ -125,6 +141,7 @@ class Predictive(ABC):
         generator: torch.Generator | None = None,
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
+        gather: bool = False,
     ) -> Float[Tensor, "k N C"]:
         """Draw k functions of the linearised network, f(x, θ*) + J(x)(θ_k − θ*), each jointly at all points.
 
@@ -134,6 +151,7 @@ class Predictive(ABC):
             generator: source of the draws.
             samples: draws (k, D) of the weights from `sample`, for the same functions at other inputs.
             rtol: as in `sample`.
+            gather: as in `predict`.
 
         Cost: that of `sample(k)`, and k products with J(x).
         """
@@ -141,7 +159,11 @@ class Predictive(ABC):
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
         if len(samples) != k:
             raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
-        return self._outputs_at(samples).functions(x)
+        outputs = self._outputs_at(samples)
+        split = self._split(outputs, x, gather, f"{k} functions")
+        with split.guarded():
+            found = outputs.functions(split.x)
+        return split.given(found, 1)
 
     def probabilities(
         self,
@@ -149,6 +171,7 @@ class Predictive(ABC):
         link: str = "probit",
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
+        gather: bool = False,
     ) -> Float[Tensor, "N C"]:
         """Return class probabilities E[softmax(f)] at x, or E[σ(f)] for each label of a Bernoulli likelihood.
 
@@ -162,6 +185,7 @@ class Predictive(ABC):
                 the linearised network, and the network at its draws predicts worse.
             samples: draws (k, D) of the weights, from `sample`.
             generator: source of the draws.
+            gather: as in `predict`.
 
         Cost: that of `predict`; "network" takes a forward pass for each sample.
 
@@ -170,17 +194,27 @@ class Predictive(ABC):
         """
         likelihood = self._target()
         links.check_link(link, likelihood)
-        check_generator(generator)
         outputs = self._outputs_of(samples)
-        if link == "network":
-            weights = outputs.weights if isinstance(outputs, DrawnOutputs) else self.sample(WEIGHT_DRAWS, generator)
-            return links.average(likelihood.mean, network_outputs(self.lin, x, weights))
-        if link == "mc":
-            return torch.cat([links.average(likelihood.mean, draws) for draws in outputs.draws(x, generator)])
-        return links.normal_probabilities(link, likelihood, *outputs.moments(x))
+        if link == "network" and not isinstance(outputs, DrawnOutputs):
+            outputs = self._outputs_at(self.sample(WEIGHT_DRAWS, generator))
+        normals = normals_for(outputs, generator) if link == "mc" else None
+        split = self._split(outputs, x, gather, f"probabilities, link={link!r}", normals)
+        with split.guarded():
+            if isinstance(outputs, DrawnOutputs) and link == "network":
+                found = links.average(likelihood.mean, network_outputs(self.lin, split.x, outputs.weights))
+            elif link == "mc":
+                drawn = outputs.draws(split.x, normals, split.start)
+                found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
+            else:
+                found = links.normal_probabilities(link, likelihood, *outputs.moments(split.x))
+        return split.given(found)
 
     def uncertainty(
-        self, x: Any, samples: Float[Tensor, "k D"] | None = None, generator: torch.Generator | None = None
+        self,
+        x: Any,
+        samples: Float[Tensor, "k D"] | None = None,
+        generator: torch.Generator | None = None,
+        gather: bool = False,
     ) -> Uncertainty:
         """Return the total uncertainty of the target at each x, and its aleatoric and epistemic parts.
 
@@ -189,6 +223,7 @@ class Predictive(ABC):
             samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
                 1000 draws from it for entropies.
             generator: source of these draws.
+            gather: as in `predict`.
 
         Returns:
             For classes, entropies in nats (N,): that of the mean prediction, the mean entropy, and the mutual
@@ -204,10 +239,15 @@ class Predictive(ABC):
             raise ValueError(f"{likelihood!r} has no decomposition here; use predict or functions(x, k).")
         check_generator(generator)
         outputs = self._outputs_of(samples)
-        if not isinstance(likelihood, LABELS):
-            return outputs.uncertainty_of_numbers(x, likelihood)
-        drawn = outputs.draws(x, generator)
-        return join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+        normals = normals_for(outputs, generator) if isinstance(likelihood, LABELS) else None
+        split = self._split(outputs, x, gather, "uncertainty", normals)
+        with split.guarded():
+            if isinstance(likelihood, LABELS):
+                drawn = outputs.draws(split.x, normals, split.start)
+                found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+            else:
+                found = outputs.uncertainty_of_numbers(split.x, likelihood)
+        return split.of(found)
 
     def log_likelihood(
         self,
@@ -216,6 +256,7 @@ class Predictive(ABC):
         joint: bool = False,
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
+        gather: bool = False,
     ) -> Estimate:
         """Return log p(y | x, data) of test points in nats, each with its standard error.
 
@@ -228,6 +269,7 @@ class Predictive(ABC):
             samples: draws (k, D) of the weights. By default each point's own covariance is used (exactly for a Gaussian
                 likelihood, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
             generator: source of the draws, and of the pairs.
+            gather: as in `predict`.
 
         Raises:
             TypeError, ValueError: targets that the likelihood cannot score, or not exactly one for each point.
@@ -235,18 +277,55 @@ class Predictive(ABC):
         check_flag("joint", joint)
         check_generator(generator)
         outputs, likelihood = self._outputs_of(samples), self._target()
-        targets = held_out.targets_by_position(self.lin, x, y)
-        if joint and len(targets) == 1:
-            raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
-        if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian) and not joint:
-            predicted = self.predict(x, noise=True)
-            return Estimate.exact(held_out.gaussian_log_density(predicted.mean, predicted.covariance_matrix, targets))
         if isinstance(outputs, NormalOutputs) and joint:
             outputs = self._outputs_at(self.sample(WEIGHT_DRAWS, generator))
-        log_p = held_out.log_likelihoods(likelihood, outputs.draws(x, generator), targets)
-        if joint:
-            return held_out.dyadic_score(log_p, generator, outputs.error)
-        return held_out.log_mean_exp(log_p, outputs.error)
+        normals = None if isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
+        targets_of = partial(held_out.targets_by_position, self.lin, x, y)
+        call = f"the log-likelihood, joint={joint}"
+        split = self._split(outputs, x, gather, call, normals, joint and gather, targets_of)
+        targets = split.targets
+        assert targets is not None
+        if joint and len(targets) == 1:
+            raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
+        with split.guarded():
+            if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
+                mean, covariance = outputs.moments(split.x)
+                noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
+                return split.of(Estimate.exact(held_out.gaussian_log_density(mean, noisy.to_dense(), targets)))
+            log_p = held_out.log_likelihoods(likelihood, outputs.draws(split.x, normals, split.start), targets)
+            if joint:
+                return held_out.dyadic_score(log_p, generator, outputs.error)
+        return split.of(held_out.log_mean_exp(log_p, outputs.error))
+
+    def _moments(self, x: Any, samples: Any, together: int | None, rtol: float | None, gather: bool) -> OutputMoments:
+        """Return the mean and the covariance of the outputs at the points that the caller asks for."""
+        outputs = self._outputs_of(samples)
+        call = f"predictions, joint within {together or 'all'} points"
+        split = self._split(outputs, x, gather, call, all_points=together is None and gather)
+        for rank, count in enumerate(split.counts):
+            outputs.require_whole_groups(count * self.lin.num_outputs // self.lin.output_shape[-1], together)
+            if together not in (None, 1) and not count and not gather:
+                raise ValueError(f"rank {rank} gives no points, and groups need some: pass gather=True.")
+        with split.guarded():
+            mean, covariance = outputs.moments(split.x, together, rtol)
+            mean = split.given(mean)
+        size = mean.numel() if together is None else len(mean) // together
+        return mean, split.covariance(covariance, size)
+
+    def _split(
+        self,
+        outputs: OutputDistribution,
+        x: Any,
+        gather: bool,
+        call: str,
+        normals: PointNormals | None = None,
+        all_points: bool = False,
+        targets: Callable[[], Tensor] | None = None,
+    ) -> Split:
+        """Return how these points are split over ranks; `all_points` where the result is of all of them together."""
+        of_data = isinstance(outputs, NormalOutputs) and needs_all_ranks(self.precision)
+        told = call if normals is None else f"{call}, seed={normals.seed}"
+        return split_points(self.lin, x, gather, told, of_data or all_points, targets)
 
     def _target(self) -> Likelihood:
         """Return the likelihood of one position's target."""

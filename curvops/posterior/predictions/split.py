@@ -1,0 +1,206 @@
+"""Test points split over the ranks of a process group: each gives its own, and gets predictions for its own, or all.
+
+| the points of the ranks are | what a prediction needs     | each rank computes for | and then               |
+|-----------------------------|-----------------------------|------------------------|------------------------|
+| the same                    |                             | them                   |                        |
+| different                   | weights and structure alone | its own                | brings together on demand |
+| different                   | the training data           | those of all ranks     | keeps its own, or all  |
+
+A product with a curvature of sharded data is one call of all ranks, with the same vectors. So all take the same steps
+there: if each took those for its own points, ranks with fewer points would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import check_flag
+from curvops.fingerprints import fingerprint
+from curvops.linalg.core.cache import carries_graph
+from curvops.network import RanksDiffer
+from curvops.network.data.inputs import components, map_inputs, num_points
+from curvops.operators import Linearization
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.network_operator import NetworkOperator
+from curvops.posterior.predictions.covariance import Kept, PointBlocks
+from curvops.process_group import Ranks
+
+R = TypeVar("R")
+MEANT = (
+    "Each rank gives its own test points, x[rank::size], and gets their predictions; gather=True gives those of all "
+    "ranks, in their order, to each."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The test points for which this rank computes, and what becomes of the results."""
+
+    x: Any
+    ranks: Ranks | None = None
+    """The ranks, where they exchange inputs or results."""
+    counts: tuple[int, ...] = ()
+    """The points of each rank."""
+    start: int = 0
+    """The number of the first point of x among those of all ranks."""
+    is_whole: bool = False
+    """Whether x has the points of all ranks."""
+    gather: bool = False
+    targets: Tensor | None = None
+    """What belongs to the points of x, a row for each."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have other points, or targets, than this one."""
+        return bool(self.counts)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether results for x are those that the caller asked for."""
+        return self.ranks is None or (self.is_whole and self.gather)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Tell the other ranks, which may wait for results, of an error within."""
+        return nullcontext() if self.ranks is None else self.ranks.guarded()
+
+    def given(self, found: Tensor, dim: int = 0) -> Tensor:
+        """Return results in the place of those for x, for the points that the caller asked for."""
+        if self.ranks is None or self._is_done:
+            return found
+        if self.gather:
+            return self.ranks.line_up(found, dim)
+        length, total, rank = found.shape[dim], max(1, sum(self.counts)), self.ranks.rank
+        start, count = sum(self.counts[:rank]), self.counts[rank]
+        return found.narrow(dim, length * start // total, length * count // total)
+
+    def of(self, found: R) -> R:
+        """Return a dataclass of results, each a row for each point, or a number for all, for the points asked for."""
+        if self._is_done:
+            return found
+        values = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
+        rows = {name: self.given(value) for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
+        return cast(R, replace(cast(Any, found), **rows))
+
+    def covariance(self, found: LinearOperator, size: int) -> LinearOperator:
+        """Return the covariances of the points asked for, `size` blocks (or rows, if joint), computed on first use."""
+        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, kept=Kept())
+
+
+class CovarianceOverRanks(PointBlocks):
+    """Covariances that are brought together from the ranks, or cut from those of all, when they are first used.
+
+    All ranks use them in the same order.
+    """
+
+    def __init__(self, base: LinearOperator, *, split: Split, size: int, kept: Kept) -> None:
+        super().__init__(base, split=split, size=size, kept=kept)
+
+    def _size(self) -> torch.Size:
+        base, size = self._args[0], self._kwargs["size"]
+        return torch.Size((size, size) if base.ndim == 2 else (size, *base.shape[1:]))
+
+    def blocks(self) -> Tensor:
+        """Return all blocks, or the joint matrix."""
+        return self._known("blocks", lambda base: base.to_dense())
+
+    def _diagonal(self) -> Tensor:
+        return self._known("variances", lambda base: base.diagonal(dim1=-2, dim2=-1))
+
+    def _known(self, name: str, compute: Callable[[LinearOperator], Tensor]) -> Tensor:
+        base, kept = self._args[0], self._kwargs["kept"]
+        if carries_graph(base.representation()):
+            return self._asked(compute(base))
+        with kept.lock:
+            if name not in kept.values:
+                with self._kwargs["split"].guarded():
+                    found = compute(base)
+                kept.values[name] = self._asked(found)
+            return kept.values[name]
+
+    def _asked(self, found: Tensor) -> Tensor:
+        split = self._kwargs["split"]
+        is_joint = self._args[0].ndim == 2 == found.ndim
+        return split.given(split.given(found), 1) if is_joint else split.given(found)
+
+
+def needs_all_ranks(A: LinearOperator) -> bool:
+    """Return whether products with an operator are sums over the data of several ranks."""
+    if isinstance(A, Jacobian):
+        return A.is_sharded
+    if isinstance(A, NetworkOperator):
+        return A.lin.passes.shard is not None
+    return any(needs_all_ranks(part) for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
+
+
+def split_points(
+    lin: Linearization,
+    x: Any,
+    gather: bool,
+    call: str,
+    of_data: bool = False,
+    targets: Callable[[], Tensor] | None = None,
+) -> Split:
+    """Return how test points are split over the ranks, who tell each other how many they have and what they ask.
+
+    Args:
+        lin: the linearised network.
+        x: this rank's inputs, as the model takes them.
+        gather: whether each rank is to have the results for the points of all.
+        call: what is computed, with all options in which ranks may not differ.
+        of_data: whether it needs the training data (`needs_all_ranks`), or all points at once.
+        targets: a function that checks and returns what else belongs to the points.
+
+    Raises:
+        ValueError: gather without a process group, or inputs that a rank refuses: on all ranks, with its message.
+        RanksDiffer: ranks ask for different things, or inputs that have to be brought together do not fit.
+    """
+    check_flag("gather", gather)
+    shard = lin.passes.shard
+    if shard is None:
+        if gather:
+            raise ValueError(
+                "gather=True brings the predictions of several ranks together, and this linearisation has one: omit "
+                "it, or pass process_group= to co.linearize."
+            )
+        return Split(x, targets=None if targets is None else targets())
+    inputs, own, error = x, None, None
+    try:
+        inputs, own = lin.admit(x, differentiable=True), None if targets is None else targets()
+        named = components(inputs)
+        form = [(name, str(tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in named]
+        values = [tensor.detach() for _, tensor in named] + ([] if own is None else [own])
+        points = num_points(inputs), form, int(fingerprint(values))
+    except Exception as refused:
+        points, error = (0, [], 0), refused
+    asked = f"{call}, gather={gather}"
+    every = shard.ranks.gather((asked, points, error and f"{type(error).__name__}: {error}"))
+    for rank, (other, _, refusal) in enumerate(every):
+        if error is not None:
+            raise error
+        if refusal is not None:
+            raise ValueError(f"the test points of rank {rank} are refused there. {refusal}")
+        if other != asked:
+            raise RanksDiffer(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
+    if not gather and all(each == points for _, each, _ in every):
+        return Split(inputs, targets=own)
+    counts = tuple(each[0] for _, each, _ in every)
+    if not of_data:
+        start, ranks = sum(counts[: shard.ranks.rank]), shard.ranks if gather else None
+        return Split(inputs, ranks, counts, start, gather=gather, targets=own)
+    for rank, (_, each, _) in enumerate(every):
+        if each[1] != points[1]:
+            raise RanksDiffer(
+                f"the test points of rank {rank} are of {each[1]}, those of rank {shard.ranks.rank} of {points[1]}, "
+                "and this posterior's predictions need the training data of all ranks, for all points: pass inputs of "
+                "one form, or samples=post.sample(k), with which each rank predicts by itself."
+            )
+    whole = map_inputs(lambda tensor: shard.ranks.line_up(tensor), inputs)
+    own = None if own is None else shard.ranks.line_up(own)
+    return Split(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=own)
