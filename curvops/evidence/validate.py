@@ -23,7 +23,7 @@ from curvops.posterior.core.arguments import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
 from curvops.posterior.predictions.held_out import targets_by_position
-from curvops.posterior.predictions.split import split_points
+from curvops.posterior.predictions.split_points import split_points
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
 """Factors of the current value that a search tries before it refines the best one."""

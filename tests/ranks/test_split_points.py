@@ -1,6 +1,6 @@
 """Test points split over the ranks of a group: predictions of each rank's own, or of all, are those of one process.
 
-Tests `split.py`.
+Tests `split_points.py`.
 """
 
 from __future__ import annotations

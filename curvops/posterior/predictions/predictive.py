@@ -31,7 +31,7 @@ from curvops.posterior.predictions.outputs import (
     network_outputs,
     normals_for,
 )
-from curvops.posterior.predictions.split import Split, needs_all_ranks, split_points
+from curvops.posterior.predictions.split_points import SplitPoints, needs_all_ranks, split_points
 from curvops.posterior.predictions.uncertainty import (
     LABELS,
     NUMBERS,
@@ -321,7 +321,7 @@ class Predictive(ABC):
         normals: PointNormals | None = None,
         all_points: bool = False,
         targets: Callable[[], Tensor] | None = None,
-    ) -> Split:
+    ) -> SplitPoints:
         """Return how these points are split over ranks; `all_points` where the result is of all of them together."""
         of_data = isinstance(outputs, NormalOutputs) and needs_all_ranks(self.precision)
         told = call if normals is None else f"{call}, seed={normals.seed}"

@@ -40,7 +40,7 @@ MEANT = (
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class SplitPoints:
     """The test points for which this rank computes, and what becomes of the results."""
 
     x: Any
@@ -99,7 +99,7 @@ class CovarianceOverRanks(PointBlocks):
     All ranks use them in the same order.
     """
 
-    def __init__(self, base: LinearOperator, *, split: Split, size: int, kept: Kept) -> None:
+    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, kept: Kept) -> None:
         super().__init__(base, split=split, size=size, kept=kept)
 
     def _size(self) -> torch.Size:
@@ -146,7 +146,7 @@ def split_points(
     call: str,
     of_data: bool = False,
     targets: Callable[[], Tensor] | None = None,
-) -> Split:
+) -> SplitPoints:
     """Return how test points are split over the ranks, who tell each other how many they have and what they ask.
 
     Args:
@@ -169,7 +169,7 @@ def split_points(
                 "gather=True brings the predictions of several ranks together, and this linearisation has one: omit "
                 "it, or pass process_group= to co.linearize."
             )
-        return Split(x, targets=None if targets is None else targets())
+        return SplitPoints(x, targets=None if targets is None else targets())
     inputs, own, error = x, None, None
     try:
         inputs, own = lin.admit(x, differentiable=True), None if targets is None else targets()
@@ -189,11 +189,11 @@ def split_points(
         if other != asked:
             raise RanksDiffer(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
     if not gather and all(each == points for _, each, _ in every):
-        return Split(inputs, targets=own)
+        return SplitPoints(inputs, targets=own)
     counts = tuple(each[0] for _, each, _ in every)
     if not of_data:
         start, ranks = sum(counts[: shard.ranks.rank]), shard.ranks if gather else None
-        return Split(inputs, ranks, counts, start, gather=gather, targets=own)
+        return SplitPoints(inputs, ranks, counts, start, gather=gather, targets=own)
     for rank, (_, each, _) in enumerate(every):
         if each[1] != points[1]:
             raise RanksDiffer(
@@ -203,4 +203,4 @@ def split_points(
             )
     whole = map_inputs(lambda tensor: shard.ranks.line_up(tensor), inputs)
     own = None if own is None else shard.ranks.line_up(own)
-    return Split(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=own)
+    return SplitPoints(whole, shard.ranks, counts, is_whole=True, gather=gather, targets=own)
