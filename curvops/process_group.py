@@ -78,6 +78,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """How many collective calls were made, and the bytes of their tensors."""
+        self._beaten, self._longest, self._meetings = 0.0, 0.0, 0
+        self._worked: float | None = None
         self._store: Any = _store_of(group)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"curvops {self._gather_now(time.time_ns())[0]}", self._store
@@ -137,6 +139,62 @@ class Ranks:
         """Return a plain value of each rank, in their order."""
         with self.guarded():
             return self._gather_now(value)
+
+    def beat(self) -> None:
+        """Tell the others, at most once a second, that this rank is at work on its own; raise if another one failed.
+
+        For long work without messages, after which the ranks `meet`.
+        """
+        now = time.monotonic()
+        self._longest = 0.0 if self._worked is None else max(self._longest, now - self._worked)
+        self._worked = now
+        if now - self._beaten > LATE:
+            self._beaten = now
+            with self._store_in_reach():
+                self._store.set(f"beat {self.rank}", str(now))
+                if self._store.check(["failed"]):
+                    raise RankFailed(self._store.get("failed").decode())
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here, for as long as the others are at work; not in a collective call.
+
+        Raises RankFailed where another one failed, or has not beaten for the timeout and ten times this rank's longest
+        time between two beats.
+        """
+        self._meetings += 1
+        self._worked = None
+        patience, pause = max(self.timeout, 10 * self._longest), PAUSES[0]
+        seen: dict[int, tuple[bytes, float]] = {}
+        with self._store_in_reach():
+            self._store.set(f"met {self._meetings} {self.rank}", "")
+            while missing := [r for r in range(self.size) if not self._store.check([f"met {self._meetings} {r}"])]:
+                if self._store.check(["failed"]):
+                    raise RankFailed(self._store.get("failed").decode())
+                now = time.monotonic()
+                for r in missing:
+                    beat = self._store.get(f"beat {r}") if self._store.check([f"beat {r}"]) else b""
+                    if seen.setdefault(r, (beat, now))[0] != beat:
+                        seen[r] = beat, now
+                late = [r for r in missing if now - seen[r][1] > patience]
+                if late:
+                    raise RankFailed(
+                        f"{self.names} is done and waits for the others; rank {', '.join(map(str, late))} did nothing "
+                        f"for {patience:.0f} s: it hangs, has ended, or made other calls than this one."
+                    )
+                time.sleep(pause)
+                pause = min(LATE / 4, 2 * pause)
+
+    @contextmanager
+    def _store_in_reach(self) -> Iterator[None]:
+        """Raise RankFailed where the store no longer answers, which the first rank of the processes keeps."""
+        try:
+            yield
+        except RankFailed:
+            raise
+        except RuntimeError as error:
+            raise RankFailed(
+                f"the store of the process group no longer answers ({error}); rank 0 has ended."
+            ) from error
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
         """Raise RanksDiffer, on all ranks, where a fact is not the same on each."""

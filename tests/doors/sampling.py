@@ -375,6 +375,13 @@ DOORS = [
                 "start 2 is torch.float64",
             ),
             "none": (lambda: S.chains(SGLD, 3).init([]), ValueError, "this one has 0"),
+            "a group that is a number": (
+                lambda: S.chains(SGLD, 3, process_group=3),
+                TypeError,
+                "process_group must be",
+            ),
+            "not gathered in one process": (lambda: S.chains(SGLD, 3, gather=False), ValueError, "gather=False is for"),
+            "gathered by a word": (lambda: S.chains(SGLD, 3, gather="all"), TypeError, "gather"),
         },
     ),
     Door(

@@ -6,7 +6,7 @@ Users pass named tensors with leading dimensions (chain, draw), or one such tens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from curvops.linalg.core.summary import Summarised
+from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
 
@@ -27,7 +28,9 @@ class Chain(Summarised):
 
     theta: the draws as vectors, (k, S, d). log_posterior, and for Metropolis samplers acceptance and energy_error: the
     traces (k, steps) of the steps after warm-up, see `Info`. thin: steps between two draws. state: the last state, from
-    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up.
+    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up. Where
+    the ranks of a process group share the chains, draws and traces are of all chains (unless `gather=False`), the state
+    of this rank's own.
     """
 
     theta: Float[Tensor, "k S d"]
@@ -37,6 +40,8 @@ class Chain(Summarised):
     thin: int
     state: State
     sampler: Any
+    spread: Spread | None = field(default=None, repr=False)
+    """The place of these chains among those of other ranks, if they are this rank's alone."""
 
     @property
     def structure(self) -> Structure:
@@ -48,6 +53,12 @@ class Chain(Summarised):
         """The draws as a tree like the parameters, with tensors (k, S, *shape) that are views of `theta`."""
         return self.structure.unflatten(self.theta)
 
+    def gathered(self, spread: Spread) -> Chain:
+        """Return the chains of all ranks."""
+        traces = {name: getattr(self, name) for name in ("theta", "log_posterior", "acceptance", "energy_error")}
+        found: dict[str, Any] = {name: spread.line_up(rows) for name, rows in traces.items() if rows is not None}
+        return replace(self, **found)
+
 
 def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
     """Return the draws by name, (chain, draw, *shape), after checking them.
@@ -58,6 +69,11 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
         TypeError: anything but floating-point tensors.
         ValueError: tensors with different numbers of chains or draws, too few of them, or draws that are not finite.
     """
+    if isinstance(draws, Chain) and draws.spread is not None:
+        raise ValueError(
+            f"{name} are the chains of {draws.spread.ranks.names} alone, {len(draws.theta)} of {draws.spread.chains}: "
+            "run chains(..., gather=True), use random_projections, or pass chain.params for these chains alone."
+        )
     draws = getattr(draws, "params", draws)  # from the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
     if not isinstance(tensors, Mapping):

@@ -16,6 +16,7 @@ from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
 from curvops.sampling.core.schedules import Constant, Schedule, as_schedule, at
+from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import Info, NoiseSource, State, generator_states
 from curvops.sampling.core.structure import flatten, flatten_starts
 
@@ -30,7 +31,8 @@ class Transition(ABC):
     """A sampler or an optimiser: everything that a step needs besides the state and the batch; immutable.
 
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
-    posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension.
+    posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension. spread:
+    their place among the chains of all ranks, where these share them.
     """
 
     density: Evaluation
@@ -39,6 +41,7 @@ class Transition(ABC):
     data_size: int
     metric: Isotropic = field(default_factory=Isotropic)
     chains: int | None = None
+    spread: Spread | None = None
 
     def __post_init__(self) -> None:
         if self.cold and self.temperature == Constant(0.0):
@@ -68,13 +71,19 @@ class Transition(ABC):
                 preconditioner.
         """
         check_generator(generator)
-        if self.chains is not None and isinstance(params, list):
-            theta, structure = flatten_starts(params, self.chains)
+        spread = self.spread
+        chains = self.chains if spread is None else spread.chains
+        if chains is not None and isinstance(params, list):
+            theta, structure = flatten_starts(params, chains)
         else:
             theta, structure = flatten(params)
-            theta = theta if self.chains is None else theta.expand(self.chains, -1).clone()
         self.metric.check(structure, theta)
-        random = generator_states(generator, theta.device, self.chains)
+        random = generator_states(generator, theta.device, chains)
+        if spread is not None:
+            spread.require_equal_starts(theta, random)
+            random = random[spread.own].clone()
+        if chains is not None:
+            theta = theta.expand(chains, -1)[slice(None) if spread is None else spread.own].clone()
         state, noise = (
             State(theta, torch.zeros((), dtype=torch.int64), random, structure),
             NoiseSource(random, theta.device),

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import digest
 from curvops.checks import check_generator
 from curvops.linalg.core.summary import Summarised
 from curvops.posterior.core.arguments import checked_count
-from curvops.sampling.core.chain_draws import checked_draws
+from curvops.sampling.core.chain_draws import Chain, checked_draws
+from curvops.sampling.core.spread import Spread
 
 AT_A_TIME = 2**22
 """How many numbers of the draws are converted at a time."""
@@ -39,7 +41,7 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor: weights, or outputs (chain, draw, N, C) of the
-            network at some inputs.
+            network at some inputs. Of chains spread over ranks without `gather` only the projections are gathered.
         count: the number of projections, onto standard normal vectors.
         generator: source of these vectors.
 
@@ -51,7 +53,9 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
     """
     count = checked_count(count)
     check_generator(generator)
-    series = project(checked_draws(draws, each=2), count, generator)
+    spread = draws.spread if isinstance(draws, Chain) else None
+    checked = checked_draws(draws if spread is None else draws.params, each=2)
+    series = project(checked, count, generator, spread)
     within = series.var(1, correction=0)
     if not bool((within > 0).all()):
         still = int((within == 0).all(1).sum())
@@ -62,9 +66,12 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
 
 
 def project(
-    checked: dict[str, Tensor], count: int, generator: torch.Generator | None
+    checked: dict[str, Tensor], count: int, generator: torch.Generator | None, spread: Spread | None = None
 ) -> Float[Tensor, "chains draws p"]:
-    """Multiply draws by standard normal columns in float64, up to a constant per column, a few entries at a time."""
+    """Multiply draws by standard normal columns in float64, up to a constant per column, a few entries at a time.
+
+    Of chains spread over ranks the result is of all chains, on all ranks.
+    """
     first = next(iter(checked.values()))
     found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
     device = first.device if generator is None else generator.device
@@ -72,9 +79,13 @@ def project(
         flat = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(2)
         for part in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
             columns = torch.randn(part.shape[2], count, generator=generator, device=device, dtype=torch.float64)
-            moved = part.double() - part[:1, :1].double()  # weights may be far from zero, compared with their spread
+            first_draw = part[:1, :1] if spread is None else spread.ranks.line_up(part[:1, :1])[:1]
+            moved = part.double() - first_draw.double()  # weights may be far from zero, compared with their spread
             found += moved @ columns.to(found.device)
-    return found
+    if spread is None:
+        return found
+    spread.ranks.require_equal({"the projections, from count and generator": digest([columns])})
+    return spread.line_up(found)
 
 
 def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains *p"]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
+from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
 from curvops.sampling.core.chain_draws import Chain
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.metric import OperatorMetric
 from curvops.sampling.core.schedules import Constant
+from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import Info, State
 from curvops.sampling.core.transition import Transition
 from curvops.sampling.runs.divergence import Watch
@@ -84,8 +88,8 @@ def run(
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     if checkpoint is not None:
-        if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
-            raise ValueError("checkpoint= is not for a log posterior over a process group yet: leave it out.")
+        if sampler.spread is not None or getattr(sampler.log_posterior, "ranks", None) is not None:
+            raise ValueError("checkpoint= is not for samplers over a process group: leave it out.")
         require_repeatable(batches)
 
     def problem() -> dict[str, Any]:
@@ -98,7 +102,9 @@ def run(
     if known is not None:
         reached = reached.restore(known)
     if not kept.done:
-        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
+        spread = sampler.spread
+        with nullcontext() if spread is None else spread.ranks.guarded():
+            reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
         if kept:
             kept.finish(reached.record())
     return reached.chain(sampler, thin)
@@ -127,7 +133,9 @@ class _RunState:
         traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
         return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
 
-    def advance(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _RunState:
+    def advance(
+        self, state: Any, info: Info, warmup: int, thin: int, position: Any, spread: Spread | None
+    ) -> _RunState:
         """Return the state after one more step."""
         at, adaptation = self.done - warmup, self.adaptation
         if at >= 0:
@@ -137,7 +145,8 @@ class _RunState:
                 self.draws[:, at // thin] = state.theta
         elif adaptation is not None:
             assert info.acceptance is not None
-            adaptation = adaptation.update(float(info.acceptance.mean()))
+            acceptance = float(info.acceptance.mean()) if spread is None else spread.mean(info.acceptance)
+            adaptation = adaptation.update(acceptance)
         return replace(self, done=self.done + 1, state=state, adaptation=adaptation, position=position)
 
     def record(self) -> dict[str, Any]:
@@ -154,7 +163,11 @@ class _RunState:
         """Return the resulting chain."""
         adapted = _with_step_size(sampler, self.adaptation, False)
         traces = {name: self.traces.get(name) for name in TRACES}
-        return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
+        chain = Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
+        if sampler.spread is None:
+            return chain
+        sampler.spread.ranks.meet()
+        return chain.gathered(sampler.spread) if sampler.spread.gather else replace(chain, spread=sampler.spread)
 
 
 def _take_steps(
@@ -183,7 +196,9 @@ def _take_steps(
                 watch.before(reached.state, batch)
                 state, info = adapted.update(reached.state, batch, inplace=inplace)
                 watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
-                reached = reached.advance(state, info, warmup, thin, feed.position)
+                reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
+                if sampler.spread is not None:
+                    sampler.spread.ranks.beat()
                 kept.save(reached.record)
                 bar.advance()
             watch.finish(reached.state)
@@ -283,7 +298,14 @@ class StepSizeSearch:
         return replace(self, steps=self.steps + 1, log_trial=trial, log_mean=mean)
 
 
-def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
+def chains(
+    sampler: Any,
+    k: int,
+    *,
+    vectorized: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    gather: bool = True,
+) -> Any:
     """Return a sampler of k chains at once, whose states and infos have a first dimension of k.
 
     Each chain draws from its own generator, seeded by that of `init`: the noise is bit for bit that of k single chains
@@ -294,10 +316,19 @@ def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
         k: the number of chains, at least 1.
         vectorized: True computes all gradients together by `torch.vmap`, False one by one. None computes them
             together if `log_posterior` allows it, otherwise one by one with a `NotVectorized` warning.
+        process_group: a process group of torch.distributed, whose ranks share the chains: rank r of n runs the chains
+            r, r + n, r + 2n, … of the k, on all of the data, with the noise that they have in one process. All ranks
+            make the same calls, with equal seeds; a run needs no messages but at its end, and in a warm-up with
+            `target_acceptance` one for each step.
+        gather: with a process group, whether `run` returns all chains on every rank, or each rank's own
+            (`random_projections` then still computes R̂ of all chains).
 
     Raises:
-        TypeError, ValueError: k is not a number of chains, or the sampler already has chains; in the first step, a
-            module that normalises by batch statistics.
+        TypeError, ValueError: k is not a number of chains, or fewer than the ranks, or the sampler already has chains,
+            or a log posterior whose data these ranks share; in the first step, a module that normalises by batch
+            statistics.
+        RanksDiffer: other numbers of chains; in `init`, other starts or seeds.
+        RankFailed: in `run`, where another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
     """
@@ -308,4 +339,12 @@ def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)
+    check_flag("gather", gather)
+    if process_group is not None:
+        spread = Spread(Ranks(process_group), count, gather)
+        if isinstance(sampler.log_posterior, LogPosterior) and sampler.log_posterior.ranks is not None:
+            spread.require_apart(sampler.log_posterior.ranks)
+        sampler, count = replace(sampler, spread=spread), len(range(count)[spread.own])
+    elif not gather:
+        raise ValueError("gather=False is for chains that the ranks of a process_group share: leave it out.")
     return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

@@ -1,0 +1,203 @@
+"""Chains spread over ranks, each on all data: they are the chains of one process, and so are their diagnostics.
+
+Tests `spread.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import curvops as co
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
+from tests.ranks.test_faults import outcome
+from tests.ranks.test_samplers import EXACT, STOCHASTIC, own_points
+
+S, K, STEPS = co.sampling, 5, 20
+DATA = [data("labels")]
+
+
+def density() -> Any:
+    return S.log_posterior(linearise("labels"), prior_precision=2.0)
+
+
+def of_chains(group: Any) -> Iterator[tuple[str, Any]]:
+    f, P = density(), co.KFAC(linearise("labels")).add_diagonal(0.5)
+    chains = partial(S.chains, k=K, process_group=group)
+    run = partial(S.run, start=f.params, batches=DATA, steps=STEPS, generator=seeded())
+    for name, make in (STOCHASTIC | EXACT).items():
+        if name != "vi":
+            yield name, run(chains(make(f)))
+    tuned = run(chains(S.lmc(f, 0.3)), warmup=20, target_acceptance=0.7)
+    yield "tuned", tuned
+    yield "continued", S.run(chains(S.lmc(f, 0.3)), tuned.state, DATA, steps=5, thin=2)
+    starts = [{name: value + 0.1 * i for name, value in f.params.items()} for i in range(K)]
+    yield "starts of their own", run(chains(S.sgld(f, 0.05)), start=starts)
+    yield "one by one", run(chains(S.sgld(f, 0.05), vectorized=False))
+    yield "minibatches", run(chains(S.sgld(f, 0.05)), batches=S.minibatches(f, DATA[0], 4, seeded(6)))
+    yield "a preconditioner", run(chains(S.sgld(f, 0.1, preconditioner=P.inverse())))
+    yield (
+        "a density without data",
+        S.run(
+            chains(S.hmc(lambda x, _: -x.square().sum(), 0.3, data_size=1)),
+            torch.ones(3, dtype=DOUBLE),
+            steps=9,
+            generator=seeded(),
+        ),
+    )
+    whole = run(chains(S.hmc(f, 0.1)))
+    yield "rhat", S.diagnostics.rhat(whole)
+    yield "ess", S.diagnostics.ess(whole)
+    own = {} if group is None else {"gather": False}
+    yield "projections", S.diagnostics.random_projections(run(chains(S.hmc(f, 0.1), **own)), 7, seeded(8))
+    new = torch.randn(5, 4, generator=seeded(), dtype=DOUBLE)
+    yield "prediction", {"covariance": S.empirical(linearise("labels"), whole).predict(new).covariance_matrix}
+
+
+def answers(group: Any = None) -> dict[str, np.ndarray]:
+    found: dict[str, Tensor] = {}
+    for name, value in of_chains(group):
+        if isinstance(value, Mapping):
+            found |= {f"{name}: {key}": each for key, each in value.items()}
+            continue
+        for what in ("theta", "log_posterior", "acceptance", "r_squared", "ess", "series"):
+            if (each := getattr(value, what, None)) is not None:
+                found[f"{name}: {what}"] = each
+    return {name: value.numpy() for name, value in found.items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return answers()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_chains_are_those_of_one_process(expected, size) -> None:
+    wrong, found = [], run_on_ranks(size, answers)
+    for rank, own in found.items():
+        assert not isinstance(own, str), f"rank {rank}: {own}"
+        assert own.keys() == expected.keys()
+        for name, value in own.items():
+            assert value.shape == expected[name].shape, (rank, name)
+            error = np.abs(value - expected[name]).max() / max(1.0, np.abs(expected[name]).max())
+            if not error < 1e-10:
+                wrong.append(f"rank {rank} of {size}: {name} is off by {error:.2g}")
+            assert np.array_equal(value, found[0][name]), (rank, name)
+    assert not wrong, "\n".join(wrong)
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    rank, f = dist.get_rank(group), density()
+    sampler = S.sgld(f, 0.1)
+    many = S.chains(sampler, K, process_group=group)
+    own = S.run(S.chains(sampler, K, process_group=group, gather=False), f.params, DATA, steps=8, generator=seeded())
+    shared = S.log_posterior(linearise("labels", SHARDS[2], group, rank))
+    found = {
+        "fewer chains than ranks": outcome(lambda: S.chains(sampler, 1, process_group=group)),
+        "other numbers of chains": outcome(lambda: S.chains(sampler, K + rank, process_group=group)),
+        "a number as group": outcome(lambda: S.chains(sampler, K, process_group=2)),
+        "other seeds": outcome(lambda: many.init(f.params, seeded(rank))),
+        "other starts": outcome(lambda: many.init({n: v + rank for n, v in f.params.items()}, seeded())),
+        "chains of chains": outcome(lambda: S.chains(many, 2)),
+        "data shared by the same ranks": outcome(lambda: S.chains(S.sgld(shared, 0.1), K, process_group=group)),
+        "a checkpoint": outcome(lambda: S.run(many, f.params, DATA, steps=5, checkpoint="nowhere")),
+        "rhat of one rank's chains": outcome(lambda: S.diagnostics.rhat(own)),
+        "predictions of one rank's chains": outcome(lambda: S.empirical(linearise("labels"), own)),
+        "other projections": outcome(lambda: S.diagnostics.random_projections(own, 3, seeded(rank))),
+        "a fit": outcome(lambda: S.chains(S.vi(f, lr=0.1), K, process_group=group).init(f.params, seeded())),
+    }
+    ranks = many.spread.ranks
+    before = ranks.messages
+    state = many.init(f.params, seeded())
+    started = ranks.messages
+    chain = S.run(many, state, DATA, steps=10)
+    found["messages"] = f"{started - before} at the start, {ranks.messages - started} of a run"
+    found["own chains"] = f"{len(own.theta)} of {len(chain.theta)}"
+    return found
+
+
+REFUSED = {
+    "fewer chains than ranks": "ValueError: 1 chains are fewer than the 2 ranks",
+    "other numbers of chains": "RanksDiffer: the number of chains",
+    "a number as group": "TypeError: process_group must be a process group",
+    "other seeds": "RanksDiffer: the chains' seeds, from generator",
+    "other starts": "RanksDiffer: the params to start from",
+    "chains of chains": "ValueError: the sampler runs ",
+    "data shared by the same ranks": "ValueError: the ranks of process_group share the data of log_posterior",
+    "a checkpoint": "ValueError: checkpoint= is not for samplers over a process group",
+    "rhat of one rank's chains": "ValueError: draws are the chains of rank ",
+    "predictions of one rank's chains": "ValueError: draws are the chains of rank ",
+    "other projections": "RanksDiffer: the projections, from count and generator",
+    "a fit": "ValueError: variational inference makes one fit, not chains",
+    "messages": "2 at the start, 4 of a run",
+    "own chains": "of 5",
+}
+
+
+def test_what_differs_is_named() -> None:
+    for rank, found in run_on_ranks(2, refusals).items():
+        assert not isinstance(found, str), found
+        assert found.keys() == REFUSED.keys()
+        wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
+        assert not wrong, (rank, wrong)
+
+
+def failing_chains(group: dist.ProcessGroup, how: str) -> str:
+    """Chains while the density raises, the process ends, or it hangs, on rank 1."""
+    rank, left = dist.get_rank(group), [10]
+
+    def log_density(x: Tensor, batch: Any) -> Tensor:
+        left[0] -= 1
+        if rank == 1 and left[0] == 0:
+            if how == "raises":
+                raise OSError("the disk is gone")
+            if how == "ends":
+                os._exit(1)
+            time.sleep(8)  # once
+        return -x.square().sum()
+
+    sampler = S.chains(S.sgld(log_density, 0.01, data_size=1), 4, process_group=group)
+    sampler.spread.ranks.timeout = 2
+    return outcome(lambda: S.run(sampler, torch.ones(3), steps=12, generator=seeded()))
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("raises", "RankFailed: rank 1 of 2 raised OSError: the disk is gone"),
+        ("ends", "RankFailed: rank 0 of 2 is done and waits for the others; rank 1 did nothing"),
+        ("hangs", "RankFailed: rank 0 of 2 is done and waits for the others; rank 1 did nothing"),
+    ],
+)
+def test_a_rank_that_fails_is_named(how, said) -> None:
+    found = run_on_ranks(2, failing_chains, how, expected=1 if how == "ends" else 2)
+    assert said in found[0], found
+
+
+def of_a_mesh(world: dist.ProcessGroup) -> np.ndarray:
+    """Chains over the columns of a mesh of ranks (2, 2), data over its rows."""
+    rank = dist.get_rank(world)
+    rows, columns = ([dist.new_group(ranks) for ranks in each] for each in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    data_group, chain_group = rows[rank // 2], columns[rank % 2]
+    f = S.log_posterior(linearise("labels", SHARDS[2], data_group, rank % 2), prior_precision=2.0)
+    sampler = S.chains(S.hmc(f, 0.1), K, process_group=chain_group)
+    batches = [own_points("labels", 2, rank % 2)]
+    return S.run(sampler, f.params, batches, steps=STEPS, generator=seeded()).theta.numpy()
+
+
+def test_chains_and_data_over_a_mesh_of_ranks() -> None:
+    f = density()
+    alone = S.run(S.chains(S.hmc(f, 0.1), K), f.params, DATA, steps=STEPS, generator=seeded()).theta.numpy()
+    for theta in run_on_ranks(4, of_a_mesh).values():
+        assert not isinstance(theta, str), theta
+        np.testing.assert_allclose(theta, alone, rtol=0, atol=1e-10)
