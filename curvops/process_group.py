@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -127,6 +127,23 @@ class Ranks:
         found = [torch.empty_like(padded) for _ in counts]
         self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
         return torch.cat([rows[:count] for rows, count in zip(found, counts)]).movedim(0, dim), counts
+
+    def gather_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows (n, K) of all ranks, of which each has so many. One all-gather; columns are contiguous."""
+        padded = part.new_zeros(part.shape[1], max(counts))
+        padded[:, : len(part)] = part.mT
+        found = [torch.empty_like(padded) for _ in counts]
+        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
+        return torch.cat([rows[:, :count] for rows, count in zip(found, counts)], 1).mT
+
+    def scatter_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum of a block (n, K) over ranks, so many on each. One reduce-scatter."""
+        padded = part.new_zeros(self.size, part.shape[1], max(counts))
+        for rows, own in zip(padded, part.mT.split(list(counts), 1)):
+            rows[:, : own.shape[1]] = own
+        found = torch.empty_like(padded[0])
+        self._wait(lambda: dist.reduce_scatter_tensor(found, padded, group=self.group, async_op=True), padded)
+        return found[:, : counts[self.rank]].mT
 
     def replicate(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose gradient is added up over the ranks: of what each does with it in its own terms."""

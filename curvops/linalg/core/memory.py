@@ -143,7 +143,7 @@ def keep(A: Any, owner: object, nbytes: int) -> None:
 
 def vector_bytes(facts: Description) -> int:
     """Return the bytes of a vector on the longer side of a matrix."""
-    return max(facts.rows, facts.columns) * facts.dtype.itemsize
+    return facts.vector_bytes
 
 
 def longest(A: Any) -> int:

@@ -52,6 +52,11 @@ class Description(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes of a vector on the longer side."""
+        return max(self.rows, self.columns) * self.dtype.itemsize
+
 
 @singledispatch
 def describe(A: Matrix) -> Description:
@@ -192,10 +197,11 @@ def random_block(
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
-    if kind == "rademacher":
-        rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-    else:
-        rows.normal_(generator=generator)
+    for row in rows:  # a vector at a time, so that other storage may draw the same numbers without all columns
+        if kind == "rademacher":
+            row.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        else:
+            row.normal_(generator=generator)
     return rows.to(like.device).mT
 
 
@@ -238,9 +244,11 @@ def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.
 
 def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
     """Yield the identity of the size of A, ``width`` columns at a time."""
-    n, dtype, device = facts.columns, facts.dtype, facts.device
-    for first in range(0, n, width):
-        yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
+    for first in range(0, facts.columns, width):
+        E = zero_block(facts, k := min(width, facts.columns - first))
+        ones = torch.eye(k, dtype=facts.dtype, device=facts.device)
+        put_entries(E, torch.arange(first, first + k, device=facts.device), ones)
+        yield E
 
 
 def unit_columns(index: Int[Tensor, " j"], n: int, dtype: torch.dtype) -> Float[Tensor, "n j"]:
@@ -353,18 +361,27 @@ def project_out(
     This is classical Gram–Schmidt. ``store`` holds bases of ``room`` columns one after another, of which the first
     ``used`` columns are filled. Also returns the components of W along them.
     """
+    return project_out_by(lambda along: along, W, store, room, used, which)
+
+
+def project_out_by(
+    add_up: Callable[[Tensor], Tensor], W: Tensor, store: Tensor, room: int, used: int, which: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `project_out` where components along the basis become whole by `add_up`."""
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
-        found, along = _subtract_projections(rows, bases[:, :used])
+        found, along = _subtract_projections(add_up, rows, bases[:, :used])
         return found.mT, along
     # One after the other: the bases of some vectors are not a part of the store without a copy.
-    parts = [_subtract_projections(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
+    parts = [
+        _subtract_projections(add_up, rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())
+    ]
     found, along = (torch.cat(part) for part in zip(*parts))
     return found.mT, along
 
 
-def _subtract_projections(rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
-    along = torch.bmm(bases, rows.unsqueeze(2))
+def _subtract_projections(add_up: Callable[[Tensor], Tensor], rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    along = add_up(torch.bmm(bases, rows.unsqueeze(2)))
     rows = rows - torch.bmm(along.mT, bases).squeeze(1)
-    again = torch.bmm(bases, rows.unsqueeze(2))
+    again = add_up(torch.bmm(bases, rows.unsqueeze(2)))
     return rows - torch.bmm(again.mT, bases).squeeze(1), along.squeeze(2)

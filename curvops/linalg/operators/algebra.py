@@ -13,6 +13,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core.sharded import Layouts, layouts_of
 from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
@@ -66,6 +67,11 @@ class Transposed(UnaryOperator):
     @property
     def spaces(self) -> Spaces:
         return super().spaces[::-1]
+
+    @property
+    def layouts(self) -> Layouts:
+        found = super().layouts
+        return None if found is None else found[::-1]
 
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
@@ -361,6 +367,11 @@ class Product(Operator):
     @property
     def spaces(self) -> Spaces:
         return spaces_of(self.factors[0])[0], spaces_of(self.factors[-1])[1]
+
+    @property
+    def layouts(self) -> Layouts:
+        first, last = layouts_of(self.factors[0]), layouts_of(self.factors[-1])
+        return None if first is None or last is None else (first[0], last[1])
 
     @property
     def symmetric(self) -> bool:

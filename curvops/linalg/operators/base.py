@@ -31,10 +31,21 @@ from curvops.linalg.core.memory import Memories, holding, memories_of, solve_wid
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Estimate, indefinite
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import (
+    LaidOut,
+    Layout,
+    Layouts,
+    Sharded,
+    is_dtensor,
+    layouts_of,
+    over_ranks,
+    unwrapped,
+    wrapped,
+)
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import clearly_indefinite
-from curvops.linalg.core.vectors import require_precision, unit_columns
+from curvops.linalg.core.vectors import Description, Vectors, describe, require_precision, unit_columns
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.spectral_density import spectral_density
@@ -55,6 +66,8 @@ COLUMN_BLOCK = 64
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
+    if isinstance(rhs, Sharded):
+        return rhs.multiplied(product)
     if rhs.ndim == 1:
         return product(rhs.unsqueeze(-1)).squeeze(-1)
     if rhs.ndim == 2:
@@ -168,12 +181,27 @@ class Operator(LinearOperator):
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
+        if is_dtensor(other):
+            return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector of named tensors." if isinstance(other, Mapping) else ""
             raise TypeError(
                 f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
                 f"{named}"
             )
+        self._require_fit(other)
+        found: Tensor = super().matmul(other)
+        recorded = torch.is_grad_enabled() and carries_graph(self.representation())
+        return differentiable_once(found) if recorded else found
+
+    def _times_shards(self, block: Sharded) -> Any:
+        """Multiply a block that was a DTensor; the result is one, too."""
+        self._require_fit(block)
+        with torch.no_grad():
+            return wrapped(over_ranks(self, block.rows)._matmul(block))
+
+    def _require_fit(self, other: Vectors) -> None:
+        """Raise ValueError where this cannot be multiplied."""
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
@@ -181,9 +209,25 @@ class Operator(LinearOperator):
             )
         if other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
-        found: Tensor = super().matmul(other)
-        recorded = torch.is_grad_enabled() and carries_graph(self.representation())
-        return differentiable_once(found) if recorded else found
+
+    @property
+    def layouts(self) -> Layouts:
+        """How sharded vectors lie over ranks, by rows and by columns of A, if a part of it determines it."""
+        return next((found for part in self._args if (found := layouts_of(part)) is not None), None)
+
+    def sharded(self, mesh: Any) -> LinearOperator:
+        """Return the operator on vectors that are sharded over a device mesh of one dimension.
+
+        Whatever algorithms keep beside it (bases, sketches, random vectors) is then sharded by rows, and results are
+        DTensors with `Shard(0)`: ``G.sharded(mesh).eigsh(50).vectors``. All ranks of the mesh make the same calls. If
+        the data are sharded, too, their process group has the ranks of the mesh.
+
+        A product gathers some columns at a time, and adds up or keeps the rows of each rank.
+
+        Raises ValueError for a mesh of several dimensions, or whose ranks are not those of the data.
+        """
+        layouts = (Layout.on(mesh, size) for size in self.matrix_shape)
+        return on_shards.OnShards(self, *layouts)
 
     # The algebra: every spelling returns an Operator
 
@@ -686,5 +730,11 @@ def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) 
     return value
 
 
+@describe.register
+def _(A: Operator) -> Description:
+    facts, layouts = describe.dispatch(object)(A), A.layouts
+    return facts if layouts is None else LaidOut.of(facts, *layouts)
+
+
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
-from curvops.linalg.operators import algebra, damped, dense  # noqa: E402
+from curvops.linalg.operators import algebra, damped, dense, on_shards  # noqa: E402

@@ -25,6 +25,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -67,6 +68,7 @@ DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
 
 
+@on_shards
 @resumable
 def cg(
     A: Matrix,

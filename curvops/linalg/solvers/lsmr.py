@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -56,6 +57,7 @@ VECTORS = 14
 """Working vectors per right-hand side, temporaries included."""
 
 
+@on_shards
 def lsmr(
     A: Matrix,
     B: Shaped[Vectors, "m *K"],

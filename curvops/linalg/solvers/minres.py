@@ -20,6 +20,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -68,6 +69,7 @@ WATCHED = 6
 """The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
 
+@on_shards
 def minres(
     A: Matrix,
     B: Shaped[Vectors, "n *K"],

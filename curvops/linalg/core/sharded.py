@@ -1,0 +1,523 @@
+"""Blocks of long vectors whose rows are shared among the processes of a group: DTensors with `Shard(0)`, unwrapped.
+
+A DTensor refuses arithmetic with plain tensors, such as one number for each column. So an algorithm works on `Sharded`:
+this rank's rows as a plain tensor, for which the primitives of `vectors` are registered. What is summed over rows
+(inner products, Gram matrices) is added up over the ranks and comes out as a plain tensor, equal on all of them to the
+bit, so that all take the same decisions. `on_shards` is the door of every algorithm: DTensors in, DTensors out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.linalg.core import vectors
+from curvops.linalg.core.vectors import Description
+from curvops.process_group import Ranks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PANEL_BYTES = 2**24
+"""The bytes that whole columns may take beside a block, whatever its size."""
+ROW_WISE = {
+    *("abs", "add", "clone", "detach", "div", "maximum", "mul", "neg", "rdiv", "rmul"),
+    *("rsub", "sqrt", "square", "sub", "true_divide", "where"),
+}
+"""Functions of torch that treat each entry, or each row, by itself."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers of rows on each rank, in order; `mesh` is the device mesh of DTensors that lie so."""
+
+    ranks: Ranks
+    counts: tuple[int, ...]
+    mesh: Any = None
+
+    @classmethod
+    def even(cls, ranks: Ranks, length: int, mesh: Any = None) -> Layout:
+        """Return the layout of `Shard(0)`: ⌈n/ranks⌉ rows each, fewer or none at the end."""
+        step = -(-length // ranks.size)
+        ends = [min(length, rank * step) for rank in range(ranks.size + 1)]
+        return cls(ranks, tuple(stop - start for start, stop in pairwise(ends)), mesh)
+
+    @classmethod
+    def on(cls, mesh: Any, length: int) -> Layout:
+        """Return the layout of `Shard(0)` on a device mesh.
+
+        Raises ValueError where the mesh has several dimensions.
+        """
+        if getattr(mesh, "ndim", None) != 1:
+            raise ValueError(
+                f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
+            )
+        return cls.even(_ranks_of(mesh), length, mesh)
+
+    @property
+    def length(self) -> int:
+        """The number of rows of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def own(self) -> slice:
+        """The rows of this rank among all."""
+        starts = [0, *accumulate(self.counts)]
+        return slice(*starts[self.ranks.rank : self.ranks.rank + 2])
+
+    def require(self, other: Layout) -> None:
+        """Raise ValueError unless another block lies on the same ranks, row by row."""
+        if other is not self and (other.ranks is not self.ranks or other.counts != self.counts):
+            raise ValueError(
+                f"sharded vectors lie on different ranks: rows {self.counts} on {self.mesh}, and {other.counts} on "
+                f"{other.mesh}. Take one device mesh for all (and tensor.redistribute)."
+            )
+
+    def stacked(self, own: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
+        """Return a small tensor of each rank. One all-reduce."""
+        every = own.new_zeros(self.ranks.size, *own.shape)
+        every[self.ranks.rank] = own
+        return self.ranks.add_up(every)
+
+
+Layouts: TypeAlias = tuple[Layout, Layout] | None
+
+
+def _ranks_of(mesh: Any) -> Ranks:
+    """Return the ranks of a device mesh, made once; all of them must ask."""
+    group = mesh.get_group(0)
+    if group not in _known:
+        _known[group] = Ranks(group)
+    return _known[group]
+
+
+_known: dict[Any, Ranks] = {}
+
+
+_Block: Any = object  # for the type checker, a block is what the primitives ask for
+
+
+class Sharded(_Block):
+    """A block (n, K), or a vector (n,), of which each rank holds its rows.
+
+    Arithmetic is with a block of the same layout, a number, a row of K numbers, or a plain column (n, 1), of which a
+    rank takes its own rows.
+
+    Args:
+        local: the rows of this rank, (n_rank, K), the columns contiguous.
+        layout: the rows of all ranks.
+    """
+
+    def __init__(self, local: Tensor, layout: Layout) -> None:
+        self.local, self.rows = local, layout
+        self.dtype, self.device, self.ndim = local.dtype, local.device, local.ndim
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole block."""
+        return torch.Size((self.rows.length, *self.local.shape[1:]))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient is recorded."""
+        return self.local.requires_grad
+
+    def __repr__(self) -> str:
+        return f"Sharded({tuple(self.shape)}, {self.dtype}, rows {self.rows.counts})"
+
+    def like(self, local: Tensor) -> Sharded:
+        """Return other rows in the same layout."""
+        return Sharded(local, self.rows)
+
+    def to(self, *args: Any, **kwargs: Any) -> Sharded:
+        """Convert to another dtype."""
+        return self.like(self.local.to(*args, **kwargs))
+
+    def clone(self) -> Sharded:
+        """Return a copy."""
+        return self.like(self.local.clone())
+
+    def detach(self) -> Sharded:
+        """Return the block without its graph."""
+        return self.like(self.local.detach())
+
+    def square(self) -> Sharded:
+        """Return the squares of the entries."""
+        return self.like(self.local.square())
+
+    def sqrt(self) -> Sharded:
+        """Return the roots of the entries."""
+        return self.like(self.local.sqrt())
+
+    def abs(self) -> Sharded:
+        """Return the sizes of the entries."""
+        return self.like(self.local.abs())
+
+    def unsqueeze(self, dim: int) -> Sharded:
+        """Return a vector as a block of one column."""
+        return self.like(self.local.unsqueeze(1))
+
+    def squeeze(self, *_: Any) -> Sharded:
+        """Return the only column as a vector."""
+        return self.like(self.local.squeeze(1))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.__name__.strip("_")
+        block = next(part for part in args if isinstance(part, Sharded))
+        if name == "matmul" and isinstance(args[0], Tensor):
+            return block.multiplied(lambda whole: args[0] @ whole)
+        if name not in ROW_WISE:
+            raise TypeError(f"torch's {name} is not known for vectors that are sharded over ranks.")
+        return block.like(function(*map(block.rows_of, args), **kwargs or {}))
+
+    def rows_of(self, other: Any) -> Any:
+        """Return this rank's rows of another block or of a plain column; numbers of each column are unchanged."""
+        if isinstance(other, Sharded):
+            self.rows.require(other.rows)
+            return other.local
+        whole = isinstance(other, Tensor) and other.ndim == self.ndim and len(other) == self.rows.length
+        return other[self.rows.own] if whole else other
+
+    def whole(self) -> Float[Tensor, "n *K"]:
+        """Return the rows of all ranks as a plain tensor. One all-gather."""
+        if self.ndim == 1:
+            return self.unsqueeze(1).whole().squeeze(1)
+        if not self.local.shape[1]:
+            return self.local.new_empty(self.shape)
+        return self.rows.ranks.gather_rows(self.local, self.rows.counts)
+
+    def multiplied(
+        self, multiply: Callable[[Tensor], Tensor], partial: bool = False, layout: Layout | None = None
+    ) -> Sharded:
+        """Return A V for the map V -> A V of plain blocks, some columns at a time.
+
+        A panel of columns is gathered, multiplied, and each rank keeps its rows; if the products of the ranks are
+        `partial`, they are added up on the way (reduce-scatter). A panel takes no more than this rank's part of the
+        block, or one column, or `PANEL_BYTES`. The rows of A lie in the given layout, otherwise as V's or evenly.
+        """
+        if self.ndim == 1:
+            return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
+        ranks, K, result = self.rows.ranks, self.shape[1], None
+        width = max(1, -(-K // ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
+        for start in range(0, max(K, 1), width):
+            panel = slice(start, start + width)
+            found = multiply(self.like(self.local[:, panel]).whole())
+            if result is None:
+                result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
+            rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
+            result.local[:, panel] = rows
+            del found, rows
+        assert result is not None
+        return result
+
+    def new_empty(self, rows: int, columns: int) -> Sharded:
+        """Return an uninitialised block of so many rows, which lie evenly unless they are as many as this block's."""
+        ranks, mesh = self.rows.ranks, self.rows.mesh
+        return self._placed(self.rows if rows == self.shape[0] else Layout.even(ranks, rows, mesh), columns)
+
+    def _placed(self, layout: Layout, columns: int) -> Sharded:
+        return Sharded(self.local.new_empty(columns, layout.counts[layout.ranks.rank]).mT, layout)
+
+
+def _arithmetic(name: str) -> Any:
+    def apply(self: Sharded, other: Any) -> Sharded:
+        return self.like(getattr(self.local, name)(self.rows_of(other)))
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    for _kind in ("", "r", "i"):
+        setattr(Sharded, f"__{_kind}{_name}__", _arithmetic(f"__{_kind}{_name}__"))
+
+
+class LaidOut(Description):
+    """The description of a matrix whose vectors are sharded."""
+
+    row_layout: Layout
+    column_layout: Layout
+
+    @classmethod
+    def of(cls, facts: Description, row_layout: Layout, column_layout: Layout) -> LaidOut:
+        """Return the description with the layouts of its images and of its arguments."""
+        found = cls(*facts)
+        found.row_layout, found.column_layout = row_layout, column_layout
+        return found
+
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes of a rank's rows of a vector on the longer side, those of the rank that has most."""
+        return max(*self.row_layout.counts, *self.column_layout.counts) * self.dtype.itemsize
+
+
+def _layout_of(like: Sharded | LaidOut) -> Layout:
+    return like.column_layout if isinstance(like, LaidOut) else like.rows
+
+
+def _own_description(like: Sharded | LaidOut) -> Description:
+    """Return what a rank's rows alone are made from."""
+    layout = _layout_of(like)
+    rows = layout.counts[layout.ranks.rank]
+    return Description(rows, rows, like.dtype, like.device)
+
+
+def _made_by(primitive: Any) -> Callable[[Any, int], Sharded]:
+    return lambda like, k: Sharded(primitive(_own_description(like), k), _layout_of(like))
+
+
+for _primitive in (vectors.empty_block, vectors.zero_block):
+    for _like in (Sharded, LaidOut):
+        _primitive.register(_like, _made_by(_primitive))
+
+
+@vectors.random_block.register(Sharded)
+@vectors.random_block.register(LaidOut)
+def _random_block(like: Any, k: int, kind: Any = "rademacher", generator: torch.Generator | None = None) -> Sharded:
+    """Draw the columns of one process, one at a time, and keep this rank's rows."""
+    layout = _layout_of(like)
+    block = Sharded(vectors.empty_block(_own_description(like), k), layout)
+    whole, drawn = Description(layout.length, layout.length, like.dtype, like.device), torch.zeros(0)
+    for j in range(k):
+        drawn = vectors.random_block(whole, 1, kind, generator)
+        block.local[:, j : j + 1] = drawn[layout.own]
+    if k:
+        layout.ranks.add_up(torch.zeros(1, dtype=torch.float64, device=drawn.device), told=drawn[:64])
+    return block
+
+
+# Rows are independent in these: each rank by itself, by the primitive for tensors.
+for _name in ("part", "as_block", "columns", "combine", "finite_part"):
+    _primitive = getattr(vectors, _name)
+    _primitive.register(Sharded, lambda X, *rest, f=_primitive: X.like(f(X.local, *rest)))
+
+
+@vectors.plus.register
+def _(Y: Sharded, X: Sharded, c: Tensor) -> Sharded:
+    return Y.like(vectors.plus(Y.local, Y.rows_of(X), c))
+
+
+@vectors.join.register
+def _(first: Sharded, *others: Sharded) -> Sharded:
+    return first.like(vectors.join(first.local, *map(first.rows_of, others)))
+
+
+@vectors.put.register
+def _(X: Sharded, start: int, V: Sharded) -> None:
+    vectors.put(X.local, start, X.rows_of(V))
+
+
+@vectors.put_columns.register
+def _(X: Sharded, index: Tensor, V: Sharded) -> None:
+    vectors.put_columns(X.local, index, X.rows_of(V))
+
+
+@vectors.rotate.register
+def _(X: Sharded, C: Tensor) -> None:
+    vectors.rotate(X.local, C)
+
+
+@vectors.axpy.register
+def _(Y: Sharded, X: Sharded, C: Tensor) -> Sharded:
+    vectors.axpy(Y.local, Y.rows_of(X), C)
+    return Y
+
+
+def _within(index: Int[Tensor, "*i"], layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return which positions are on this rank, and their places there."""
+    index = torch.where(index < 0, index + layout.length, index)
+    own = layout.own
+    inside = (index >= own.start) & (index < own.stop)
+    return inside, index[inside] - own.start
+
+
+@vectors.entries.register
+def _(X: Sharded, index: Tensor) -> Tensor:
+    """Return rows on every rank. One all-reduce."""
+    inside, places = _within(index, X.rows)
+    found = X.local.new_zeros(*index.shape, *X.local.shape[1:])
+    found[inside] = X.local[places]
+    return X.rows.ranks.add_up(found)
+
+
+@vectors.put_entries.register
+def _(X: Sharded, index: Tensor, rows: Tensor) -> None:
+    inside, places = _within(index, X.rows)
+    X.local[places] = rows[inside]
+
+
+# K-sized results are added up over the ranks, and plain.
+@vectors.inner.register
+def _(X: Sharded, Y: Sharded) -> Tensor:
+    return X.rows.ranks.add_up(vectors.inner(X.local, X.rows_of(Y)))
+
+
+@vectors.gram.register
+def _(X: Sharded, Y: Sharded) -> Tensor:
+    return X.rows.ranks.add_up(vectors.gram(X.local, X.local if Y is X else X.rows_of(Y)))
+
+
+@vectors.norm.register
+def _(X: Sharded) -> Tensor:
+    return vectors.norm(X.rows.stacked(vectors.norm(X.local)))  # of norms, which overflow later than squares
+
+
+@vectors.largest.register
+def _(X: Sharded) -> Tensor:
+    own = vectors.largest(X.local) if len(X.local) else X.local.new_zeros(X.shape[1], dtype=torch.float64)
+    return X.rows.stacked(own).amax(0)
+
+
+@vectors.householder.register
+def _(X: Sharded) -> tuple[Sharded, Tensor]:
+    """Each rank by itself, then the small triangles of all."""
+    K, layout = X.shape[1], X.rows
+    Q, R = vectors.householder(X.local)
+    padded = R.new_zeros(K, K)
+    padded[: len(R)] = R
+    heights = [min(K, count) for count in layout.counts]
+    triangles = torch.cat([own[:height] for own, height in zip(layout.stacked(padded), heights)])
+    small, R = torch.linalg.qr(triangles)
+    return X.like(vectors.combine(Q, small.split(heights)[layout.ranks.rank])), R
+
+
+@vectors.project_out.register
+def _(W: Sharded, store: Sharded, room: int, used: int, which: Tensor) -> tuple[Sharded, Tensor]:
+    found, along = vectors.project_out_by(W.rows.ranks.add_up, W.local, W.rows_of(store), room, used, which)
+    return W.like(found), along
+
+
+# The doors between DTensors and blocks.
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor, without importing the module before anyone has one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def unwrapped(tensor: Any) -> Sharded:
+    """Return a DTensor of vectors, sharded over its first dimension, as a block.
+
+    Raises:
+        ValueError: it is replicated, sharded over its columns, or on a mesh of several dimensions.
+        TypeError: a gradient is recorded for it.
+    """
+    from torch.distributed.tensor import Shard
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise TypeError("no gradient passes through sharded vectors: detach() them, or work under torch.no_grad().")
+    layout = Layout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
+    if layout is None or tuple(tensor.placements) != (Shard(0),):
+        raise ValueError(
+            f"vectors (n,) or blocks (n, K) are sharded by rows, placements [Shard(0)], got {tuple(tensor.shape)} with "
+            f"{list(tensor.placements)}: call tensor.redistribute(placements=[Shard(0)])."
+        )
+    local = tensor.to_local().detach()
+    if len(local) != layout.counts[layout.ranks.rank]:
+        raise ValueError(
+            f"rank {layout.ranks.rank} holds {len(local)} rows of a DTensor of {layout.length}, where Shard(0) puts "
+            f"{layout.counts[layout.ranks.rank]}: make it by distribute_tensor, or give from_local the whole shape."
+        )
+    return Sharded(local, layout)
+
+
+def wrapped(block: Sharded) -> Any:
+    """Return a block as a DTensor with `Shard(0)`; rows that lie otherwise are moved."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    layout, ranks = block.rows, block.rows.ranks
+    even = Layout.even(ranks, layout.length, layout.mesh)
+    if even.counts != layout.counts:
+        block = block.multiplied(lambda whole: whole, layout=even)
+    stride = (1,) if block.ndim == 1 else (1, layout.length)
+    return DTensor.from_local(block.local, layout.mesh, [Shard(0)], run_check=False, shape=block.shape, stride=stride)
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, Sharded)
+
+
+def _exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """Change the values of a kind within tuples and dataclasses."""
+    if kind(value):
+        return change(value)
+    if type(value) is tuple:
+        return tuple(_exchanged(part, kind, change) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        changed = {name: _exchanged(part, kind, change) for name, part in parts.items()}
+        changed = {name: part for name, part in changed.items() if part is not parts[name]}
+        return replace(value, **changed) if changed else value
+    return value
+
+
+def layouts_of(part: Any) -> Layouts:
+    """Return how the vectors of an operator, or the rows of a DTensor, lie over ranks; None for whole ones."""
+    if is_dtensor(part):
+        layout = unwrapped(part).rows
+        return layout, layout
+    found: Layouts = getattr(part, "layouts", None)
+    return found
+
+
+@functools.singledispatch
+def over_ranks(A: Any, layout: Layout) -> Any:
+    """Return a matrix as an operator whose vectors are sharded on the ranks of this layout."""
+    raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
+
+
+def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
+    """Let an algorithm on a matrix, its first argument, take vectors as DTensors and return them."""
+
+    @functools.wraps(algorithm)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if _inside.get() or "torch.distributed.tensor" not in sys.modules:
+            return algorithm(*args, **options)
+        given: list[Sharded] = []
+        token = _inside.set(True)
+        try:
+            (A, *rest), named = _exchanged((args, tuple(options.values())), is_dtensor, partial(_noted, given))
+            if given:
+                A = over_ranks(A, given[0].rows)
+            if options.get("checkpoint") is not None and (given or getattr(A, "layouts", None) is not None):
+                raise ValueError("sharded vectors are not kept in a checkpoint: omit checkpoint=.")
+            found = cast(Any, algorithm)(A, *rest, **dict(zip(options, named)))
+        finally:
+            _inside.reset(token)
+        return cast(R, _exchanged(found, _is_block, wrapped))
+
+    return call
+
+
+def _noted(given: list[Sharded], tensor: Any) -> Sharded:
+    given.append(unwrapped(tensor))
+    return given[-1]
+
+
+def blockwise(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method of a dataclass that may hold sharded vectors multiply blocks and DTensors."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if "torch.distributed.tensor" not in sys.modules:
+            return method(*args, **options)
+        found = cast(Any, method)(*_exchanged(args, is_dtensor, unwrapped), **options)
+        return cast(R, wrapped(found) if isinstance(found, Sharded) and not any(map(_is_block, args)) else found)
+
+    return call
+
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+"""Whether an algorithm is running that was called with DTensors, or whose results become DTensors at its end."""
