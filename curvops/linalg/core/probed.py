@@ -102,7 +102,7 @@ class Probed:
         """Return how many times ``vectors`` vectors fit into memory; None for any number."""
         if self.limits.memory is None or not vectors:
             return None
-        return int(self.limits.memory / (vectors * self.facts.rows * self.facts.dtype.itemsize))
+        return int(self.limits.memory / (vectors * vector_bytes(self.facts)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -22,18 +23,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core import vectors
-from curvops.linalg.core.vectors import Description
+from curvops.linalg.core.vectors import Description, Vectors
 from curvops.process_group import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
 PANEL_BYTES = 2**24
 """The bytes that whole columns may take beside a block, whatever its size."""
-ROW_WISE = {
-    *("abs", "add", "clone", "detach", "div", "maximum", "mul", "neg", "rdiv", "rmul"),
-    *("rsub", "sqrt", "square", "sub", "true_divide", "where"),
-}
-"""Functions of torch that treat each entry, or each row, by itself."""
+ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "true_divide")
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,10 @@ class Layout:
                 f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
             )
         return cls.even(_ranks_of(mesh), length, mesh)
+
+    def beside(self, length: int) -> Layout:
+        """Return the layout of other vectors on these ranks: this one for as many rows, otherwise an even one."""
+        return self if length == self.length else Layout.even(self.ranks, length, self.mesh)
 
     @property
     def length(self) -> int:
@@ -131,6 +132,11 @@ class Sharded(_Block):
         """Whether a gradient is recorded."""
         return self.local.requires_grad
 
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes of a column on the rank that has most of it."""
+        return max(self.rows.counts) * self.dtype.itemsize
+
     def __repr__(self) -> str:
         return f"Sharded({tuple(self.shape)}, {self.dtype}, rows {self.rows.counts})"
 
@@ -150,18 +156,6 @@ class Sharded(_Block):
         """Return the block without its graph."""
         return self.like(self.local.detach())
 
-    def square(self) -> Sharded:
-        """Return the squares of the entries."""
-        return self.like(self.local.square())
-
-    def sqrt(self) -> Sharded:
-        """Return the roots of the entries."""
-        return self.like(self.local.sqrt())
-
-    def abs(self) -> Sharded:
-        """Return the sizes of the entries."""
-        return self.like(self.local.abs())
-
     def unsqueeze(self, dim: int) -> Sharded:
         """Return a vector as a block of one column."""
         return self.like(self.local.unsqueeze(1))
@@ -178,7 +172,9 @@ class Sharded(_Block):
         block = next(part for part in args if isinstance(part, Sharded))
         if name == "matmul" and isinstance(args[0], Tensor):
             return block.multiplied(lambda whole: args[0] @ whole)
-        if name not in ROW_WISE:
+        if name == "to" and isinstance(args[0], Tensor):
+            return args[0].to(block.local)
+        if name not in ARITHMETIC:
             raise TypeError(f"torch's {name} is not known for vectors that are sharded over ranks.")
         return block.like(function(*map(block.rows_of, args), **kwargs or {}))
 
@@ -224,8 +220,7 @@ class Sharded(_Block):
 
     def new_empty(self, rows: int, columns: int) -> Sharded:
         """Return an uninitialised block of so many rows, which lie evenly unless they are as many as this block's."""
-        ranks, mesh = self.rows.ranks, self.rows.mesh
-        return self._placed(self.rows if rows == self.shape[0] else Layout.even(ranks, rows, mesh), columns)
+        return self._placed(self.rows.beside(rows), columns)
 
     def _placed(self, layout: Layout, columns: int) -> Sharded:
         return Sharded(self.local.new_empty(columns, layout.counts[layout.ranks.rank]).mT, layout)
@@ -261,6 +256,11 @@ class LaidOut(Description):
         """The bytes of a rank's rows of a vector on the longer side, those of the rank that has most."""
         return max(*self.row_layout.counts, *self.column_layout.counts) * self.dtype.itemsize
 
+    @property
+    def pair_bytes(self) -> int:
+        """The bytes of a rank's rows of a vector on each side, at most."""
+        return (max(self.row_layout.counts) + max(self.column_layout.counts)) * self.dtype.itemsize
+
 
 def _layout_of(like: Sharded | LaidOut) -> Layout:
     return like.column_layout if isinstance(like, LaidOut) else like.rows
@@ -288,11 +288,10 @@ def _random_block(like: Any, k: int, kind: Any = "rademacher", generator: torch.
     """Draw the columns of one process, one at a time, and keep this rank's rows."""
     layout = _layout_of(like)
     block = Sharded(vectors.empty_block(_own_description(like), k), layout)
-    whole, drawn = Description(layout.length, layout.length, like.dtype, like.device), torch.zeros(0)
-    for j in range(k):
-        drawn = vectors.random_block(whole, 1, kind, generator)
-        block.local[:, j : j + 1] = drawn[layout.own]
-    if k:
+    whole, drawn = Description(layout.length, layout.length, like.dtype, like.device), None
+    for j, drawn in enumerate(vectors.random_columns(whole, k, kind, generator)):
+        block.local[:, j] = drawn[layout.own]
+    if drawn is not None:  # ranks whose generators differ are found out
         layout.ranks.add_up(torch.zeros(1, dtype=torch.float64, device=drawn.device), told=drawn[:64])
     return block
 
@@ -398,6 +397,23 @@ def _(W: Sharded, store: Sharded, room: int, used: int, which: Tensor) -> tuple[
     return W.like(found), along
 
 
+@vectors.by_rows.register
+def _(first: Sharded, *others: Sharded, function: Callable[..., Tensor]) -> Tensor:
+    """The rows of all ranks: a few vectors."""
+    rows = [block.local if len(first.local) else block.local.new_zeros(1, block.shape[1]) for block in (first, *others)]
+    return first.like(vectors.by_rows(*rows, function=function)[: len(first.local)]).whole()
+
+
+def stored(block: Vectors) -> Tensor:
+    """Return a block as a tensor, a DTensor if it is sharded, for an operator to store."""
+    return wrapped(block) if isinstance(block, Sharded) else block
+
+
+def block_of(tensor: Tensor) -> Any:
+    """Return a stored tensor as a block."""
+    return unwrapped(tensor) if is_dtensor(tensor) else tensor
+
+
 # The doors between DTensors and blocks.
 
 
@@ -493,7 +509,8 @@ def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
                 A = over_ranks(A, given[0].rows)
             if options.get("checkpoint") is not None and (given or getattr(A, "layouts", None) is not None):
                 raise ValueError("sharded vectors are not kept in a checkpoint: omit checkpoint=.")
-            found = cast(Any, algorithm)(A, *rest, **dict(zip(options, named)))
+            with torch.no_grad() if given else nullcontext():
+                found = cast(Any, algorithm)(A, *rest, **dict(zip(options, named)))
         finally:
             _inside.reset(token)
         return cast(R, _exchanged(found, _is_block, wrapped))
@@ -507,14 +524,17 @@ def _noted(given: list[Sharded], tensor: Any) -> Sharded:
 
 
 def blockwise(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method of a dataclass that may hold sharded vectors multiply blocks and DTensors."""
+    """Let a method of one block, of an object that may hold blocks, multiply sharded vectors and DTensors."""
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> R:
         if "torch.distributed.tensor" not in sys.modules:
             return method(*args, **options)
-        found = cast(Any, method)(*_exchanged(args, is_dtensor, unwrapped), **options)
-        return cast(R, wrapped(found) if isinstance(found, Sharded) and not any(map(_is_block, args)) else found)
+        owner, block = _exchanged(args, is_dtensor, unwrapped)
+        apply = partial(cast(Any, method), owner)
+        whole = isinstance(block, Sharded) and not any(map(_is_block, vars(owner).values()))
+        found = block.multiplied(apply) if whole else apply(block)
+        return cast(R, wrapped(found) if is_dtensor(args[1]) else found)
 
     return call
 

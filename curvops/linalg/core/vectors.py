@@ -30,6 +30,8 @@ ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 """A function applied to each entry on its own, for example to eigenvalues."""
 CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
+TOGETHER = 16
+"""The numbers that torch makes normal together on a CPU: pieces of so many are those of one call."""
 
 if TYPE_CHECKING:
     Vectors: TypeAlias = Tensor
@@ -56,6 +58,11 @@ class Description(NamedTuple):
     def vector_bytes(self) -> int:
         """The bytes of a vector on the longer side."""
         return max(self.rows, self.columns) * self.dtype.itemsize
+
+    @property
+    def pair_bytes(self) -> int:
+        """The bytes of a vector on each side."""
+        return (self.rows + self.columns) * self.dtype.itemsize
 
 
 @singledispatch
@@ -147,6 +154,12 @@ def _length(like: Vectors | Description) -> int:
     return like.columns if isinstance(like, Description) else like.shape[0]
 
 
+def column_bytes(like: Vectors | Description) -> int:
+    """Return the bytes of a vector that this process holds: of a block, or on the longer side of a matrix."""
+    own: int | None = getattr(like, "vector_bytes", None)
+    return _length(like) * like.dtype.itemsize if own is None else own
+
+
 @singledispatch
 def empty_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
     """Return an uninitialised block of k contiguous columns, like those of a block or the arguments of a matrix."""
@@ -197,12 +210,36 @@ def random_block(
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
-    for row in rows:  # a vector at a time, so that other storage may draw the same numbers without all columns
-        if kind == "rademacher":
-            row.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-        else:
-            row.normal_(generator=generator)
+    if kind == "gaussian" and home.type == "cpu":
+        rows.normal_(generator=generator)
+    else:
+        for row in rows:
+            _fill(row, kind, generator)
     return rows.to(like.device).mT
+
+
+def random_columns(
+    facts: Description, k: int, kind: Literal["rademacher", "gaussian"], generator: torch.Generator | None
+) -> Iterator[Float[Tensor, " n"]]:
+    """Yield the columns of a `random_block`, the same numbers, one at a time."""
+    n, home = facts.columns, facts.device if generator is None else generator.device
+    if n < 2 * TOGETHER:
+        yield from random_block(facts, k, kind, generator).mT
+        return
+    like, rest = torch.empty(0, dtype=facts.dtype, device=home), torch.empty(0, dtype=facts.dtype, device=home)
+    for j in range(k):
+        more = n - len(rest)
+        if kind == "gaussian" and home.type == "cpu" and j < k - 1:
+            more = -(-more // TOGETHER) * TOGETHER
+        drawn = torch.cat([rest, _fill(like.new_empty(more), kind, generator)])
+        rest = drawn[n:]
+        yield drawn[:n].to(facts.device)
+
+
+def _fill(row: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
+    if kind == "rademacher":
+        return row.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return row.normal_(generator=generator)
 
 
 def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None:
@@ -281,6 +318,15 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
     cumulative = weights.double().cumsum(0)
     levels = torch.rand(k, dtype=torch.float64, device=home, generator=generator).to(weights.device) * cumulative[-1]
     return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
+
+
+@singledispatch
+def by_rows(
+    first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"], function: Callable[..., Float[Tensor, "m j"]]
+) -> Float[Tensor, "n j"]:
+    """Return ``function(first, *others)``, which treats each row by itself, some rows at a time; a plain tensor."""
+    rows = max(1, CHUNK // max(1, first.shape[1]))
+    return torch.cat([function(*part) for part in zip(*(X.split(rows) for X in (first, *others)))])
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:

@@ -11,15 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.vectors import CHUNK, Matrix, combine, describe_square, largest, norm, product, unit_blocks
+from curvops.linalg.core.vectors import Matrix, by_rows, combine, describe_square, largest, norm, product, unit_blocks
 from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
@@ -69,13 +71,14 @@ def diagonal(
 
 
 def _exact(probed: Probed) -> Estimate:
-    facts = probed.facts
-    total, sizes = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device), list[Tensor]()
-    for E in unit_blocks(facts, probed.block):
+    total, sizes = None, list[Tensor]()
+    for E in unit_blocks(probed.facts, probed.block):
         Y = probed.multiply(E)
-        total, sizes = total + _row_sums(E * Y), [*sizes, norm(Y)]
-    rounding = ROUNDINGS * torch.finfo(facts.dtype).eps * torch.cat(sizes)
-    return Estimate.rounded(total[:, 0], rounding, probed.limits.tolerated, facts.rows)
+        part, sizes = by_rows(E, Y, function=lambda E, Y: _row_sums(E * Y)), [*sizes, norm(Y)]
+        total = part if total is None else total + part
+    assert total is not None
+    rounding = ROUNDINGS * torch.finfo(total.dtype).eps * torch.cat(sizes)
+    return Estimate.rounded(total[:, 0], rounding, probed.limits.tolerated, probed.facts.rows)
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:
@@ -96,13 +99,6 @@ def _mean_error(samples: Tensor) -> Tensor:
     return size * (squares[:, 0].clamp_min(0) / (K * (K - 1))).sqrt()
 
 
-def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float) -> Estimate:
-    """Return the estimate of ``known`` plus the mean of the columns of ``samples``."""
-    K, stderr = samples.shape[1], _mean_error(samples)
-    value = known + _row_sums(samples, 1 / K)
-    return Estimate(value[:, 0], stderr, K, matvecs, torch.full_like(stderr, bias), Reason.BUDGET_SPENT, inflation)
-
-
 class Bekas:
     """Bekas' estimator, the mean of z ∘ Az over random signs, streamed."""
 
@@ -117,11 +113,12 @@ class Bekas:
     def spend(self, matvecs: int) -> None:
         """Spend one product per probe."""
         for Z in self.probed.stream(matvecs - self.count):
-            samples = Z * self.probed.multiply(Z)
-            if not self.count and (size := float(largest(samples).amax())) > 0:
+            Y = self.probed.multiply(Z)
+            if not self.count and (size := float(largest(Y).amax())) > 0:
                 self.size = size
-            mean, squares = _moments(samples / self.size)
-            new, total = samples.shape[1], self.count + samples.shape[1]
+            moments = by_rows(Z, Y, function=lambda Z, Y: torch.cat(_moments(Z * Y / self.size), 1))
+            mean, squares = moments.split(1, 1)
+            new, total = Y.shape[1], self.count + Y.shape[1]
             step = mean - self.mean
             self.mean = self.mean + step * (new / total)
             self.squares = self.squares + squares + step.square() * (self.count * new / total)
@@ -150,20 +147,16 @@ class XDiag(LeaveOneOut):
         eps, K = torch.finfo(sketch.facts.dtype).eps, sketch.columns
         # A ωᵢ = Q R eᵢ lies in the range, so its residual without probe i is (sᵢᵀR eᵢ) Q sᵢ.
         left = (out.S * sketch.R).sum(0)
-        parts = [
-            self._entries(part, out.S, left, eps)
-            for part in zip(*(X.split(max(1, CHUNK // K)) for X in (sketch.Omega, sketch.Q, sketch.Z)))
-        ]
-        value, stderr, jackknife = (torch.cat(column) for column in zip(*parts))
+        entries = partial(self._entries, S=out.S, left=left, eps=eps)
+        value, stderr, jackknife = by_rows(sketch.Omega, sketch.Q, sketch.Z, function=entries).mT
         stderr = torch.maximum(stderr, 1e-3 * jackknife)  # samples may agree by chance
         widening = torch.where(stderr > 0, caution(K) * jackknife / (XDIAG_INFLATION * stderr), 1.0)
         bias = torch.full_like(stderr, eps * float(norm(sketch.Z).amax()))
         return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, XDIAG_INFLATION, widening=widening)
 
     @staticmethod
-    def _entries(part: tuple[Tensor, ...], S: Tensor, left: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
         """Return value, standard error by the samples and by the jackknife, of the entries of these rows."""
-        Omega, Q, Z = part
         QS, ZS = combine(Q, S), combine(Z, S)
         taken, residual = QS * ZS, Omega * left.to(QS)
         samples = residual * QS - taken
@@ -175,7 +168,7 @@ class XDiag(LeaveOneOut):
         ac = a * c
         without = QS * combine(ZS, ac) + ZS * combine(QS, ac) - taken * (a.sum(0) - 1).to(taken)
         without = without - combine(taken, ac * c) + combine(residual * QS, a) - QS * combine(residual, ac)
-        return value[:, 0], _mean_error(samples), _mean_error(without)
+        return torch.stack([value[:, 0], _mean_error(samples), _mean_error(without)], 1)
 
 
 class XNysDiag(LeaveOneOut):
@@ -190,10 +183,16 @@ class XNysDiag(LeaveOneOut):
         """Return mean and standard error of each entry; the bias bound is the stabilising shift."""
         sketch = self.sketch
         Y, inverse, _, nu = sketch.shift()
-        F = combine(Y, inverse)
         pivots = inverse.square().sum(1).sqrt()
         share = torch.where(pivots > 0, 1 / pivots, 0.0)
-        taken = combine(F, inverse.mT * share)
-        samples = taken * (sketch.Omega * share.to(taken) - taken)
-        known = _row_sums(F.square()) - nu
-        return _estimate(samples, known, sketch.matvecs, XNYSDIAG_INFLATION, nu)
+
+        def entries(Y: Tensor, Omega: Tensor) -> Float[Tensor, "n 2"]:
+            F = combine(Y, inverse)
+            taken = combine(F, inverse.mT * share)
+            samples = taken * (Omega * share.to(taken) - taken)
+            value = _row_sums(F.square()) - nu + _row_sums(samples, 1 / samples.shape[1])
+            return torch.stack([value[:, 0], _mean_error(samples)], 1)
+
+        value, stderr = by_rows(Y, sketch.Omega, function=entries).mT
+        K, bias = sketch.matvecs, torch.full_like(stderr, nu)
+        return Estimate(value, stderr, K, K, bias, Reason.BUDGET_SPENT, XNYSDIAG_INFLATION)

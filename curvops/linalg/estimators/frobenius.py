@@ -33,7 +33,6 @@ from curvops.linalg.core.vectors import (
     product,
     random_block,
     spawn_generator,
-    unit_block,
     unit_blocks,
 )
 from curvops.linalg.estimators.adaptive import Estimator, Quantity
@@ -155,7 +154,7 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
     n, exact = facts.columns, facts.columns <= PROBES
     with torch.no_grad(), working(A, None, 3 * PROBES) as (multiply, _):
         if exact:
-            probes = unit_block(n, 0, n, dtype=facts.dtype, device=facts.device)
+            probes = next(unit_blocks(facts, n))
         else:
             probes = random_block(facts, PROBES, generator=spawn_generator(generator))
         images, others = multiply(probes), product(B)(probes)

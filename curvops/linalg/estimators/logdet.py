@@ -201,7 +201,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     """
     facts, limits = probed.facts, probed.limits
     most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
-    most = depth_within(most, facts.rows, facts.dtype.itemsize, 1, limits.memory)
+    most = depth_within(most, facts.rows, facts.vector_bytes, 1, limits.memory)
     run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
         run.extend(run.capacity)
@@ -276,7 +276,7 @@ def _stochastic(
     n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
-        most = min(most, memory // (6 * n * excess.facts.dtype.itemsize))
+        most = min(most, memory // (6 * excess.facts.vector_bytes))
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for one of our own.
     P, floor, scale, spent = None, mu, bound, 0
     if isinstance(preconditioner, FactoredPreconditioner):

@@ -196,7 +196,7 @@ class Sampler:
 
     def affordable(self, count: int, depth: int) -> int:
         """Return how many of ``count`` bases of this depth fit in memory."""
-        return columns_at_a_time(count, (depth + 2) * self.facts.rows * self.facts.dtype.itemsize, self.memory_budget)
+        return columns_at_a_time(count, (depth + 2) * self.facts.vector_bytes, self.memory_budget)
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the expected error of the probes."""

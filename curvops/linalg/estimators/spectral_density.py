@@ -217,10 +217,10 @@ class _Probes:
 
     def __init__(self, probed: Probed, probes: int, steps: int) -> None:
         self.probed, self.probes = probed, probes
-        n, itemsize, memory = probed.facts.rows, probed.facts.dtype.itemsize, probed.limits.memory
+        n, vector, memory = probed.facts.rows, probed.facts.vector_bytes, probed.limits.memory
         self.eps = torch.finfo(probed.facts.dtype).eps
         self.wanted = min(steps, n)
-        self.together = columns_at_a_time(probes, n * itemsize * (self.wanted + 2), memory)
+        self.together = columns_at_a_time(probes, vector * (self.wanted + 2), memory)
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
         self.complete = True

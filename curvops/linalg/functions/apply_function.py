@@ -17,12 +17,14 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     ScalarFunction,
     Vectors,
     as_columns,
+    column_bytes,
     describe_square,
     norm,
     put,
@@ -42,6 +44,7 @@ FIRST_CAPACITY = 32
 SEEN_DEPTH = 10
 
 
+@on_shards
 def apply_function(
     A: Matrix,
     f: ScalarFunction,
@@ -222,8 +225,8 @@ class FunctionRun:
     def _search_spectrum(self, budget: int | None) -> bool:
         """Find Ritz values by a short run from a random start within the budgets; return whether there are any."""
         store, (multiply, room) = self.run.store, self.given
-        left = None if room is None else room - store.shape[0] * store.shape[1] * store.dtype.itemsize
-        depth = depth_within(SEEN_DEPTH, store.shape[0], store.dtype.itemsize, 1, left)
+        left = None if room is None else room - store.shape[1] * column_bytes(store)
+        depth = depth_within(SEEN_DEPTH, store.shape[0], column_bytes(store), 1, left)
         depth = depth if budget is None else min(depth, budget - self.matvecs)
         if depth < LEAST_DEPTH:
             return False

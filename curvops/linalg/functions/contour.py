@@ -31,6 +31,7 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_columns,
     axpy,
+    column_bytes,
     columns,
     combine,
     describe_square,
@@ -155,7 +156,7 @@ def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: flo
 def _width(unit: Vectors, vectors: int, memory_budget: int | None) -> int:
     if memory_budget is None:
         return unit.shape[1]
-    return max(1, min(unit.shape[1], memory_budget // (unit.shape[0] * unit.dtype.itemsize * (vectors + 7))))
+    return max(1, min(unit.shape[1], memory_budget // (column_bytes(unit) * (vectors + 7))))
 
 
 def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:

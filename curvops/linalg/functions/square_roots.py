@@ -18,6 +18,7 @@ from jaxtyping import Shaped
 
 from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.results import FunctionProduct
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.functions.apply_function import apply_function
 from curvops.linalg.functions.contour import contour
@@ -25,6 +26,7 @@ from curvops.linalg.solvers.verdicts import Callback
 from curvops.progress import Progress, at_work
 
 
+@on_shards
 def inverse_sqrt(
     A: Matrix,
     B: Shaped[Vectors, "n *K"],
@@ -71,6 +73,7 @@ def inverse_sqrt(
     )
 
 
+@on_shards
 def sqrt(
     A: Matrix,
     B: Shaped[Vectors, "n *K"],

@@ -370,8 +370,8 @@ class Product(Operator):
 
     @property
     def layouts(self) -> Layouts:
-        first, last = layouts_of(self.factors[0]), layouts_of(self.factors[-1])
-        return None if first is None or last is None else (first[0], last[1])
+        known = [found for factor in self.factors if (found := layouts_of(factor)) is not None]
+        return (known[0][0].beside(self.shape[-2]), known[-1][1].beside(self.shape[-1])) if known else None
 
     @property
     def symmetric(self) -> bool:

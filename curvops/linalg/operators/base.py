@@ -45,7 +45,13 @@ from curvops.linalg.core.sharded import (
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import clearly_indefinite
-from curvops.linalg.core.vectors import Description, Vectors, describe, require_precision, unit_columns
+from curvops.linalg.core.vectors import (
+    Description,
+    Vectors,
+    describe,
+    require_precision,
+    unit_columns,
+)
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.spectral_density import spectral_density
@@ -226,8 +232,11 @@ class Operator(LinearOperator):
 
         Raises ValueError for a mesh of several dimensions, or whose ranks are not those of the data.
         """
-        layouts = (Layout.on(mesh, size) for size in self.matrix_shape)
-        return on_shards.OnShards(self, *layouts)
+        return over_ranks(self, Layout.on(mesh, self.shape[-2]))
+
+    def on_layouts(self, rows: Layout, columns: Layout) -> LinearOperator:
+        """Return the operator on vectors that lie so; a class that shows its parts puts them there instead."""
+        return on_shards.OnShards(self, rows, columns)
 
     # The algebra: every spelling returns an Operator
 
@@ -277,6 +286,7 @@ class Operator(LinearOperator):
         """
         if not self.is_square:
             raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
+        diag = unwrapped(diag).whole() if is_dtensor(diag) else diag
         shift = torch.as_tensor(diag, dtype=self.dtype, device=self.device)
         shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
         if shift.ndim and shift.shape[-1] != self.shape[-1]:

@@ -8,6 +8,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.base import Operator
@@ -71,6 +72,9 @@ class Diagonal(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         return self.entries.unsqueeze(-1) * block
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self._product(rhs) if isinstance(rhs, Sharded) and rhs.ndim == 2 else super()._matmul(rhs)
 
     def _diagonal(self) -> Tensor:
         return self.entries

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,9 +15,10 @@ from torch import Tensor
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sharded import Sharded, block_of
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
-from curvops.linalg.core.vectors import gram, inner
+from curvops.linalg.core.vectors import as_columns, by_rows, combine, gram, inner, shaped_as
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
@@ -37,21 +38,32 @@ class LowRankForm(ClosedForm):
         """The inverse D⁻¹ as a column, (n, 1) or 0-d."""
         return self.shift.reciprocal() if self.shift.ndim == 0 else self.shift.reciprocal().unsqueeze(-1)
 
+    @property
+    def U(self) -> Tensor:
+        """The matrix U, (n, r)."""
+        return self.base.vectors
+
     @cached_property
     def scaled(self) -> Tensor:
         """The matrix D⁻¹U, (n, r)."""
-        return self.inverse_shift * self.base.vectors
+        return self.inverse_shift * self.U
+
+    def _against(self, block: Tensor) -> Tensor:
+        """Return UᵀB, (r, K)."""
+        return self.U.mT @ block
+
+    def _spread(self, small: Tensor) -> Tensor:
+        """Return U C, (n, K)."""
+        return self.U @ small
 
     def _pull(self, block: Tensor) -> Tensor:
         """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is one number."""
-        if self.shift.ndim == 0:
-            return self.inverse_shift * (self.base.vectors.mT @ block)
-        return self.scaled.mT @ block
+        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else self.scaled.mT @ block
 
     @cached_property
     def capacitance(self) -> Tensor:
         """The capacitance I + UᵀD⁻¹U S, (r, r), not symmetric, but with a gradient even if S has a zero."""
-        return self._eye + self._pull(self.base.vectors) * self.base.values
+        return self._eye + self._pull(self.U) * self.base.values
 
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -70,7 +82,7 @@ class LowRankForm(ClosedForm):
         if self.shift.ndim or carries_graph((base.vectors, base.values, self.shift)) or not len(base.values):
             return False
         eps = torch.finfo(base.dtype).eps
-        slack = (base.vectors.mT @ base.vectors - self._eye).abs().max() / (100 * eps)
+        slack = (self._against(self.U) - self._eye).abs().max() / (100 * eps)
         return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
 
     def _split_solve(self, block: Tensor) -> Tensor:
@@ -78,13 +90,12 @@ class LowRankForm(ClosedForm):
 
         Of a b within the span of U the second part is rounding, much of it within the span: twice is not enough.
         """
-        U = self.base.vectors
-        inside = U.mT @ block
-        outside = block - U @ inside
-        again = U.mT @ outside
-        outside = outside - U @ again
-        left = (inside + again) / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
-        return outside / self.shift + U @ left
+        inside = self._against(block)
+        outside = block - self._spread(inside)
+        again = self._against(outside)
+        outside = outside - self._spread(again)
+        left = (inside + again) / (self.base.values + self.shift).unsqueeze(-1) - self._against(outside) / self.shift
+        return outside / self.shift + self._spread(left)
 
     def solve(self, block: Tensor) -> Tensor:
         if self._needs_splitting:
@@ -123,8 +134,8 @@ class LowRankForm(ClosedForm):
     @cached_property
     def rounding(self) -> CapacitanceRounding:
         """Bounds on the effect of rounding on the capacitance and on its inverse."""
-        base, shift = self.base.detach(), self.shift.detach()
-        sizes = inner(base.vectors if shift.ndim == 0 else self.scaled.detach(), base.vectors)
+        base, shift, U = self.base.detach(), self.shift.detach(), self.U.detach()
+        sizes = inner(U if shift.ndim == 0 else self.scaled.detach(), U)
         sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
         lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # even if singular to the last bit
         return CapacitanceRounding(self.capacitance.detach(), lu, pivots, sizes, base.values.double())
@@ -137,11 +148,11 @@ class LowRankForm(ClosedForm):
         U, unit, inverse_shift = self.base.vectors.detach(), self.rounding.unit, self.shift.detach().reciprocal()
         if self._needs_splitting:
             gap = gram(U, U) - self._eye  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
-            return (3 * _quadratic_forms(U.abs(), gap.abs()) + unit * (1 + U.square().sum(1))) * inverse_shift
+            return (3 * _quadratic_forms(U.abs(), gap.abs())[:, 0] + unit * (1 + U.square().sum(1))) * inverse_shift
         weights = self.rounding.inverse_error()
         if weights is None:  # 0 < P⁻¹ ≤ D⁻¹
             return inverse_shift + self.inverse_diagonal().detach().abs()
-        return _quadratic_forms(self.scaled.detach().abs(), weights) + unit * inverse_shift
+        return _quadratic_forms(self.scaled.detach().abs(), weights)[:, 0] + unit * inverse_shift
 
     def inverse_diagonal(self) -> Tensor:
         if self._needs_splitting:
@@ -177,9 +188,13 @@ class LowRankForm(ClosedForm):
         return self.inverse_shift.sqrt() * self._whitened_root(block)
 
 
-def _quadratic_forms(rows: Tensor, matrix: Tensor) -> Tensor:
+def _quadratic_forms(rows: Tensor, matrix: Tensor) -> Float[Tensor, "n 1"]:
     """Return xᵀ M x for each row x."""
-    return ((rows @ matrix.to(rows)) * rows).sum(1)
+    return ((rows @ matrix.to(rows)) * rows).sum(1, keepdim=True)
+
+
+def _sizes_of_rows(rows: Tensor, matrix: Tensor) -> Float[Tensor, "n 1"]:
+    return _quadratic_forms(rows.abs(), matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +261,49 @@ class CapacitanceRounding:
         return self.values.unsqueeze(1) * (series @ self.inverse + self.unit * self.inverse)
 
 
+class ShardedForm(LowRankForm):
+    """Woodbury's form for a U that is sharded over ranks, on sharded blocks; diagonals are whole vectors."""
+
+    @cached_property
+    def U(self) -> Any:
+        return block_of(self.base.vectors)
+
+    def _against(self, block: Tensor) -> Tensor:
+        return gram(self.U, block).to(block.dtype)
+
+    def _spread(self, small: Tensor) -> Tensor:
+        return combine(self.U, small)
+
+    def _pull(self, block: Tensor) -> Tensor:
+        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else gram(self.scaled, block).to(block)
+
+    def solve(self, block: Tensor) -> Tensor:
+        if self._needs_splitting:
+            return self._split_solve(block)
+        weights = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self._pull(block))
+        return self.inverse_shift * (block - self._spread(weights))
+
+    def inverse_diagonal(self) -> Tensor:
+        values, middle = self.base.values, torch.linalg.solve(self.capacitance, self._eye)
+        if not self._needs_splitting:
+            forms = partial(_quadratic_forms, matrix=values.unsqueeze(-1) * middle)
+            return self.shift.reciprocal() - by_rows(self.scaled, function=forms)[:, 0]
+        weights = torch.stack([(values + self.shift).reciprocal(), torch.ones_like(values)], 1)
+        inside, size = by_rows(self.U, function=lambda rows: rows.square() @ weights).mT
+        return inside + (1 - size).clamp_min(0) / self.shift
+
+    def inverse_diagonal_error(self) -> Tensor:
+        unit, inverse_shift, U = self.rounding.unit, self.shift.reciprocal(), self.U
+        if self._needs_splitting:
+            gap = (gram(U, U) - self._eye).abs()
+            forms, size = (by_rows(U, function=partial(_sizes_of_rows, matrix=m)) for m in (gap, self._eye))
+            return (3 * forms[:, 0] + unit * (1 + size[:, 0])) * inverse_shift
+        weights = self.rounding.inverse_error()
+        if weights is None:
+            return inverse_shift + self.inverse_diagonal().abs()
+        return by_rows(self.scaled, function=partial(_sizes_of_rows, matrix=weights))[:, 0] + unit * inverse_shift
+
+
 class LowRank(Operator):
     """The matrix U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0, (n, n).
 
@@ -254,7 +312,9 @@ class LowRank(Operator):
     numbers, and three times that while it is built. Choose it for many solves if the spectrum decays fast.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
+    @property
+    def _damped_form(self) -> type[ClosedForm]:  # type: ignore[override]
+        return LowRankForm if self.layouts is None else ShardedForm
 
     def __init__(
         self,
@@ -292,11 +352,13 @@ class LowRank(Operator):
         return self.vectors * self.values.sqrt()
 
     def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
-        return DiagonalPlusRoot(self.values.new_zeros(len(self.vectors)), self.root) if self.psd else None
+        if self.layouts is not None or not self.psd:
+            return None
+        return DiagonalPlusRoot(self.values.new_zeros(len(self.vectors)), self.root)
 
     @property
     def low_rank_root(self) -> Tensor | None:
-        return self.root if self.psd else None
+        return self.root if self.psd and self.layouts is None else None
 
     @property
     def symmetric(self) -> bool:
@@ -312,8 +374,21 @@ class LowRank(Operator):
     def _product(self, block: Tensor) -> Tensor:
         return self.vectors @ (self.values.unsqueeze(-1) * (self.vectors.mT @ block))
 
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if self.layouts is None:
+            return super()._matmul(rhs)
+        U = block_of(self.vectors)
+        block = as_columns(rhs if isinstance(rhs, Sharded) else U.like(rhs[U.rows.own]))
+        found: Any = shaped_as(combine(U, self.values.unsqueeze(-1) * gram(U, block)), rhs)
+        return found if isinstance(rhs, Sharded) else found.whole()
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._matmul(rhs)
+
     def _diagonal(self) -> Tensor:
-        return self.vectors.square() @ self.values
+        if self.layouts is None:
+            return self.vectors.square() @ self.values
+        return by_rows(block_of(self.vectors), function=lambda rows: (rows.square() @ self.values)[:, None])[:, 0]
 
     def _times(self, factor: Tensor) -> LinearOperator:
         sources = scale_sources(self.sources, factor)
@@ -346,4 +421,6 @@ class LowRank(Operator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         require_not_negative(self.values)
+        if self.layouts is not None:
+            raise ValueError("draws of a LowRank whose vectors are sharded over ranks are not known.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)

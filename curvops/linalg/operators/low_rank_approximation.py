@@ -19,6 +19,7 @@ from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.sharded import on_shards, stored
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -33,6 +34,7 @@ from curvops.linalg.core.vectors import (
     part,
     random_block,
     spawn_generator,
+    unit_blocks,
 )
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible_size
@@ -54,6 +56,7 @@ class RankTooLow(UserWarning):
     """A warning that a low-rank approximation ended before the requested accuracy or rank."""
 
 
+@on_shards
 @resumable
 def low_rank(
     op: Matrix,
@@ -130,7 +133,7 @@ def low_rank(
             ended = kept.finish(_Outcome(found, check(found.vectors, found.values, found.matvecs), limit))
     found, error = ended.found, ended.error
     _warn(found, error, aim, rank, ended.limit)
-    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
+    return LowRank(stored(found.vectors), found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +209,8 @@ class _Check:
 
     @cached_property
     def probes(self) -> Tensor:
-        n, _, dtype, device = self.probed.facts
         if self.exact:
-            return torch.eye(n, dtype=dtype, device=device)
+            return next(unit_blocks(self.probed.facts, self.count))
         return self.probed.probes(self.count)
 
     @property
@@ -249,7 +251,8 @@ class _Check:
         """Return ‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
         seen = combine(U, values[:, None] * gram(U, part(self.probes, start, stop)))
         size = norm(seen).square()
-        return norm(seen.sub_(part(self.images, start, stop))).square(), size
+        seen -= part(self.images, start, stop)
+        return norm(seen).square(), size
 
 
 def _bound(error: Estimate) -> float:

@@ -5,18 +5,72 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layout, Layouts, Sharded, is_dtensor, layouts_of, over_ranks, unwrapped
+from curvops.linalg.core.sharded import Layout, Layouts, Sharded, layouts_of, over_ranks
 from curvops.linalg.core.vectors import product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.dense import Dense
+
+
+class OnShardsForm(ClosedForm):
+    """The closed form of A + diag(d) for whole vectors, on sharded ones some columns at a time."""
+
+    @cached_property
+    def inner(self) -> ClosedForm | None:
+        """The form of A, or None."""
+        return closed_form(self.base.base, self.shift)
+
+    @property
+    def holds(self) -> bool:
+        return self.inner is not None and self.inner.holds
+
+    @property
+    def _form(self) -> ClosedForm:
+        assert self.inner is not None
+        return self.inner
+
+    def nearby_shift(self) -> Tensor:
+        return self.shift if self.inner is None else self.inner.nearby_shift()
+
+    def require_definite(self) -> None:
+        self._form.require_definite()
+
+    def solve(self, block: Tensor) -> Tensor:
+        return _applied(self._form.solve, block)
+
+    def logdet(self) -> Tensor:
+        return self._form.logdet()
+
+    def logdet_error(self) -> float:
+        return self._form.logdet_error()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self._form.inverse_diagonal()
+
+    def inverse_diagonal_error(self) -> Tensor:
+        return self._form.inverse_diagonal_error()
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self._form.draw(k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self._form.draw_inverse(k, generator)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return _applied(self._form.inverse_root, block)
+
+
+def _applied(function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
+    return block.multiplied(function) if isinstance(block, Sharded) else function(block)
 
 
 class OnShards(UnaryOperator):
@@ -25,9 +79,9 @@ class OnShards(UnaryOperator):
     `op.sharded(mesh)` makes it. What is built from it (sums, multiples, a prior) takes sharded vectors, too.
     """
 
+    _damped_form: ClassVar[type[ClosedForm] | None] = OnShardsForm
+
     def __init__(self, base: LinearOperator, row_layout: Layout, column_layout: Layout) -> None:
-        if len(base.shape) != 2:
-            raise ValueError(f"an operator on sharded vectors is a single matrix, got shape {tuple(base.shape)}.")
         super().__init__(base, row_layout=row_layout, column_layout=column_layout)
 
     @property
@@ -36,17 +90,11 @@ class OnShards(UnaryOperator):
 
     @property
     def memories(self) -> Memories:
-        return frozenset(
-            memory if memory.of_ranks else Agreed(memory, self._kwargs["row_layout"])
-            for memory in memories_of(self.base)
-        )
-
-    def _with(self, base: LinearOperator) -> LinearOperator:
-        """Return another operator of the same size, on vectors that lie as these."""
-        return OnShards(base, **self._kwargs)
+        known, layout = memories_of(self.base), self._kwargs["row_layout"]
+        return frozenset(memory if memory.of_ranks else Agreed(memory, layout) for memory in known)
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        transposed, (rows, columns) = self.base.mT, self._kwargs.values()
+        transposed, rows, columns = self.base.mT, self._kwargs["row_layout"], self._kwargs["column_layout"]
         return self if transposed is self.base else OnShards(transposed, columns, rows)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
@@ -63,39 +111,16 @@ class OnShards(UnaryOperator):
         return self.base._diagonal()
 
     @property
-    def diagonal_matvecs(self) -> int:
-        return getattr(self.base, "diagonal_matvecs", self.shape[-1])
+    def _is_formed(self) -> bool:
+        return self.base._is_formed if isinstance(self.base, Operator) else self._is_small
 
-    # The algebra goes on within, so that closed forms are found.
-
-    def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
-        """Return A + diag(d), d a number, a plain vector or a DTensor, which is gathered."""
-        return self._with(self.base.add_diagonal(unwrapped(diag).whole() if is_dtensor(diag) else diag))
-
-    def __add__(self, other: Any) -> LinearOperator:
-        if isinstance(other, OnShards):
-            self._kwargs["row_layout"].require(other._kwargs["row_layout"])
-            return self._with(self.base + other.base)
-        return super().__add__(other)
-
-    def _times(self, factor: Tensor) -> LinearOperator:
-        return self._with(self.base._mul_constant(factor))
-
-    def inverse(self, rtol: float | None = None) -> LinearOperator:
-        if not self._is_closed:
-            return super().inverse(rtol)
-        return self._with(self.base.inverse(rtol))
-
-    @property
-    def _is_closed(self) -> bool:
-        return isinstance(self.base, Operator) and self.base._closed_form() is not None
-
-    def _closed_form(self) -> Any:
-        return self.base._closed_form() if isinstance(self.base, Operator) else None
+    def to_dense(self) -> Tensor:
+        """Form the matrix, on each rank."""
+        return self.base.to_dense()
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
         solver = self.base.exact_solver() if isinstance(self.base, Operator) else None
-        return None if solver is None else lambda block: block.multiplied(solver)  # type: ignore[attr-defined]
+        return None if solver is None else partial(_applied, solver)
 
     def promises(self) -> Any:
         return self.base.promises() if isinstance(self.base, Operator) else super().promises()
@@ -134,12 +159,14 @@ class Agreed:
 def _(A: LinearOperator, layout: Layout) -> LinearOperator:
     known = layouts_of(A)
     if known is not None:
-        known[0 if len(layout.counts) and layout.length == A.shape[-2] else 1].require(layout)
+        for own in known:
+            if own.length == layout.length:
+                own.require(layout)
         return A
-    sides = (Layout.even(layout.ranks, size, layout.mesh) if size != layout.length else layout for size in A.shape[-2:])
-    return OnShards(A, *sides)
+    rows, columns = (layout.beside(size) for size in A.shape[-2:])
+    return A.on_layouts(rows, columns) if isinstance(A, Operator) else OnShards(A, rows, columns)
 
 
 @over_ranks.register
 def _(A: Tensor, layout: Layout) -> LinearOperator:
-    return over_ranks(Dense(A), layout)
+    return over_ranks(Dense(A.detach()), layout)

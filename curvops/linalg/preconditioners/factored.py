@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.sharded import blockwise
 from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, combine, gram, shaped_as
 
 
@@ -57,14 +58,17 @@ class FilteredPreconditioner(ABC):
 
     matvecs: int
 
+    @blockwise
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Return P⁻¹V for a vector or a block."""
         return shaped_as(self._filtered(torch.reciprocal, as_columns(V)), V)
 
+    @blockwise
     def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Return P^-½V for a vector or a block."""
         return shaped_as(self._filtered(torch.rsqrt, as_columns(V)), V)
 
+    @blockwise
     def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Return P^½V for a vector or a block."""
         return shaped_as(self._filtered(torch.sqrt, as_columns(V)), V)

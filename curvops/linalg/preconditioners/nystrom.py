@@ -16,6 +16,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
+from curvops.linalg.core.sharded import blockwise, on_shards
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd, require_symmetric
 from curvops.linalg.core.vectors import (
@@ -81,11 +82,13 @@ class Nystrom(Summarised):
         ratios = (self.eigenvalues + shift) / (shift if shift else self.tail)
         return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
+    @blockwise
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Multiply the approximation by a vector or a block."""
         return shaped_as(combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V))), V)
 
 
+@on_shards
 @resumable
 def nystrom(
     A: Matrix,
@@ -151,7 +154,7 @@ def grow(
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
-        limit = min(limit, memory // max(1, KEPT * n * facts.dtype.itemsize))
+        limit = min(limit, memory // max(1, KEPT * facts.vector_bytes))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
     history: list[list[float]] = []

@@ -20,6 +20,7 @@ from jaxtyping import Float, Shaped
 from curvops.checks import check_generator
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -47,6 +48,7 @@ PATIENCE = 20, 400
 """The epochs, and the steps, after which the descent ends unless the residual fell by a hundredth."""
 
 
+@on_shards
 def dual_descent(
     K: Matrix,
     B: Shaped[Vectors, "n *K"],

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import torch
@@ -36,10 +37,13 @@ from curvops.linalg.core.cache import carries_graph, require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
 from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.sharded import Sharded, on_shards
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
 from curvops.linalg.core.vectors import (
     Matrix,
+    as_columns,
+    columns,
     describe,
     empty_block,
     inner,
@@ -49,6 +53,7 @@ from curvops.linalg.core.vectors import (
     put,
     random_block,
     require_precision,
+    shaped_as,
 )
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
@@ -132,7 +137,7 @@ def seems_symmetric(A: Matrix) -> bool:
     facts = describe(A)
     pair = random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
     image = product(A)(pair)
-    gap = inner(pair.flip(1), image)
+    gap = inner(columns(pair, torch.tensor([1, 0])), image)
     scale = norm(image).amax() * torch.finfo(facts.dtype).eps ** 0.5
     return bool((gap[0] - gap[1]).abs() <= scale)
 
@@ -164,11 +169,11 @@ class Request:
         if operator.ndim > 2:
             rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
-        columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs.movedim(-2, 0).flatten(1)
+        block = rhs.movedim(-2, 0).flatten(1) if rhs.ndim > 2 else as_columns(rhs)
         with at_work("solve", None, self.progress, operator):
-            found = self._columns(operator, columns)
-        if rhs.ndim == 1:
-            return found.squeeze(-1)
+            found = self._columns(operator, block)
+        if rhs.ndim < 3:
+            return shaped_as(found, rhs)
         return found.reshape(len(found), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
 
     def _columns(self, operator: LinearOperator, B: Tensor) -> Tensor:
@@ -196,6 +201,7 @@ class Request:
         return X
 
 
+@on_shards
 def solve(
     A: Matrix,
     B: Shaped[Tensor, "*batch"],
@@ -250,8 +256,8 @@ def solve(
     if taken == "dense":
         symmetric = isinstance(A, TaggedOperator) and A.promises().symmetric
         promised = method == "auto" and isinstance(A, TaggedOperator) and A.promises().definite and not is_psd(A)
-        found = solve_dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
-        return found.squeeze(-1) if B.ndim == 1 else found
+        dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=symmetric, definite=promised)
+        return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     return request.solve(operator, B)
 

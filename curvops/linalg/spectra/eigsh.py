@@ -24,6 +24,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -56,6 +57,7 @@ Solver: TypeAlias = Callable[..., Solution]
 INNER = 0.1
 
 
+@on_shards
 @resumable
 def eigsh(
     A: Matrix,
@@ -130,7 +132,7 @@ def eigsh(
         at_work("eigsh", max_matvecs, progress, A),
         working(A, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room),
     ):
-        sizes = kept.attach("basis", lambda: sizes) or list(basis_columns(facts, n, n, k, wide, narrow, room))
+        sizes = kept.attach("basis", lambda: sizes) or list(basis_columns(n, facts.vector_bytes, k, wide, narrow, room))
         capacity, b, capped = sizes
         block = start_block(facts, start, b, generator)
         most = math.inf if max_matvecs is None else max_matvecs - k

@@ -12,11 +12,13 @@ from torch import Tensor
 from curvops.checks import check_limits, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
+    column_bytes,
     columns,
     combine,
     describe_square,
@@ -66,14 +68,18 @@ def tridiagonal(diagonal: Float[Tensor, " m"], off: Float[Tensor, " m_less_one"]
     return diagonal.diag() + off.diag(1) + off.diag(-1)
 
 
-def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
-    """Return the largest depth ≤ ``steps`` for which ``probes`` bases fit in ``memory_budget`` bytes, at least 1."""
+def depth_within(steps: int, n: int, vector: int, probes: int, memory_budget: int | None) -> int:
+    """Return the largest depth ≤ ``steps`` for which ``probes`` bases fit in ``memory_budget`` bytes, at least 1.
+
+    A vector takes ``vector`` bytes.
+    """
     steps = min(steps, n)
     if memory_budget is None:
         return steps
-    return max(1, min(steps, memory_budget // (n * itemsize * probes) - 2))
+    return max(1, min(steps, memory_budget // (vector * probes) - 2))
 
 
+@on_shards
 def lanczos(
     A: Matrix,
     steps: int,
@@ -115,9 +121,9 @@ def lanczos_from(
     block: Float[Vectors, "n 1"], A: Matrix, steps: int, memory_budget: int | None = None
 ) -> LanczosResult:
     """Run `lanczos` from a valid start, a block of one column."""
-    n, dtype = block.shape[0], block.dtype
+    n = block.shape[0]
     with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
-        depth = depth_within(steps, n, dtype.itemsize, 1, room)
+        depth = depth_within(steps, n, column_bytes(block), 1, room)
         run = LockStep(multiply, block, depth)
         run.extend(depth)
     m = int(run.depths[0])
@@ -171,11 +177,10 @@ class LockStep:
         cls, multiply: Multiply, starts: Float[Vectors, "n K"], first: int, steps: int, memory_budget: int | None
     ) -> LockStep:
         """Prepare for ``first`` and later at most ``steps`` steps, as many as fit in ``memory_budget`` bytes."""
-        n, K = starts.shape
-        itemsize, K = starts.dtype.itemsize, max(1, K)
-        most = depth_within(steps, n, itemsize, K, memory_budget)
+        n, K, vector = starts.shape[0], max(1, starts.shape[1]), column_bytes(starts)
+        most = depth_within(steps, n, vector, K, memory_budget)
         # If memory could not hold a growing basis and the one before, all of it is reserved at once.
-        tight = memory_budget is not None and 3 * (most + 2) * n * itemsize * K > 2 * memory_budget
+        tight = memory_budget is not None and 3 * (most + 2) * vector * K > 2 * memory_budget
         return cls(multiply, starts, most if tight else min(first, most), most)
 
     @property

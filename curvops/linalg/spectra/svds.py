@@ -22,6 +22,7 @@ from torch import Tensor
 from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,
@@ -45,6 +46,7 @@ from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search
 from curvops.progress import Progress, at_work
 
 
+@on_shards
 def svds(
     A: Matrix,
     k: int,
@@ -78,15 +80,14 @@ def svds(
     check_choice("which", which, ("largest", "smallest"))
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     checked_whole("block_size", block_size)
-    numbers = facts.rows + facts.columns
-    least = math.ceil((k + 2 + BLOCK_VECTORS) * numbers / max(facts.rows, facts.columns))
+    least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     with (
         torch.no_grad(),
         at_work("svds", max_matvecs, progress, A),
         working(A, memory_budget, least, product(tall)) as (forward, room),
     ):
-        capacity, b, capped = basis_columns(facts, n, numbers, k, min(n, block_size), 1, room)
+        capacity, b, capped = basis_columns(n, facts.pair_bytes, k, min(n, block_size), 1, room)
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")

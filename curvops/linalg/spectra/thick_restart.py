@@ -20,7 +20,6 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.vectors import Description
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import Projection
 from curvops.progress import as_step, remark
@@ -227,16 +226,15 @@ class Search:
 
 
 def basis_columns(
-    facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
+    n: int, size: int, k: int, block_size: int, least_block: int, memory_budget: int | None
 ) -> tuple[int, int, bool]:
     """Return the columns of a basis, a block size that fits them, and whether the budget made them fewer.
 
-    There are at most n columns of ``numbers`` numbers each; the block may shrink to ``least_block``.
+    There are at most n columns of ``size`` bytes each; the block may shrink to ``least_block``.
 
     Raises:
         ValueError: the budget holds too few columns.
     """
-    size = numbers * torch.finfo(facts.dtype).bits // 8
     usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
     for b in (block_size, least_block):
         within = n if memory_budget is None else max(0, min(n, memory_budget // size - BLOCK_VECTORS * b))
