@@ -34,7 +34,7 @@ ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "true_divide")
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The numbers of rows on each rank, in order; `mesh` is the device mesh of DTensors that lie so."""
 
     ranks: Ranks
@@ -42,14 +42,14 @@ class Layout:
     mesh: Any = None
 
     @classmethod
-    def even(cls, ranks: Ranks, length: int, mesh: Any = None) -> Layout:
+    def even(cls, ranks: Ranks, length: int, mesh: Any = None) -> RowLayout:
         """Return the layout of `Shard(0)`: ⌈n/ranks⌉ rows each, fewer or none at the end."""
         step = -(-length // ranks.size)
         ends = [min(length, rank * step) for rank in range(ranks.size + 1)]
         return cls(ranks, tuple(stop - start for start, stop in pairwise(ends)), mesh)
 
     @classmethod
-    def on(cls, mesh: Any, length: int) -> Layout:
+    def on(cls, mesh: Any, length: int) -> RowLayout:
         """Return the layout of `Shard(0)` on a device mesh.
 
         Raises ValueError where the mesh has several dimensions.
@@ -60,9 +60,9 @@ class Layout:
             )
         return cls.even(_ranks_of(mesh), length, mesh)
 
-    def beside(self, length: int) -> Layout:
+    def beside(self, length: int) -> RowLayout:
         """Return the layout of other vectors on these ranks: this one for as many rows, otherwise an even one."""
-        return self if length == self.length else Layout.even(self.ranks, length, self.mesh)
+        return self if length == self.length else RowLayout.even(self.ranks, length, self.mesh)
 
     @property
     def length(self) -> int:
@@ -75,7 +75,7 @@ class Layout:
         starts = [0, *accumulate(self.counts)]
         return slice(*starts[self.ranks.rank : self.ranks.rank + 2])
 
-    def require(self, other: Layout) -> None:
+    def require(self, other: RowLayout) -> None:
         """Raise ValueError unless another block lies on the same ranks, row by row."""
         if other is not self and (other.ranks is not self.ranks or other.counts != self.counts):
             raise ValueError(
@@ -90,7 +90,7 @@ class Layout:
         return self.ranks.add_up(every)
 
 
-Layouts: TypeAlias = tuple[Layout, Layout] | None
+Layouts: TypeAlias = tuple[RowLayout, RowLayout] | None
 
 
 def _ranks_of(mesh: Any) -> Ranks:
@@ -118,7 +118,7 @@ class Sharded(_Block):
         layout: the rows of all ranks.
     """
 
-    def __init__(self, local: Tensor, layout: Layout) -> None:
+    def __init__(self, local: Tensor, layout: RowLayout) -> None:
         self.local, self.rows = local, layout
         self.dtype, self.device, self.ndim = local.dtype, local.device, local.ndim
 
@@ -195,7 +195,7 @@ class Sharded(_Block):
         return self.rows.ranks.gather_rows(self.local, self.rows.counts)
 
     def multiplied(
-        self, multiply: Callable[[Tensor], Tensor], partial: bool = False, layout: Layout | None = None
+        self, multiply: Callable[[Tensor], Tensor], partial: bool = False, layout: RowLayout | None = None
     ) -> Sharded:
         """Return A V for the map V -> A V of plain blocks, some columns at a time.
 
@@ -222,7 +222,7 @@ class Sharded(_Block):
         """Return an uninitialised block of so many rows, which lie evenly unless they are as many as this block's."""
         return self._placed(self.rows.beside(rows), columns)
 
-    def _placed(self, layout: Layout, columns: int) -> Sharded:
+    def _placed(self, layout: RowLayout, columns: int) -> Sharded:
         return Sharded(self.local.new_empty(columns, layout.counts[layout.ranks.rank]).mT, layout)
 
 
@@ -241,11 +241,11 @@ for _name in ("add", "sub", "mul", "truediv"):
 class LaidOut(Description):
     """The description of a matrix whose vectors are sharded."""
 
-    row_layout: Layout
-    column_layout: Layout
+    row_layout: RowLayout
+    column_layout: RowLayout
 
     @classmethod
-    def of(cls, facts: Description, row_layout: Layout, column_layout: Layout) -> LaidOut:
+    def of(cls, facts: Description, row_layout: RowLayout, column_layout: RowLayout) -> LaidOut:
         """Return the description with the layouts of its images and of its arguments."""
         found = cls(*facts)
         found.row_layout, found.column_layout = row_layout, column_layout
@@ -262,7 +262,7 @@ class LaidOut(Description):
         return (max(self.row_layout.counts) + max(self.column_layout.counts)) * self.dtype.itemsize
 
 
-def _layout_of(like: Sharded | LaidOut) -> Layout:
+def _layout_of(like: Sharded | LaidOut) -> RowLayout:
     return like.column_layout if isinstance(like, LaidOut) else like.rows
 
 
@@ -333,7 +333,7 @@ def _(Y: Sharded, X: Sharded, C: Tensor) -> Sharded:
     return Y
 
 
-def _within(index: Int[Tensor, "*i"], layout: Layout) -> tuple[Tensor, Tensor]:
+def _within(index: Int[Tensor, "*i"], layout: RowLayout) -> tuple[Tensor, Tensor]:
     """Return which positions are on this rank, and their places there."""
     index = torch.where(index < 0, index + layout.length, index)
     own = layout.own
@@ -434,7 +434,7 @@ def unwrapped(tensor: Any) -> Sharded:
 
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError("no gradient passes through sharded vectors: detach() them, or work under torch.no_grad().")
-    layout = Layout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
+    layout = RowLayout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
     if layout is None or tuple(tensor.placements) != (Shard(0),):
         raise ValueError(
             f"vectors (n,) or blocks (n, K) are sharded by rows, placements [Shard(0)], got {tuple(tensor.shape)} with "
@@ -454,7 +454,7 @@ def wrapped(block: Sharded) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     layout, ranks = block.rows, block.rows.ranks
-    even = Layout.even(ranks, layout.length, layout.mesh)
+    even = RowLayout.even(ranks, layout.length, layout.mesh)
     if even.counts != layout.counts:
         block = block.multiplied(lambda whole: whole, layout=even)
     stride = (1,) if block.ndim == 1 else (1, layout.length)
@@ -489,7 +489,7 @@ def layouts_of(part: Any) -> Layouts:
 
 
 @functools.singledispatch
-def over_ranks(A: Any, layout: Layout) -> Any:
+def over_ranks(A: Any, layout: RowLayout) -> Any:
     """Return a matrix as an operator whose vectors are sharded on the ranks of this layout."""
     raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
 

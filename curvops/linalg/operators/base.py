@@ -33,8 +33,8 @@ from curvops.linalg.core.results import Estimate, indefinite
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
     LaidOut,
-    Layout,
     Layouts,
+    RowLayout,
     Sharded,
     is_dtensor,
     layouts_of,
@@ -232,9 +232,9 @@ class Operator(LinearOperator):
 
         Raises ValueError for a mesh of several dimensions, or whose ranks are not those of the data.
         """
-        return over_ranks(self, Layout.on(mesh, self.shape[-2]))
+        return over_ranks(self, RowLayout.on(mesh, self.shape[-2]))
 
-    def on_layouts(self, rows: Layout, columns: Layout) -> LinearOperator:
+    def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
         """Return the operator on vectors that lie so; a class that shows its parts puts them there instead."""
         return on_shards.OnShards(self, rows, columns)
 

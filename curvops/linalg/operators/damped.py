@@ -16,7 +16,7 @@ from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.core.sharded import Layout, over_ranks
+from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Spaces, common, spaces_of
@@ -87,7 +87,7 @@ class Damped(UnaryOperator):
             return self
         return Damped(self.base, self.shift, self._cache, sources=merge_sources(self._shift_sources, sources))
 
-    def on_layouts(self, rows: Layout, columns: Layout) -> LinearOperator:
+    def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
         base = over_ranks(self.base, rows)
         return Damped(base, self.shift, sources=self._shift_sources)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,9 @@ from curvops.linalg.solvers.solve import default_rtol
 
 class LowRankForm(ClosedForm):
     """Woodbury's form: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
+
+    def __new__(cls, base: LowRank, shift: Tensor) -> LowRankForm:
+        return super().__new__(cls if base.layouts is None else ShardedForm)
 
     @property
     def holds(self) -> bool:
@@ -312,9 +315,7 @@ class LowRank(Operator):
     numbers, and three times that while it is built. Choose it for many solves if the spectrum decays fast.
     """
 
-    @property
-    def _damped_form(self) -> type[ClosedForm]:  # type: ignore[override]
-        return LowRankForm if self.layouts is None else ShardedForm
+    _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 
     def __init__(
         self,

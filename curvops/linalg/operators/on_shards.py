@@ -13,7 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories, Memory, memories_of
-from curvops.linalg.core.sharded import Layout, Layouts, Sharded, layouts_of, over_ranks
+from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, layouts_of, over_ranks
 from curvops.linalg.core.vectors import product, transposed_product
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator
@@ -81,7 +81,7 @@ class OnShards(UnaryOperator):
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OnShardsForm
 
-    def __init__(self, base: LinearOperator, row_layout: Layout, column_layout: Layout) -> None:
+    def __init__(self, base: LinearOperator, row_layout: RowLayout, column_layout: RowLayout) -> None:
         super().__init__(base, row_layout=row_layout, column_layout=column_layout)
 
     @property
@@ -134,7 +134,7 @@ class Agreed:
     """A budget of which each rank has its own: what is left is the least of all."""
 
     memory: Memory
-    layout: Layout
+    layout: RowLayout
     of_ranks = True
 
     def room(self) -> int:
@@ -156,7 +156,7 @@ class Agreed:
 
 
 @over_ranks.register
-def _(A: LinearOperator, layout: Layout) -> LinearOperator:
+def _(A: LinearOperator, layout: RowLayout) -> LinearOperator:
     known = layouts_of(A)
     if known is not None:
         for own in known:
@@ -168,5 +168,5 @@ def _(A: LinearOperator, layout: Layout) -> LinearOperator:
 
 
 @over_ranks.register
-def _(A: Tensor, layout: Layout) -> LinearOperator:
+def _(A: Tensor, layout: RowLayout) -> LinearOperator:
     return over_ranks(Dense(A.detach()), layout)
