@@ -4,16 +4,7 @@ from importlib.metadata import version
 
 from curvops import evidence, gp, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import (
-    DataChanged,
-    LowerPrecision,
-    NoCurvature,
-    RankFailed,
-    RanksDiffer,
-    RewardPairs,
-    WithoutGroup,
-    likelihoods,
-)
+from curvops.network import DataChanged, NoCurvature, RankFailed, RanksDiffer, RewardPairs, WithoutGroup, likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -71,7 +62,6 @@ __all__ = [
     "LinearMode",
     "Linearization",
     "LowRank",
-    "LowerPrecision",
     "NoCurvature",
     "NoFactors",
     "NotAMode",

@@ -11,15 +11,16 @@ from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
+from curvops.network.model.shards import holds_shards
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_precision, read_vector
 from curvops.network.trained.first_points import NoCurvature
 from curvops.network.trained.network_record import record_of_network, recorded_network
+from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
-from curvops.network.walks.rounded_passes import LowerPrecision
 from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
 from curvops.process_group import RankFailed, RanksDiffer, WithoutGroup
 
@@ -35,7 +36,6 @@ __all__ = [
     "Group",
     "JacobianRows",
     "Layer",
-    "LowerPrecision",
     "Model",
     "NoCurvature",
     "OutputFisher",
@@ -46,10 +46,12 @@ __all__ = [
     "RanksDiffer",
     "RewardPairs",
     "Sampled",
+    "ShardedNetwork",
     "TangentSpace",
     "TrainedNetwork",
     "WithoutGroup",
     "accumulate",
+    "holds_shards",
     "likelihoods",
     "own_randomness",
     "read_precision",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
 
@@ -16,6 +17,7 @@ DRAW_BLOCK = 32
 DRAW_RTOL = 1e-5
 
 
+@on_shards
 def draw(
     operator: LinearOperator,
     k: int,

@@ -193,7 +193,7 @@ def path_of(model: Model, recording: Recording) -> int | None:
     through the call of a layer. Return None if an operation may move points, as a sort does.
     """
     outputs, calls, _ = recording
-    start, n = model.tensors()[0].data_ptr(), len(outputs)
+    n = len(outputs)
     found: list[Hashable] = [n == 1]
     order = [] if outputs.grad_fn is None else [outputs.grad_fn]
     numbers = {node: i for i, node in enumerate(order)}
@@ -201,7 +201,7 @@ def path_of(model: Model, recording: Recording) -> int | None:
         parents = node.next_functions
         if not parents:
             variable = getattr(node, "variable", None)
-            found.append(None if variable is None else variable.data_ptr() - start)
+            found.append(None if variable is None else model.place_of(variable))
             continue
         name = node.name()
         if name.partition("Backward")[0] in MOVING and _moves_points(node, n):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +13,19 @@ from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.layerwise import Layerwise, Recording, sensitivities
 from curvops.network.engines.routes import allowance, rounding, tolerance
 from curvops.network.likelihoods.gaussian import Gaussian
-from curvops.network.likelihoods.output_fisher import Root, RootJacobian, Sampled
+from curvops.network.likelihoods.output_fisher import Root, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 
-def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str]:
+class Transpose(Protocol):
+    """A product with Jᵀ or Jᵀ L by another route."""
+
+    def pull(self, cotangents: Tensor) -> Blocks:
+        """Return it by parameter name."""
+
+
+def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
     """Return the names of parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
@@ -67,7 +75,7 @@ def wrong_layers(model: Model, recording: Recording, names: Iterable[str], refer
     return misfits | _differing(ours, u * factors, reference, generator)
 
 
-def _differing(ours: Blocks, u: Tensor, reference: Streamed | RootJacobian, generator: torch.Generator) -> set[str]:
+def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> set[str]:
     """Return names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()

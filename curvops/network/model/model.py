@@ -67,8 +67,8 @@ class Model:
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
-        _require_finite([self._flat], chosen, "leave it out of the selection")
-        _require_finite(self.frozen.values(), self.frozen, "load other weights")
+        require_all_finite([self._flat], chosen, "leave it out of the selection")
+        require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # of which snapshot, values and leaves
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
@@ -141,6 +141,10 @@ class Model:
         """Whether a part of the module normalises activations or weights, judged by the names of its classes."""
         return any(NORMALISATION.search(kind.__name__) for part in self.paths for kind in type(part).__mro__)
 
+    def place_of(self, variable: Tensor) -> int:
+        """Return a number that tells this leaf of a graph from others of the model, in every pass."""
+        return variable.data_ptr() - self._flat.data_ptr()
+
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
         values, leaves = self.values, self._views[2]
@@ -183,7 +187,7 @@ class Model:
             self.layout = Layout(torch.Size(()))
         else:
             self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
-        self._admitted.add(_form(inputs))
+        self._admitted.add(form_of(inputs))
         return self.layout, checked_outputs(outputs, self.layout)
 
     def admit(self, inputs: Inputs) -> None:
@@ -191,7 +195,7 @@ class Model:
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
-        if (form := _form(inputs)) in self._admitted:
+        if (form := form_of(inputs)) in self._admitted:
             return
         few = first_of(inputs)
         self.calls.arguments(few)
@@ -344,7 +348,7 @@ def _computed_buffers(module: nn.Module) -> set[str]:
     }
 
 
-def _require_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> None:
+def require_all_finite(tensors: Iterable[Tensor], named: Blocks, remedy: str) -> None:
     """Raise ValueError, with the parameter's name, if one of these tensors is not finite."""
     if not all(map(is_finite, tensors)):
         name = next(name for name, tensor in named.items() if not is_finite(tensor))
@@ -452,7 +456,7 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
     )
 
 
-def _form(inputs: Inputs) -> Hashable:
+def form_of(inputs: Inputs) -> Hashable:
     """Return names, dtypes and shapes without the points, on which a model may depend besides the values."""
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 

@@ -66,7 +66,7 @@ def sum_squares(passes: Passes, groups: Iterable[Group], chunk_bytes: int) -> Fl
     total: Blocks = {}
     with passes.guarded():
         for group in groups:
-            _add(total, _squares(group, chunk_bytes))
+            _add(total, squares_of(group, chunk_bytes))
     return passes.add_up([_flat(passes.model, total)])
 
 
@@ -83,14 +83,14 @@ def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
 
 
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
-    """Return Σ_n of the rows of a group's first column, and `_squares` of the others, or with `same` of this one."""
+    """Return Σ_n of the rows of a group's first column, and `squares_of` of the others, or with `same` of this one."""
     slopes: Blocks = {}
     for part in group.parts:
         _add(slopes, _pull(part.layer, part.kept, part.delta[:, :1]))
     rest = group.parts if same else tuple(replace(part, delta=part.delta[:, 1:]) for part in group.parts)
     first = rest[0]
     if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
-        return slopes, _squares(replace(group, parts=rest), chunk_bytes)
+        return slopes, squares_of(replace(group, parts=rest), chunk_bytes)
     # Rows of a linear layer at one position are outer products, and their squares those of the sides' squares.
     return slopes, _pull(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
 
@@ -100,7 +100,8 @@ def _pull(layer: Layer, kept: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Block
     return {layer.names[local]: block.squeeze(0) for local, block in found.items()}
 
 
-def _squares(group: Group, chunk_bytes: int) -> Blocks:
+def squares_of(group: Group, chunk_bytes: int) -> Blocks:
+    """Return Σ_n Σ_r of the squares of a group's rows, elementwise, by name."""
     matrices = group.matrices()
     if matrices is not None:
         assert group.layer is not None

@@ -14,7 +14,9 @@ from curvops.checks import check_flag
 from curvops.linalg import Diagonal
 from curvops.network import Empirical, Exact, OutputFisher, Passes, Sampled
 from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
 
 
@@ -52,9 +54,16 @@ class GGN(Curvature):
             return
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = lin.draw_residuals(mc_samples, generator)
-        rows = lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows)
+
+    @classmethod
+    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
+        samples, generator = options.get("mc_samples"), options.get("generator")
+        if samples is None:
+            return ShardedCurvature.of(lin, Exact(lin.likelihood), by_rows=False)
+        return ShardedCurvature.of(lin, Sampled(lin.likelihood, lin.draw_residuals(samples, generator)), by_rows=True)
 
     @property
     def output(self) -> OutputFisher:
@@ -69,7 +78,7 @@ class GGN(Curvature):
     @classmethod
     def build_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         draws = options["draws"]
-        rows = None if draws is None else lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = None if draws is None else lin.passes.with_root(Sampled(lin.likelihood, draws))
         return super().build_at(lin, hyperparameters, draws=draws, rows=rows)
 
 
@@ -106,6 +115,10 @@ class DiagonalGGN(UserOperator, Diagonal):
     ) -> None:
         entries = lin.curvature_diagonal(lin.output_fisher(fisher, mc_samples, generator))
         super().__init__(entries, **lin.origin)
+
+    @classmethod
+    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
+        return diagonal_of(lin, **options)
 
 
 class DisplacedGGN(Curvature):
@@ -158,6 +171,12 @@ class EmpiricalFisher(Curvature):
         check_flag("per_token", per_token)
         super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
 
+    @classmethod
+    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
+        check_flag("per_token", options.get("per_token", False))
+        positions = lin.positions_apart(options.get("per_token", False))
+        return ShardedCurvature.of(lin, Empirical(lin.likelihood, positions), by_rows=True)
+
     @property
     def output(self) -> OutputFisher:
         """The outer products H_n = r_n r_nᵀ in place of the output Fisher."""
@@ -165,4 +184,4 @@ class EmpiricalFisher(Curvature):
 
     @property
     def rows(self) -> Passes | None:
-        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"], for_products=True)
+        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])

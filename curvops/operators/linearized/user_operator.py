@@ -16,6 +16,7 @@ from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.sharded_linearization import KNOWN, ShardedLinearization
 
 ASIDE = ("lin", "generator", "checkpoint")
 """Arguments that have no influence on the operator that is built."""
@@ -46,6 +47,8 @@ class UserOperator(LinearOperator):
             cls.__signature__ = signature.replace(parameters=public, return_annotation=signature.empty)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0] if args else kwargs.get("lin"), ShardedLinearization):
+            return cls._of_shards(**cls._bound(args, kwargs).arguments)
         scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scale_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
 
@@ -75,6 +78,13 @@ class UserOperator(LinearOperator):
         return type(self)(lin, **self.asked, **takes)
 
     @classmethod
+    def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
+        """Build this operator of a network whose parameters are sharded over ranks."""
+        raise ValueError(
+            f"co.{cls.__name__} is not known for a model whose parameters are sharded over ranks: {KNOWN}."
+        )
+
+    @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         stored = bool(args) and isinstance(args[0], Tensor | LinearOperator)
         return stored and cls.STORED in kwargs
@@ -89,6 +99,9 @@ class UserOperator(LinearOperator):
             plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
             raise TypeError(f"co.{cls.__name__}({', '.join(map(str, plain))}): {error}.") from None
         source = bound.arguments["lin"]
+        if isinstance(source, ShardedLinearization):
+            require_no_gradient(source.likelihood, cls.__name__)
+            return bound
         if not isinstance(source, Linearization):
             raise TypeError(
                 f"{cls.__name__} is built from a linearised network, curvops.linearize(model, data, likelihood), "

@@ -8,6 +8,7 @@ from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingR
 from curvops.network.engines.rules.linear import BilinearRule, LinearRule, TransposedLinearRule
 from curvops.network.engines.rules.norm import ScaleRule
 from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.model.shards import has_hooks, unsharded_class
 
 __all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
 
@@ -40,13 +41,14 @@ RULES: dict[type | str, Rule] = {
 
 def rule_of(kind: type) -> Rule | None:
     """Return the row of `RULES` for a class, never that of a class it derives from; None without one."""
+    kind = unsharded_class(kind)
     return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
     """Return the rule of a layer, or None: subclasses and parametrised or hooked layers may do anything."""
     rule = rule_of(type(layer))
-    if rule is None or layer._forward_hooks or layer._forward_pre_hooks:
+    if rule is None or has_hooks(layer):
         return None
     own = {name for name, parameter in layer._parameters.items() if parameter is not None}
     return rule if own <= {"weight", "bias"} and rule.supports(layer) else None

@@ -1,0 +1,83 @@
+"""A network that `fully_shard` has sharded, linearised as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from curvops.linalg.core.sharded import RowLayout, Sharded, unwrapped, wrapped
+from curvops.network import ShardedNetwork, TrainedNetwork
+
+KNOWN = (
+    "known are its gradient, log_likelihood, outputs, flatten, unflatten and theta, and the operators co.GGN, "
+    "co.EmpiricalFisher and co.DiagonalGGN, with all of co.linalg on them"
+)
+
+
+class ShardedLinearization(ShardedNetwork):
+    """A network sharded by `fully_shard`, linearised at a snapshot θ* of its weights; see `co.linearize`.
+
+    The model stays as it is, and each rank keeps a copy of its own slices of the parameters. Vectors (D,) and blocks
+    (D, K) are DTensors on the model's mesh, sharded by rows, `[Shard(0)]`, in the order of the parameters that one
+    process has; `flatten` and `unflatten` convert them from and to DTensors by name, which lie as the parameters.
+    Everything is a sum over the data of all ranks. All ranks make the same calls.
+
+    What needs all parameters of a rank at once, or another engine than layer rules, raises an error by name.
+    """
+
+    @cached_property
+    def layout(self) -> RowLayout:
+        """How vectors lie on the ranks."""
+        return RowLayout.on(self.model.shards.mesh, self.num_parameters)
+
+    @property
+    def theta(self) -> Any:
+        """The selected parameters as one vector, a DTensor (D,)."""
+        return self.flatten(self.model.named_snapshot())
+
+    def gradient(self) -> Any:
+        """Return the gradient of the negative log-likelihood as a DTensor (D,). Costs one gradient."""
+        return wrapped(Sharded(self.passes.gradient(self.likelihood), self.layout))
+
+    def flatten(self, tensors: Mapping[str, Any]) -> Any:
+        """Return named tensors, (*shape) or (K, *shape) each, as a DTensor (D,) or (D, K).
+
+        They are DTensors that lie as the parameters do (then sharded along the next dimension, for K vectors), or
+        whole tensors that all ranks have. Raises ValueError or TypeError for names, shapes, dtypes or placements.
+        """
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"flatten takes a mapping of tensors by name, got {type(tensors).__name__}.")
+        return wrapped(Sharded(self.model.shards.from_named(tensors, self.local_theta), self.layout))
+
+    def unflatten(self, vectors: Any) -> dict[str, Any]:
+        """Return a DTensor (D,) or (D, K) as DTensors by name, (*shape) or (K, *shape), which lie as the parameters.
+
+        Raises ValueError unless it is sharded by rows on the model's mesh.
+        """
+        return self.model.shards.to_dtensors(self.rows_of(vectors))
+
+    def rows_of(self, vectors: Any) -> Tensor:
+        """Return this rank's rows of a DTensor; raise ValueError or TypeError for another kind of vector."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(vectors, DTensor):
+            raise TypeError(
+                f"vectors are DTensors (D,) or (D, K), sharded by rows on the model's mesh, got "
+                f"{type(vectors).__name__}: lin.flatten(mapping) makes one of named tensors, and "
+                "torch.distributed.tensor.distribute_tensor(vector, mesh, [Shard(0)]) of a plain one."
+            )
+        block = unwrapped(vectors)
+        if block.shape[0] != self.num_parameters:
+            raise ValueError(f"expected {self.num_parameters} rows, got {tuple(block.shape)}.")
+        block.rows.require(self.layout)
+        return block.local
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("jacobian", "push", "gradients") or (not name.startswith("_") and hasattr(TrainedNetwork, name)):
+            raise AttributeError(
+                f"lin.{name} is not known for a model whose parameters are sharded over ranks: {KNOWN}."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
