@@ -4,7 +4,16 @@ from importlib.metadata import version
 
 from curvops import evidence, gp, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import DataChanged, NoCurvature, RankFailed, RanksDiffer, RewardPairs, WithoutGroup, likelihoods
+from curvops.network import (
+    DataChanged,
+    LowerPrecision,
+    NoCurvature,
+    RankFailed,
+    RanksDiffer,
+    RewardPairs,
+    WithoutGroup,
+    likelihoods,
+)
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -62,6 +71,7 @@ __all__ = [
     "LinearMode",
     "Linearization",
     "LowRank",
+    "LowerPrecision",
     "NoCurvature",
     "NoFactors",
     "NotAMode",

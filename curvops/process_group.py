@@ -25,6 +25,8 @@ LATE = 1.0
 """Seconds after which a waiting rank says so, and looks whether another one failed."""
 PAUSES = 2e-5, 1e-3
 """The shortest and the longest pause between two looks at a message under way, in seconds."""
+IN_PLACE = 2**20
+"""Bytes from which on a sum is made in its own memory, and its check is a message of its own."""
 HASHES = 251
 """A prime: numbers below it tell vectors apart, and their squares are exact in single precision for 256 ranks."""
 
@@ -96,12 +98,13 @@ class Ranks:
         `told` is a tensor that must be equal on all ranks, such as the vectors of a product: a few bits of it travel
         with the part, so that ranks with different seeds or arguments are found out.
 
-        One all-reduce, of as many numbers as the part has and two.
+        One all-reduce, of as many numbers as the part has and two. A part of a megabyte or more becomes the sum itself,
+        so that nothing is copied; the two numbers, which are made meanwhile, are then a message of their own.
         """
         if torch.is_grad_enabled() and part.requires_grad:
             total: Tensor = _AllReduce.apply(part, self)  # type: ignore[no-untyped-call]
             return total
-        return self._reduced(part.detach(), told)
+        return self._reduced(part.detach(), told, _is_apart(part, told))
 
     def line_up(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
         """Concatenate the parts of all ranks, which may differ in this dimension. Two collective calls.
@@ -256,27 +259,35 @@ class Ranks:
     def __reduce__(self) -> Any:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
 
-    def _reduced(self, part: Tensor, told: Tensor | None = None) -> Tensor:
-        """Return the sum over ranks; of a block the columns stay contiguous."""
+    def _reduced(self, part: Tensor, told: Tensor | None = None, owned: bool = False) -> Tensor:
+        """Return the sum over ranks; of a block the columns stay contiguous. A large part that is owned becomes it."""
         if self.size == 1:
             return part
         by_columns = part.ndim == 2 and part.mT.is_contiguous()
         dense = part.mT if by_columns else part.contiguous()
-        buffer = dense.new_empty(dense.numel() + 2)
-        buffer[:-2].view(dense.shape).copy_(dense)
-        exact = buffer.dtype.itemsize >= 4 if buffer.is_floating_point() else buffer.dtype == torch.int64
-        with_hash = told is not None and exact
-        hashed = _hash(told) if with_hash and told is not None else 0
-        buffer[-2], buffer[-1] = hashed, hashed**2
-        self._wait(lambda: dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
-        if with_hash and not bool(buffer[-1] * self.size == buffer[-2] ** 2):
+        exact = dense.dtype.itemsize >= 4 if dense.is_floating_point() else dense.dtype == torch.int64
+        checked = told if exact else None
+        if owned and dense.nbytes >= IN_PLACE:
+            total, check = dense, dense.new_zeros(2)
+            self._add_up_over_ranks(dense, lambda: _write_hash(check, checked))
+            if checked is not None:
+                self._add_up_over_ranks(check)
+        else:
+            buffer = dense.new_empty(dense.numel() + 2)
+            total, check = buffer[:-2].view(dense.shape).copy_(dense), buffer[-2:]
+            _write_hash(check, checked)
+            self._add_up_over_ranks(buffer)
+        if checked is not None and not bool(check[1] * self.size == check[0] ** 2):
             raise RanksDiffer(
                 f"the vectors of a product differ between the ranks (seen by {self.names}): give all ranks equal "
                 "arguments and generators of equal seeds (without a generator torch's own is used: call "
                 "torch.manual_seed(seed) on each rank), and run them with as many threads on processors of one kind."
             )
-        total = buffer[:-2].view(dense.shape)
         return total.mT if by_columns else total
+
+    def _add_up_over_ranks(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+        """Replace a tensor by its sum over ranks, and do something else while it is under way."""
+        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor, meanwhile)
 
     def _gather_now(self, value: R) -> list[R]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
@@ -288,12 +299,14 @@ class Ranks:
         """The device of messages: a GPU's backend takes its own tensors alone."""
         return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
 
-    def _wait(self, begin: Callable[[], Any], tensor: Tensor) -> None:
+    def _wait(self, begin: Callable[[], Any], tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a collective call; raise RankFailed where another rank failed, ended or is too late."""
         self.messages += 1
         self.bytes_sent += tensor.nbytes
         try:
             work = begin()
+            if meanwhile is not None:
+                meanwhile()
             if tensor.is_cuda:
                 work.wait(timedelta(seconds=self.timeout))
                 return
@@ -386,6 +399,13 @@ def _store_of(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._get_process_group_store(group) if own is None else own()
 
 
-def _hash(told: Tensor) -> float:
-    """Return a small whole number that differs for most tensors that do."""
-    return float(int(fingerprint([told.detach()])) % HASHES)
+def _write_hash(check: Tensor, told: Tensor | None) -> None:
+    """Write a small whole number that differs for most tensors that do, and its square; zeros for none."""
+    hashed = 0.0 if told is None else float(int(fingerprint([told.detach()])) % HASHES)
+    check[0], check[1] = hashed, hashed**2
+
+
+def _is_apart(part: Tensor, told: Tensor | None) -> bool:
+    """Return whether a part fills its memory, which is not that of the told tensor."""
+    memory = part.untyped_storage()
+    return memory.nbytes() == part.nbytes and (told is None or told.untyped_storage().data_ptr() != memory.data_ptr())

@@ -21,6 +21,7 @@ from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
+from curvops.network.walks.rounded_passes import LowerPrecision
 from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
 from curvops.process_group import RankFailed, RanksDiffer, WithoutGroup
 
@@ -36,6 +37,7 @@ __all__ = [
     "Group",
     "JacobianRows",
     "Layer",
+    "LowerPrecision",
     "Model",
     "NoCurvature",
     "OutputFisher",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -94,6 +95,7 @@ def apply_function(
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
     """
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
+    require_accuracy(A, rtol)
     with torch.no_grad():
         with (
             at_work("apply_function", max_matvecs, progress, A),

@@ -25,6 +25,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -124,6 +125,7 @@ def cg(
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    require_accuracy(A, rtol)
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:

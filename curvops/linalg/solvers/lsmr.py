@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -101,6 +102,7 @@ def lsmr(
     """
     facts = describe(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    require_accuracy(A, rtol)
     if not damp >= 0:
         raise ValueError(f"damp must not be negative, got {damp}.")
     goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)

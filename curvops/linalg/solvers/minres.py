@@ -20,6 +20,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -114,6 +115,7 @@ def minres(
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    require_accuracy(A, rtol)
     sigma, goal = float(shift), goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner)
 

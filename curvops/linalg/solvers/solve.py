@@ -36,7 +36,7 @@ from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.cache import carries_graph, require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
-from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.rounding import require_accuracy, rounding_level
 from curvops.linalg.core.sharded import Sharded, on_shards
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
@@ -273,6 +273,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefinite, as in `cg`, at the
     cost of a Cholesky factorisation.
     """
+    require_accuracy(operator, rtol)
     matrix = operator.to_dense()
     if symmetric:
         matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too

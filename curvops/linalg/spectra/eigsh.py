@@ -24,6 +24,7 @@ from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
@@ -120,6 +121,7 @@ def eigsh(
     facts = describe_square(A)
     n = facts.rows
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    require_accuracy(A, rtol)
     _check(n, k, which, sigma)
     kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
     generator = kept.source("generator", generator, facts.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
+from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -79,6 +80,7 @@ def svds(
         raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
     check_choice("which", which, ("largest", "smallest"))
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    require_accuracy(A, rtol)
     checked_whole("block_size", block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)

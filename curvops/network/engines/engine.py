@@ -146,13 +146,15 @@ class Engines:
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
 
-    def build(self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
+    def build(
+        self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY, dtype: torch.dtype | None = None
+    ) -> Engine:
         """Return an engine of this kind for a batch, within `room` bytes; a streamed one if it proves to be wrong.
 
-        With a root L it multiplies by Lᵀ J.
+        With a root L it multiplies by Lᵀ J. A layerwise engine keeps its tensors in `dtype`, if one is given.
         """
         if kind == "layerwise":
-            return self._prove_layerwise(inputs, room, root)
+            return self._prove_layerwise(inputs, room, root, dtype)
         engine = self._autodiff(kind, inputs, room)
         return RootJacobian(engine, root) if root is not IDENTITY else engine
 
@@ -161,7 +163,7 @@ class Engines:
             return self._build_recorded(inputs, self.model.selection.names)
         return self._build_streamed(inputs, room)
 
-    def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
+    def _prove_layerwise(self, inputs: Any, room: int, root: Root, dtype: torch.dtype | None) -> Engine:
         """Return the layerwise engine without layers that prove to be wrong; streamed if none is left.
 
         If layers that were proven run differently in this batch, products are left to autodiff from now on. Rows are
@@ -171,7 +173,7 @@ class Engines:
         if self.plan.layers:
             recording = self.record(inputs)
             if not recording[2]:
-                return self._build_layerwise(inputs, room, root, recording)
+                return self._build_layerwise(inputs, room, root, recording, dtype)
             self._unlike = frozenset(recording[2])
             self.plan = self._make_plan()
         return self.build("streamed", inputs, room, root)
@@ -261,10 +263,12 @@ class Engines:
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
-    def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
+    def _build_layerwise(
+        self, inputs: Any, room: int, root: Root, recording: Recording, dtype: torch.dtype | None
+    ) -> Layerwise:
         others = tuple(self.plan.others)
         rest = self._build_recorded(inputs, others) if others else None
-        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root)
+        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root, dtype)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""

@@ -12,7 +12,7 @@ columns of L, not unit vectors. For a Fisher from residuals, R is one per sample
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -38,6 +38,8 @@ COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent from which on, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
 MAPPED_BYTES = 2**25 - 1
+WIDENED_BYTES = 2**20
+"""Bytes of a tensor kept in a lower precision that are converted at a time: few, so that they stay in a cache."""
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 
@@ -132,20 +134,24 @@ class Factors:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         given = self.layer.of(tangents)
-        parts = self._parts(len(next(iter(given.values()))))
+        parts = self._parts(next(iter(given.values())))
         return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
-        pieces = [self._pull(cotangents[part]) for part in self._parts(len(cotangents))]
+        pieces = [self._pull(cotangents[part]) for part in self._parts(cotangents)]
         return {local: concatenate([piece[local] for piece in pieces]) for local in self.layer.names}
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
-        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
+        z = next(iter(tangents.values()))
+        z = self.layer.rule.push(self.layer.module, converted(self.kept, z.dtype), tangents).flatten(2).mT
+        found = [torch.bmm(delta.flatten(2), z[points]) for points, delta in widened_pieces(self.delta, z.dtype)]
+        return concatenate(found).permute(2, 0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
-        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+        u, dtype = cotangents.transpose(0, 1), cotangents.dtype
+        found = [torch.bmm(u[points], delta.flatten(2)) for points, delta in widened_pieces(self.delta, dtype)]
+        s = concatenate(found).unflatten(2, self.delta.shape[2:])
+        return self.layer.rule.pull(self.layer.module, converted(self.kept, dtype), s, tuple(self.layer.names))
 
     def left(self) -> Tensor | None:
         """See `Rule.left`."""
@@ -161,8 +167,8 @@ class Factors:
         rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
 
-    def _parts(self, columns: int) -> list[slice]:
-        return in_parts(columns, self.layer.output.numel() * self.delta.element_size(), self.delta.is_cuda)
+    def _parts(self, block: Tensor) -> list[slice]:
+        return in_parts(len(block), self.layer.output.numel() * block.element_size(), block.is_cuda)
 
     def at(self, points: slice) -> Factors:
         return replace(self, kept=self.kept[points], delta=self.delta[points])
@@ -180,9 +186,25 @@ def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
     return [slice(start, start + width) for start in range(0, columns, width)]
 
 
-def concatenate(pieces: list[Tensor]) -> Tensor:
+def concatenate(pieces: list[Tensor], dim: int = 0) -> Tensor:
     """Return the pieces as one tensor; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def converted(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a layer's kept input in this dtype; indices stay."""
+    return kept.to(dtype) if kept.is_floating_point() else kept
+
+
+def widened_pieces(kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (some points, their part of a kept tensor in the dtype of vectors): all at once if that is its own."""
+    if kept.dtype == dtype:
+        yield slice(None), kept
+        return
+    step = max(1, WIDENED_BYTES * len(kept) // max(1, kept.numel() * dtype.itemsize))
+    for start in range(0, len(kept), step):
+        points = slice(start, start + step)
+        yield points, kept[points].to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +216,13 @@ class Rows:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
-        return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
+        rows = [v @ rows.flatten(0, 1).mT for _, rows in widened_pieces(self.jacobian, v.dtype)]
+        return concatenate(rows, 1).unflatten(1, self.jacobian.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
-        return self._layout.named(cotangents.flatten(1) @ self.jacobian.flatten(0, 1))
+        pieces = widened_pieces(self.jacobian, cotangents.dtype)
+        first, *others = (cotangents[:, points].flatten(1) @ rows.flatten(0, 1) for points, rows in pieces)
+        return self._layout.named(sum(others, first))
 
     def named_rows(self) -> Blocks:
         """Return the rows by parameter name, (n, R, *shape)."""
@@ -240,16 +265,18 @@ class Features:
         return self.layer.output[-1]
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
-        given, output = self.layer.of(tangents), self.layer.output.numel() * self.kept.element_size()
-        parts = in_parts(len(next(iter(given.values()))), output, self.kept.is_cuda)
+        given = self.layer.of(tangents)
+        first = next(iter(given.values()))
+        parts = in_parts(len(first), self.layer.output.numel() * first.element_size(), first.is_cuda)
         return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)
+        kept = converted(self.kept, next(iter(tangents.values())).dtype)
+        return self.layer.rule.push(self.layer.module, kept, tangents).flatten(2).transpose(0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
-        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+        return self.layer.rule.pull(self.layer.module, converted(self.kept, s.dtype), s, tuple(self.layer.names))
 
     def at(self, points: slice) -> Features:
         return replace(self, kept=self.kept[points])
@@ -271,6 +298,7 @@ class Layerwise:
         rest: Recorded | Streamed | None,
         chunk_bytes: int,
         root: Root = IDENTITY,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.rest = rest if rest is None or root is IDENTITY else RootJacobian(rest, root)
@@ -278,7 +306,7 @@ class Layerwise:
         assert not misfits  # they have no rule
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
-        self.parts = _parts(model, outputs, calls, chunk_bytes, root)
+        self.parts = _parts(model, outputs, calls, chunk_bytes, root, dtype)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
@@ -421,9 +449,13 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
 
 
 def _parts(
-    model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root
+    model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root, dtype: torch.dtype | None
 ) -> list[Factors | Rows | Features]:
-    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
+    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ.
+
+    What is kept is rounded to `dtype`, if one is given.
+    """
+    dtype = outputs.dtype if dtype is None else dtype
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     calls = [call for call in calls if call not in last]
@@ -442,14 +474,16 @@ def _parts(
                 piece = _rows(call, delta) if call.layer.as_rows(columns) else delta
                 store = stores[i]
                 if store is None:
-                    store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:])
+                    store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:], dtype=dtype)
                 store[:, start : start + width] = piece
     found = [
-        Rows(call.layer, store) if call.layer.as_rows(columns) else Factors(call.layer, call.kept, store)
+        Rows(call.layer, store)
+        if call.layer.as_rows(columns)
+        else Factors(call.layer, converted(call.kept, dtype), store)
         for call, store in zip(calls, stores)
         if store is not None
     ]
-    return [*found, *(Features(call.layer, call.kept) for call in last)]
+    return [*found, *(Features(call.layer, converted(call.kept, dtype)) for call in last)]
 
 
 def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:

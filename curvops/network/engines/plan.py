@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
 
@@ -66,6 +68,8 @@ class Plan:
     half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
     unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None  # of the tensors that layers keep, if it is not the weights'
+    product_error: float | None = None  # the relative error of products that this makes, as measured
 
     @cached_property
     def forward(self) -> int:
@@ -75,7 +79,7 @@ class Plan:
     @cached_property
     def layerwise_bytes(self) -> int:
         """The bytes per point that the layerwise engine keeps."""
-        kept = sum(self._numbers(layer) for layer in self.layers) * self.itemsize
+        kept = sum(self._bytes(layer) for layer in self.layers)
         return kept + (self.rest.recorded_bytes if self.rest is not None and self.rest.recordable else 0)
 
     @cached_property
@@ -116,6 +120,8 @@ class Plan:
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
+        if self.compute_dtype is not None:  # other engines would multiply by another, unrounded J
+            return ("layerwise",)
         if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded)
         return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise")
@@ -187,8 +193,9 @@ class Plan:
     def _as_rows(self, layer: Layer) -> bool:
         return not layer.is_last and layer.as_rows(self.num_outputs)
 
-    def _numbers(self, layer: Layer) -> int:
-        return self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
+    def _bytes(self, layer: Layer) -> int:
+        numbers = self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
+        return numbers * (self.itemsize if self.compute_dtype is None else self.compute_dtype.itemsize)
 
     def _read(self, layer: Layer) -> int:
         """Return the numbers per point that a product reads: δ or the layer's own Jacobian; none for the last."""
@@ -209,8 +216,7 @@ class Plan:
                 continue
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
             kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"
-            size = self._numbers(layer) * self.itemsize
-            rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{size:,}", f"{cost:.2f}"))
+            rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{self._bytes(layer):,}", f"{cost:.2f}"))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -225,6 +231,11 @@ class Plan:
         if self.routes.why:
             serves = "the layerwise engine, by first derivatives alone" if self.prefers_layerwise else "rows of J"
             lines.append(f"{self.routes.why}: products with J by {serves}.")
+        if self.product_error is not None:
+            lines.append(
+                f"compute_dtype={self.compute_dtype} for products of curvatures: relative error "
+                f"{self.product_error:.1e} on the first points."
+            )
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
         return "\n".join(
             [*lines, f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"]

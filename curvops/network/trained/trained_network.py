@@ -32,6 +32,7 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
+from curvops.network.walks.rounded_passes import RoundedPasses, check_compute_dtype, require_room
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group
@@ -79,15 +80,21 @@ class TrainedNetwork:
         progress: Progress = None,
         token: str | None = None,
         engines: Engines | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
+        self.compute_dtype = compute_dtype
+        self.products = self.passes
+        """The walk of products with curvatures: `passes`, or one with recorded tensors in a lower precision."""
+        if compute_dtype is not None:
+            self.products = RoundedPasses(self.passes, compute_dtype, Exact(likelihood))
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
-        self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
+        self._gradient_rows: dict[tuple[bool, Passes], tuple[list[Tensor], Passes]] = {}
         self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # at these hyperparameters
 
     @classmethod
@@ -101,6 +108,7 @@ class TrainedNetwork:
         engine: EngineChoice,
         weights: bool,
         progress: Progress,
+        compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> N:
         """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
@@ -123,16 +131,25 @@ class TrainedNetwork:
         given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
-        step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
+        kept = engines.plan.routes.saved_bytes
+        if compute_dtype is not None:
+            check_compute_dtype(compute_dtype, theta.dtype, engine, engines.plan)
+            kept = max(kept, engines.plan.layerwise_bytes)
+        step = max(1, memory.budget // (8 * max(1, kept)))
         reading = reading_for(network, probability, layout, weights)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
         if ranks is not None:
             engines.agree(next(iter(batches)).inputs, ranks.gather)
+        if compute_dtype is not None:
+            require_room(batches.largest, engines.plan, compute_dtype, memory.budget)
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
-        return cls(network, batches, probability, shape, engine, memory, progress, token, engines)
+        new = cls(network, batches, probability, shape, engine, memory, progress, token, engines, compute_dtype)
+        if isinstance(new.products, RoundedPasses):
+            new.products.warn()
+        return new
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
@@ -198,7 +215,7 @@ class TrainedNetwork:
     @property
     def plan(self) -> Plan:
         """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
-        return self.passes.plan
+        return self.products.plan
 
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
         """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
@@ -303,21 +320,25 @@ class TrainedNetwork:
         """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
         return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
-    def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
+    def gradient_rows(
+        self, likelihood: Likelihood, per_token: bool = False, for_products: bool = False
+    ) -> Passes | None:
         """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; all callers share it.
 
-        r is kept as a constant; None if a gradient for the likelihood's hyperparameters is recorded.
+        It is one of `products` if it is for those. r is kept as a constant; None if a gradient for the likelihood's
+        hyperparameters is recorded.
         """
         tensors = likelihood.hyperparameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
         present = [tensor.detach() for tensor in tensors]
         with self.model.lock:
-            held = self._gradient_rows.get(per_token)
+            walk = self.products if for_products else self.passes
+            held = self._gradient_rows.get((per_token, walk))
             if held is None or not all(map(torch.equal, held[0], present)):  # they may change in place, as in training
                 values = [tensor.clone() for tensor in present]
                 fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
-                held = self._gradient_rows[per_token] = values, self.passes.with_root(fisher)
+                held = self._gradient_rows[per_token, walk] = values, walk.with_root(fisher)
             return held[1]
 
     def _known_now(self) -> dict[str, Any]:
@@ -411,7 +432,16 @@ class TrainedNetwork:
         reading = Reading(theta.device, theta.dtype, weights=True)
         batches = Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks)
         progress = self.passes.progress
-        return type(self)(self.model, batches, self.likelihood, self.output_shape, self.engine, self.memory, progress)
+        return type(self)(
+            self.model,
+            batches,
+            self.likelihood,
+            self.output_shape,
+            self.engine,
+            self.memory,
+            progress,
+            compute_dtype=self.compute_dtype,
+        )
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files: over a process group on the first rank, while the others wait."""
@@ -442,7 +472,15 @@ class TrainedNetwork:
         data = Batches(items, Reading(self.theta.device, self.theta.dtype, weights=shard.weighted))
         progress = self.passes.progress
         return type(self)(
-            self.model, data, self.likelihood, self.output_shape, self.engine, self.memory, progress, self.token
+            self.model,
+            data,
+            self.likelihood,
+            self.output_shape,
+            self.engine,
+            self.memory,
+            progress,
+            self.token,
+            compute_dtype=self.compute_dtype,
         )
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
@@ -450,7 +488,20 @@ class TrainedNetwork:
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
         memory, progress = self.memory.on(device), self.passes.progress
-        return type(self)(model, data, likelihood, self.output_shape, self.engine, memory, progress, self.token)
+        lower = self.compute_dtype
+        if lower is not None and torch.finfo(lower).eps <= torch.finfo(model.theta.dtype).eps:
+            lower = None
+        return type(self)(
+            model,
+            data,
+            likelihood,
+            self.output_shape,
+            self.engine,
+            memory,
+            progress,
+            self.token,
+            compute_dtype=lower,
+        )
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
@@ -473,6 +524,7 @@ class TrainedNetwork:
             "the data": str(self.source),
             "the likelihood": likelihood_state(self.likelihood),
             "the engine": self.engine,
+            "compute_dtype": str(self.compute_dtype),
         }
 
     def __repr__(self) -> str:

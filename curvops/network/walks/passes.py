@@ -82,6 +82,9 @@ class Passes(JacobianRows):
     multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's lock.
     """
 
+    product_error = 0.0
+    """The relative error of products beyond rounding; see `RoundedPasses`."""
+
     def __init__(
         self,
         model: Model,
@@ -101,7 +104,7 @@ class Passes(JacobianRows):
         self._engines: Engines | None = None
         self._few = few
         self._fisher: OutputFisher | None = None
-        self._whole: Passes | None = None  # the walk that multiplies by J, if this one has a root
+        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root or rounds
         self._forget()
         self._engines = engines  # once registered, since type checks read `wanted_bytes`, which probes
 
@@ -475,12 +478,15 @@ class Passes(JacobianRows):
         if kind != "streamed":
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
-        engine = self.engines.build(kind, inputs, room, root)
+        engine = self._build(kind, inputs, room, root)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:
                 self._asked.clear()
         return engine
+
+    def _build(self, kind: EngineKind, inputs: Any, room: int, root: Root) -> Engine:
+        return self.engines.build(kind, inputs, room, root)
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
         """Choose an engine by the cost rule, again if it keeps a recorded pass that was not tried yet.

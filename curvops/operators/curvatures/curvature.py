@@ -45,11 +45,17 @@ class Curvature(UserOperator, NetworkOperator):
         """The plan of engines that serve the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
         return (self.rows or self.lin).plan
 
+    @property
+    def product_error(self) -> float:
+        """The relative error of products in a lower compute_dtype, measured once; see `lin.plan`."""
+        walk: Passes = self.rows or self.lin.products
+        return walk.product_error
+
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
             return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block)
-        return self.lin.passes.curvature_product(block, self.output)
+        return self.lin.products.curvature_product(block, self.output)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products where a hyperparameter's gradient is recorded."""

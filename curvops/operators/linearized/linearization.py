@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -82,6 +83,7 @@ def linearize(
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
+    compute_dtype: torch.dtype | None = None,
     weights: Any = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
@@ -117,6 +119,13 @@ def linearize(
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
             where the budget allows it). The results are the same. Whatever the engine, rows and Kronecker factors come
             from layer rules.
+        compute_dtype: torch.bfloat16 (or torch.float32 for float64 weights) keeps the tensors from which layer rules
+            multiply the GGN and the Fishers in this dtype, at half (a quarter) of the bytes; vectors, products and sums
+            keep the weights' dtype, so that every product is one with the same symmetric positive semi-definite
+            matrix, whose relative error is measured here (`lin.plan.product_error`). A solver, an eigensolver or an
+            estimator with an rtol below it raises ValueError. It is for data whose layer tensors do not fit into the
+            budget otherwise: where they do, products are not faster. Gradients, log-likelihoods, J itself, predictions,
+            diagonals, blocks, Kronecker factors and the Hessian are computed as without it. None is the weights' dtype.
         weights: True says that the third item of a batch holds weights; otherwise a third item is rejected.
         progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
             their own. None shows a bar after two seconds where standard error is a terminal, False never, True
@@ -139,12 +148,14 @@ def linearize(
     Raises:
         TypeError: an argument of another kind than those above.
         ValueError: empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode
-            that is random or depends on its batch, outputs that are not (N, C) or (N, ..., C), or a selection that
-            matches nothing or mixes dtypes. The message says what to do.
+            that is random or depends on its batch, outputs that are not (N, C) or (N, ..., C), a selection that matches
+            nothing or mixes dtypes, or a compute_dtype that is not below the weights', with an engine or a model
+            without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
         RanksDiffer: the ranks were given different models, likelihoods, options or versions, or the same data.
         RankFailed: another rank raised an error, ended, or did not answer within a minute.
 
-    Warns with `NoCurvature` where every curvature is zero under the likelihood. Costs one pass over the data and a few
+    Warns with `NoCurvature` where every curvature is zero under the likelihood, and with `LowerPrecision` of the error
+    that compute_dtype makes. Costs one pass over the data and a few
     passes over two points, about twenty for the first network of a structure; its derivatives are then known to be
     right, and are not checked again.
     """
@@ -167,4 +178,5 @@ def linearize(
         engine=engine,
         weights=weights,
         progress=progress,
+        compute_dtype=compute_dtype,
     )

@@ -1,0 +1,112 @@
+"""The messages that ranks exchange, and their bytes, are those of the formulas on docs/many_machines.md.
+
+Tests `process_group.py`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import curvops as co
+from curvops.process_group import IN_PLACE, Ranks
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, linearise
+
+NUMBER, CHECK = 8, 2
+"""Bytes of a number in these tests; numbers that are sent beside a sum."""
+K, MANY = 3, 4000
+WIDE = "more weights than outputs"
+C, LAYERS = 3, ((5, 5), (3, 6))
+"""The outputs, and rows and columns of each layer's matrix with its bias."""
+D = sum(p * q for p, q in LAYERS)
+
+Count = tuple[int, int]
+
+
+def counted(ranks: Ranks, run: Callable[[], Any]) -> Count:
+    before = ranks.messages, ranks.bytes_sent
+    run()
+    return ranks.messages - before[0], ranks.bytes_sent - before[1]
+
+
+def found_by_rank(group: dist.ProcessGroup, size: int) -> dict[str, Count]:
+    lin, wider = (linearise(name, SHARDS[size], group, dist.get_rank(group)) for name in ("labels", WIDE))
+    ranks = lin.passes.shard.ranks
+    to_linearize = [(each.messages, each.bytes_sent) for each in (ranks, wider.passes.shard.ranks)]
+    assert lin.num_parameters == D
+    J = lin.jacobian()
+    V, wide = torch.ones(D, K, dtype=DOUBLE), torch.ones(D, MANY, dtype=DOUBLE)
+    U = torch.ones(lin.num_data * C, K, dtype=DOUBLE)
+    G, H, F = co.GGN(lin), co.Hessian(lin), co.EmpiricalFisher(lin)
+    torch.testing.assert_close(G @ wide, (G @ wide[:, :1]).expand(-1, MANY), rtol=1e-12, atol=1e-12)
+    assert bool((wide == 1).all())
+    return {
+        "linearize": to_linearize[0],
+        "linearize a wider network": to_linearize[1],
+        "product": counted(ranks, lambda: G @ V),
+        "wide product": counted(ranks, lambda: G @ wide),
+        "Hessian": counted(ranks, lambda: H @ V),
+        "empirical Fisher": counted(ranks, lambda: F @ V),
+        "gradient": counted(ranks, lin.gradient),
+        "log-likelihood": counted(ranks, lin.log_likelihood),
+        "diagonal": counted(ranks, lambda: co.DiagonalGGN(lin)),
+        "J": counted(ranks, lambda: J @ V),
+        "J transposed": counted(ranks, lambda: J.mT @ U),
+        "KFAC": counted(ranks, lambda: co.KFAC(lin)),
+        "three products": counted(ranks, lambda: [G @ V for _ in range(3)]),
+    }
+
+
+def expected_of(size: int) -> dict[str, Count]:
+    sums = lambda *numbers: (len(numbers), NUMBER * sum(n + CHECK for n in numbers))  # noqa: E731
+    lengths, rows = sums(size), max(SHARDS[size])
+    one = sums(D * K)
+    layers = pickle.dumps({"the layers that ran": [f"{i}.weight, {i}.bias: factors" for i in (0, 2)]})
+    kfac = sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)], 1)  # factors, positions; the log-likelihood
+    return {
+        "product": one,
+        "wide product": (2, NUMBER * (D * MANY + CHECK)),
+        "Hessian": one,
+        "empirical Fisher": one,
+        "gradient": sums(D),
+        "log-likelihood": sums(1),
+        "diagonal": sums(D, 1),
+        "J": (2, lengths[1] + NUMBER * rows * C * K),
+        "J transposed": one,
+        "three products": (3 * one[0], 3 * one[1]),
+        "KFAC": (kfac[0] + 2, kfac[1] + lengths[1] + len(layers)),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_and_bytes_are_those_of_the_formulas(size) -> None:
+    assert NUMBER * D * MANY > IN_PLACE
+    expected = expected_of(size)
+    for rank, found in run_on_ranks(size, found_by_rank, size).items():
+        assert not isinstance(found, str), found
+        messages, sent = found["linearize"]
+        assert messages == 20 and sent < 4096 and found["linearize a wider network"] == (messages, sent)
+        for name, count in expected.items():
+            assert found[name] == count, (rank, name)
+
+
+def differing(group: dist.ProcessGroup, size: int) -> list[str]:
+    lin = linearise("labels", SHARDS[size], group, dist.get_rank(group))
+    said = []
+    for columns in (K, MANY):
+        try:
+            _ = co.GGN(lin) @ torch.full((D, columns), 1.0 + dist.get_rank(group), dtype=DOUBLE)
+        except co.RanksDiffer as error:
+            said.append(str(error))
+    return said
+
+
+def test_vectors_that_differ_are_found_out_in_small_and_in_large_messages() -> None:
+    for said in run_on_ranks(2, differing, 2).values():
+        assert len(said) == 2 and all("the vectors of a product differ between the ranks" in each for each in said)
