@@ -146,10 +146,7 @@ class TrainedNetwork:
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
-        new = cls(network, batches, probability, shape, engine, memory, progress, token, engines, compute_dtype)
-        if isinstance(new.products, RoundedPasses):
-            new.products.warn()
-        return new
+        return cls(network, batches, probability, shape, engine, memory, progress, token, engines, compute_dtype)
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
@@ -160,6 +157,11 @@ class TrainedNetwork:
             facts = {"torch's version": torch.__version__, "whether points have weights": new.data.weighted}
             ranks.require_equal(new._facts() | facts)
         return new
+
+    def warn_of_rounding(self) -> None:
+        """Measure the error of products in a lower precision, if they are, and warn of it: a question to all ranks."""
+        if isinstance(self.products, RoundedPasses):
+            self.products.warn()
 
     @property
     def theta(self) -> Float[Tensor, " D"]:

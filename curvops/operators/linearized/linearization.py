@@ -169,7 +169,7 @@ def linearize(
         arguments = model, data, likelihood, parameters, memory_budget, engine, weights
         return cast(Any, ShardedLinearization.read(process_group, *arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
-    return read(
+    lin = read(
         model=model,
         data=data,
         likelihood=likelihood,
@@ -180,3 +180,5 @@ def linearize(
         progress=progress,
         compute_dtype=compute_dtype,
     )
+    lin.warn_of_rounding()
+    return lin

@@ -1,0 +1,92 @@
+"""Products from tensors in bfloat16 against float32: bytes kept, speed, and error by layer.
+
+`python -m benchmarks.lower_precision` prints a table of three networks and the errors by parameter. One thread, CPU
+time, the lowest of interleaved repetitions, in loss gradients of the same data.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import curvops as co
+
+CLASSES, BATCH, REPEATS = 10, 128, 9
+
+
+class Transformer(nn.Module):
+    """Tokens, two encoder layers, the mean over positions, a head."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True)
+        self.embedding, self.body = nn.Embedding(50, width), nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(self.embedding(ids)).mean(1))
+        return found
+
+
+def networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Return each network with its inputs."""
+    torch.manual_seed(0)
+    mlp = [nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, CLASSES)]
+    first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, CLASSES)]
+    return {
+        "MLP": (nn.Sequential(*mlp), torch.randn(1000, 784)),
+        "CNN": (nn.Sequential(*first, *second), torch.randn(256, 1, 28, 28)),
+        "transformer": (Transformer().eval(), torch.randint(0, 50, (200, 16))),
+    }
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the CPU seconds of one call."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", co.LowerPrecision)
+    for name, (model, X) in networks().items():
+        y = torch.arange(len(X)) % CLASSES
+        data = list(zip(X.split(BATCH), y.split(BATCH), strict=True))
+
+        def gradient(model: nn.Module = model, data: list[tuple[Tensor, Tensor]] = data) -> None:
+            for x, t in data:
+                cross_entropy(model(x), t, reduction="sum").backward()
+
+        full = co.linearize(model, data, "classification", engine="layerwise")
+        low = co.linearize(model, data, "classification", compute_dtype=torch.bfloat16)
+        streamed = co.linearize(model, data, "classification", engine="streamed")
+        A, B, S = co.GGN(full), co.GGN(low), co.GGN(streamed)
+        for K in (1, 8):
+            V = torch.randn(full.num_parameters, K)
+            runs = [lambda V=V, G=G: G @ V for G in (A, B, S)] + [gradient]
+            for run in runs[:2] * 2:
+                run()
+            times = [[seconds(run) for run in runs] for _ in range(REPEATS)]
+            a, b, s, g = (min(column) for column in zip(*times, strict=True))
+            print(
+                f"{name}, K = {K}: {a / b:.2f} times as fast as float32; gradients a vector: float32 {a / g / K:.2f}, "
+                f"bfloat16 {b / g / K:.2f}, streamed {s / g / K:.2f}; {full.passes.kept_bytes / 1e6:.1f} -> "
+                f"{low.products.kept_bytes / 1e6:.1f} MB; error {low.plan.product_error:.1e}",
+                flush=True,
+            )
+        v = torch.randn(full.num_parameters)
+        exact, rounded = (full.unflatten(G @ v) for G in (A, B))
+        off = {key: float((rounded[key] - value).norm() / value.norm()) for key, value in exact.items()}
+        print("  " + ", ".join(f"{key} {error:.0e}" for key, error in off.items()))
+
+
+if __name__ == "__main__":
+    main()
