@@ -11,6 +11,7 @@ from curvops.network import (
     RankFailed,
     RanksDiffer,
     RewardPairs,
+    SharedPoints,
     WithoutGroup,
     likelihoods,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "Subnetwork",
     "TangentKernel",
     "Uncertainty",
+    "SharedPoints",
     "WithoutGroup",
     "evidence",
     "gp",

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from curvops import storage
+from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
 
@@ -45,6 +46,8 @@ SHARE = 0.02
 """The share of a run's time that saves may take."""
 SPEED = 1e8
 """The speed assumed for a disk, in bytes per second, until it has been measured."""
+PATIENCE = 10.0
+"""How much slower than `SPEED` a disk may be before ranks that wait for a writer give up."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 TOLD_ROWS = 64
@@ -70,6 +73,7 @@ class Checkpoint:
         what: str,
         problem: Callable[[], Mapping[str, Any]] = dict,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Read the folder, or write that nothing has been reached yet.
 
@@ -79,6 +83,8 @@ class Checkpoint:
             problem: by name, what distinguishes this problem from others: plain values, which must be equal, and
                 tensors of numbers, which may differ by rounding. Called only if there is a path.
             device: the device for tensors that came from an accelerator.
+            ranks: the processes of a group that make this run together, with equal states. The first alone reads and
+                writes; what it read or raised is on all.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.
@@ -95,18 +101,21 @@ class Checkpoint:
         """Objects that parts of the whole run store, by name."""
         self.whole = self
         """The outermost run that this one is a step of."""
+        self.ranks = ranks
         if self.folder is None:
             return
         self._about = {"algorithm": what, **problem()}
-        found = self._read()
+        found = self._begin() if ranks is None else ranks.from_first(self._begin)
         if found is not None:
-            self._require_same(found["problem"])
             self._reached, self._ended = (_unpack(found[name], device) for name in ("reached", "result"))
             self._count = self._reached["parts"] if self._reached else 0
-        if self._ended is None:
-            self._write(self._reached, None)  # find out now whether the folder can be written
         self._saved = time.monotonic()
         self._due = self._saved + PAUSE
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes the folder."""
+        return self.folder is not None and (self.ranks is None or self.ranks.rank == 0)
 
     def __bool__(self) -> bool:
         return self.folder is not None
@@ -171,7 +180,7 @@ class Checkpoint:
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
         """Save this state (plain values, tensors and dataclasses) if a save is due, or `now`."""
-        if self.folder is None or not (now or time.monotonic() >= self._due):
+        if not self._writes or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
         expected = self._took or _nbytes(tree) / SPEED
@@ -184,7 +193,7 @@ class Checkpoint:
 
     def finish(self, result: T) -> T:
         """Save the result of the run in place of its state and steps; return it."""
-        if self.folder is not None:
+        if self._writes:
             tree = record_of({"result": result, "others": self._attachments()})
             if self._try_write(None, tree):
                 for each in self._parts():
@@ -199,6 +208,15 @@ class Checkpoint:
         with contextlib.suppress(OSError):
             return [each for each in self.folder.iterdir() if each.is_dir()]
         return []
+
+    def _begin(self) -> Any:
+        """Return the tree of an earlier run, or None; find out now whether the folder can be written."""
+        found = self._read()
+        if found is not None:
+            self._require_same(found["problem"])
+        if found is None or found["result"] is None:
+            self._write(None if found is None else found["reached"], None)
+        return found
 
     def _read(self) -> Any:
         assert self.folder is not None
@@ -229,7 +247,11 @@ class Checkpoint:
     def _write(self, reached: Any, result: Any) -> None:
         assert self.folder is not None
         tree = {"problem": self._about, "reached": _pack(reached), "result": _pack(result)}
+        if self.ranks is not None:  # the others may wait
+            self.ranks.at_work(PATIENCE * _nbytes(tree) / SPEED)
         storage.save(self.folder, KIND, VERSION, tree)
+        if self.ranks is not None:
+            self.ranks.at_work(0.0)
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         other = [name for name in self._about if not _same(known.get(name), self._about[name])]
@@ -268,6 +290,7 @@ def begin(
     problem: Callable[[], Mapping[str, Any]],
     device: torch.device,
     parts: bool = False,
+    ranks: Ranks | None = None,
     **instead: Any,
 ) -> Checkpoint:
     """Return the checkpoint of the current `resumable` function: at this path, or a part of the run it is a step of.
@@ -278,6 +301,7 @@ def begin(
         problem: values that identify the function's first argument, by name; the others are identified by themselves.
         device: as in `Checkpoint`.
         parts: whether steps inside save their progress, too.
+        ranks: as in `Checkpoint`; steps inside have those of their run.
         instead: by name, values for arguments that do not identify themselves.
 
     Raises:
@@ -285,10 +309,10 @@ def begin(
     """
     if path is None:
         run = current()
-        kept = Checkpoint(run.next_part(what), what, device=device)
+        kept = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
         kept.whole = run.whole if run else kept
     else:
-        kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device)
+        kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
     in_force.set(kept if kept and parts else None)
     return kept
 
@@ -300,12 +324,18 @@ def current() -> Checkpoint:
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
     """Return the checkpoint of a named step inside the current run, without steps inside it."""
+    return Checkpoint(current().part(name), name, device=device, ranks=current().ranks)
+
+
+def part_of_rank(name: str, device: torch.device) -> Checkpoint:
+    """Return the checkpoint of a named step inside the current run that this process makes without the others."""
     return Checkpoint(current().part(name), name, device=device)
 
 
 def part_of_whole(name: str, device: torch.device) -> Checkpoint:
     """Return the checkpoint of something that several steps of the whole run need, wherever it is computed."""
-    return Checkpoint(current().whole.part(name), name, device=device)
+    whole = current().whole
+    return Checkpoint(whole.part(name), name, device=device, ranks=whole.ranks)
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ SMALL = 2**12
 MAX_CHUNKS = 2**16
 """The largest number of chunks in one call, 16 G words in total."""
 
+GENERATOR = 0x2545F4914F6CDD1D
+"""A number whose powers modulo 2^64 repeat after 2^62 steps only."""
+
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 0-d int64 fingerprint of the values of some tensors on one device, without waiting for the device.
@@ -34,6 +38,50 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         sums = torch.cat([chunk_sums(_words(tensor), weights[:CHUNK]) for tensor in tensors])
         return (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
+
+
+def point_prints(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a 64-bit number (n,) for each row of some tensors of n rows, equal for equal rows; without waiting.
+
+    Shapes and dtypes do not enter. Bits are mixed, so that sums over points tell apart what points exchange. Costs one
+    pass over the data, as `fingerprint` does.
+    """
+    device = tensors[0].device
+    weights = _odd_weights(device)
+    with torch.no_grad():
+        found = torch.zeros(len(tensors[0]), dtype=torch.int64, device=device)
+        for tensor in tensors:
+            rows = _words(tensor)
+            # Halves of 32 bits: numbers that differ in their highest bits alone leave few bits of a sum to differ.
+            rows = (rows if rows.element_size() == 1 else rows.view(torch.int16)).view(len(tensor), -1)
+            for i, part in enumerate(rows.split(CHUNK, 1) if rows.shape[1] else ()):
+                found = found * weights[CHUNK + i] + _row_sums(part, weights[: part.shape[1]])
+            found = _mixed(found)
+        return found
+
+
+def ordered_sum(prints: Tensor, start: int = 0) -> Tensor:
+    """Return Σ_i g^(start + i) u_i modulo 2^64, 0-d, for the prints u of points in order, of which `start` came before.
+
+    Sums of parts, each with its start, add up to the sum of the whole; see `join_sums` for parts without.
+    """
+    powers = torch.full_like(prints, GENERATOR).cumprod(0)
+    return (powers * prints).sum() * _power(start)
+
+
+def join_sums(sums: Sequence[int], counts: Sequence[int]) -> int:
+    """Return the `ordered_sum` of consecutive parts, of which each has so many points and its own sum from 0."""
+    starts = accumulate(counts, initial=0)
+    return in_64_bits(sum(part * _power(start) for part, start in zip(sums, starts)))
+
+
+def _power(exponent: int) -> int:
+    return in_64_bits(pow(GENERATOR, exponent, 2**64))
+
+
+def in_64_bits(number: int) -> int:
+    """Return a whole number modulo 2^64, as a signed one."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def in_single(tensor: Tensor) -> Tensor:
@@ -58,6 +106,23 @@ def _chunk_sums_at_once(words: Tensor, weights: Tensor) -> Tensor:
     tail = words[rows * CHUNK :]
     whole = (words[: rows * CHUNK].view(rows, CHUNK) * weights).sum(1)
     return torch.cat([whole, (tail * weights[: len(tail)]).sum().unsqueeze(0)])
+
+
+def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each row, some rows at a time: widened to 64 bits they stay in the cache."""
+    step = max(1, CHUNK // rows.shape[1])
+    if rows.device.type == "cpu":
+        parts = [part.to(torch.int64).mv(weights) for part in rows.split(step)]
+    else:  # an accelerator has no product of integers
+        parts = [(part * weights).sum(1) for part in rows.split(64 * step)]
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return 64-bit numbers whose bits each depend on all of the given one's (shifts without the sign, odd factors)."""
+    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # of MurmurHash3 and SplitMix64, as signed numbers
+        numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * factor
+    return numbers ^ ((numbers >> 32) & 0xFFFFFFFF)
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ TIMEOUT = 60.0
 """Seconds that a rank waits for the others before it raises `RankFailed`."""
 LATE = 1.0
 """Seconds after which a waiting rank says so, and looks whether another one failed."""
+SIGNS = 6
+"""How often a rank says within this time that it is at work."""
 PAUSES = 2e-5, 1e-3
 """The shortest and the longest pause between two looks at a message under way, in seconds."""
 IN_PLACE = 2**20
@@ -32,7 +34,10 @@ HASHES = 251
 
 
 class RankFailed(RuntimeError):
-    """Another rank raised an error, ended, or did not answer in time: this linearisation is of no further use."""
+    """Another rank raised an error, ended, or did not answer in time: this linearisation is of no further use.
+
+    Every later call that needs the other ranks raises the same error.
+    """
 
 
 class RanksDiffer(ValueError):
@@ -76,12 +81,22 @@ class Ranks:
                 "process_group must be a process group of torch.distributed that this process is in and that was not "
                 f"destroyed, such as torch.distributed.group.WORLD after init_process_group, got {group!r}."
             )
-        self.group, self.timeout = group, timeout
+        for earlier in [ranks for ranks in _troubled if ranks.group is group]:
+            if earlier._lost is not None:
+                raise RankFailed(
+                    f"{earlier._lost} Since then the ranks of this process group are out of step: begin another."
+                )
+            earlier._settle()
+        self.group: dist.ProcessGroup = group
+        self.timeout = timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """How many collective calls were made, and the bytes of their tensors."""
         self._beaten, self._longest, self._meetings = 0.0, 0.0, 0
         self._worked: float | None = None
+        self._lost: str | None = None  # why no later call can succeed
+        self._failed, self._settled = False, 0  # whether this rank raised since the last message; errors of all ranks
+        self._told_at = time.monotonic()
         self._store: Any = _store_of(group)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"curvops {self._gather_now(time.time_ns())[0]}", self._store
@@ -172,6 +187,28 @@ class Ranks:
             return copied
         return tensor
 
+    def from_first(self, work: Callable[[], R]) -> R:
+        """Return what the first rank's `work` returns (plain values and tensors), or raise its error, on all ranks."""
+        if self.size == 1:
+            return work()
+        answer: tuple[Any, Exception | None] = None, None
+        if self.rank == 0:
+            try:
+                answer = work(), None
+            except RankFailed:
+                raise
+            except Exception as error:
+                answer = None, error
+        data = pickle.dumps(answer) if self.rank == 0 else b""
+        length = self._reduced(torch.tensor([len(data)], device=self._device))
+        buffer = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8).to(self._device)
+        self._wait(lambda: dist.broadcast(buffer, group=self.group, group_src=0, async_op=True), buffer)
+        value, problem = answer if self.rank == 0 else pickle.loads(buffer.cpu().numpy().tobytes())
+        if problem is not None:
+            raise problem
+        found: R = value
+        return found
+
     def gather(self, value: R) -> list[R]:
         """Return a plain value of each rank, in their order."""
         with self.guarded():
@@ -189,8 +226,7 @@ class Ranks:
             self._beaten = now
             with self._store_in_reach():
                 self._store.set(f"beat {self.rank}", str(now))
-                if self._store.check(["failed"]):
-                    raise RankFailed(self._store.get("failed").decode())
+                self._heed(self.messages)
 
     def meet(self) -> None:
         """Wait until all ranks have come here, for as long as the others are at work; not in a collective call.
@@ -205,8 +241,7 @@ class Ranks:
         with self._store_in_reach():
             self._store.set(f"met {self._meetings} {self.rank}", "")
             while missing := [r for r in range(self.size) if not self._store.check([f"met {self._meetings} {r}"])]:
-                if self._store.check(["failed"]):
-                    raise RankFailed(self._store.get("failed").decode())
+                self._heed(self.messages)
                 now = time.monotonic()
                 for r in missing:
                     beat = self._store.get(f"beat {r}") if self._store.check([f"beat {r}"]) else b""
@@ -253,8 +288,57 @@ class Ranks:
         except (RankFailed, GeneratorExit):
             raise
         except BaseException as error:
-            self._store.set("failed", f"rank {self.rank} of {self.size} raised {type(error).__name__}: {error}")
+            self._tell_of(error, self.messages)
             raise
+
+    def at_work(self, seconds: float | None = None) -> None:
+        """Tell ranks that wait for this one that it is at work, and for how many seconds it may not say so again.
+
+        Without these seconds it may be called often, and does little.
+        """
+        now = time.monotonic()
+        if self.size > 1 and (seconds is not None or now > self._told_at + self.timeout / SIGNS):
+            self._told_at = now
+            self._store.set(f"at work {self.rank}", f"{now} {seconds or 0.0}")
+
+    def _tell_of(self, error: BaseException, messages: int) -> None:
+        self._failed = True
+        self._note()
+        with suppress(RuntimeError):  # the store is gone where its process ended
+            what = f"{self.names} raised {type(error).__name__}: {error}"
+            for key in ("", f" {self.rank}"):
+                self._store.set(f"failed {messages} {self._settled}{key}", what)
+
+    def _heed(self, messages: int) -> None:
+        """Raise RankFailed where another rank raised an error after so many messages."""
+        mark = f"{messages} {self._settled}"
+        if not self._failed and self._store.check([f"failed {mark}"]):
+            self._store.set(f"left {mark}", "")
+            self._lose(self._store.get(f"failed {mark}").decode())
+
+    def _settle(self) -> None:
+        """After an error on this rank: go on if all ranks raised one at this place, otherwise raise RankFailed."""
+        mark, begin = f"{self.messages} {self._settled}", time.monotonic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while missing := [rank for rank in others if not self._store.check([f"failed {mark} {rank}"])]:
+            if self._store.check([f"left {mark}"]):
+                self._lose(f"{self._store.get(f'failed {mark} {self.rank}').decode()} The other ranks gave up.")
+            if time.monotonic() > begin + self.timeout:
+                self._lose(
+                    f"{self.names} waited {self.timeout:.0f} s after its error; missing: rank {_listed(missing)}."
+                )
+            time.sleep(LATE / 20)
+        self._failed, self._settled = False, self._settled + 1
+        _troubled.remove(self)
+
+    def _lose(self, why: str) -> NoReturn:
+        self._lost = why
+        self._note()
+        raise RankFailed(why)
+
+    def _note(self) -> None:
+        if self not in _troubled:
+            _troubled.append(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
@@ -301,6 +385,10 @@ class Ranks:
 
     def _wait(self, begin: Callable[[], Any], tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a collective call; raise RankFailed where another rank failed, ended or is too late."""
+        if self._lost is not None:
+            raise RankFailed(self._lost)
+        if self._failed:
+            self._settle()
         self.messages += 1
         self.bytes_sent += tensor.nbytes
         try:
@@ -310,45 +398,74 @@ class Ranks:
             if tensor.is_cuda:
                 work.wait(timedelta(seconds=self.timeout))
                 return
-            start, pause, late = time.monotonic(), PAUSES[0], LATE
+            start, pause, late, signs = time.monotonic(), PAUSES[0], LATE, _Signs()
             while not work.is_completed():
                 waited = time.monotonic() - start
                 if waited > late:
                     late = waited + LATE
-                    self._look(waited)
+                    self._look(waited, signs)
                 time.sleep(pause)
                 pause = min(PAUSES[1], 1.5 * pause)
             work.wait()
+        except RankFailed:
+            raise
         except RuntimeError as error:
-            if isinstance(error, RankFailed):
-                raise
-            raise RankFailed(self._why_broken(error)) from error
+            self._lose(self._why_broken(error))
+        except BaseException as error:  # an interruption: the message is under way, and out of step from now on
+            self._tell_of(error, self.messages - 1)
+            self._lost = f"{self.names} was interrupted while it waited for the others ({type(error).__name__})."
+            raise
 
-    def _look(self, waited: float) -> None:
+    def _look(self, waited: float, signs: _Signs) -> None:
         """Look whether another rank failed while this one waits, and which are missing once the time is over."""
         key = f"waiting {self.messages}"
-        if self._store.check(["failed"]):
-            raise RankFailed(self._store.get("failed").decode())
+        self._heed(self.messages - 1)
+        if self._store.check(["broken"]):
+            self._lose(self._why_broken("as another rank found"))
         self._store.set(f"{key} {self.rank}", "")
-        if waited > self.timeout:
-            missing = [rank for rank in range(self.size) if not self._store.check([f"{key} {rank}"])]
-            which = ", ".join(map(str, missing)) or "none that can be told"
-            raise RankFailed(
-                f"{self.names} waited {waited:.0f} s for the others; missing: rank {which}. They hang, have ended, or "
-                "made other calls than this one."
+        missing = [rank for rank in range(self.size) if not self._store.check([f"{key} {rank}"])]
+        signs.read(self._store, missing, waited)
+        if waited > signs.seen + signs.promised + self.timeout:
+            self._lose(
+                f"{self.names} waited {waited:.0f} s for the others; missing: rank {_listed(missing)}. They hang, have "
+                "ended, or made other calls than this one."
             )
 
-    def _why_broken(self, error: RuntimeError) -> str:
+    def _why_broken(self, error: object) -> str:
         try:
-            if self._store.check(["failed"]):
-                return self._store.get("failed").decode()
-            self._store.set(f"broken {self.rank}", "")
-            time.sleep(2 * LATE)
-            dead = [rank for rank in range(self.size) if not self._store.check([f"broken {rank}"])]
+            self._heed(self.messages - 1)
+            for key in ("broken", f"broken {self.rank}"):
+                self._store.set(key, "")
+            begin, dead = time.monotonic(), list(range(self.size))
+            while len(dead) > 1 and time.monotonic() < begin + self.timeout:  # the others look each second
+                dead = [rank for rank in range(self.size) if not self._store.check([f"broken {rank}"])]
+                time.sleep(LATE / 20)
+        except RankFailed as raised:
+            return str(raised)
         except RuntimeError:
             dead = [0]  # whose store no longer answers
-        which = ", ".join(map(str, dead)) or "unknown"
-        return f"the connection to another rank broke ({error}); it has ended: rank {which}."
+        return f"the connection to another rank broke ({error}); it has ended: rank {_listed(dead)}."
+
+
+_troubled: list[Ranks] = []
+"""Those in which this rank or another one raised an error, since when they may be out of step."""
+
+
+class _Signs:
+    """When a missing rank last said that it is at work, in seconds of this wait, and for how long it will not."""
+
+    def __init__(self) -> None:
+        self.seen = self.promised = 0.0
+        self._known: dict[int, str] = {}
+
+    def read(self, store: Any, missing: list[int], waited: float) -> None:
+        self.promised = 0.0
+        for rank in missing:
+            key = f"at work {rank}"
+            said = store.get(key).decode() if store.check([key]) else "0 0"
+            if said != self._known.setdefault(rank, said):
+                self._known[rank], self.seen = said, waited
+            self.promised = max(self.promised, float(said.split()[1]))
 
 
 class _AllReduce(Function):
@@ -409,3 +526,7 @@ def _is_apart(part: Tensor, told: Tensor | None) -> bool:
     """Return whether a part fills its memory, which is not that of the told tensor."""
     memory = part.untyped_storage()
     return memory.nbytes() == part.nbytes and (told is None or told.untyped_storage().data_ptr() != memory.data_ptr())
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none that can be told"

@@ -133,11 +133,11 @@ def mackay(
     post.cache.known_data("the log evidence")
 
     def problem() -> dict[str, Any]:
-        given = {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
+        given = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
         return problem_of(post.precision) | given
 
     with torch.no_grad():
-        kept = begin("mackay", checkpoint, problem, post.mean.device, parts=True)
+        kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever this posterior was used for before
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed

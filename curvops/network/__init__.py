@@ -4,6 +4,7 @@ from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
+from curvops.network.data.shard import SharedPoints
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -51,6 +52,7 @@ __all__ = [
     "ShardedNetwork",
     "TangentSpace",
     "TrainedNetwork",
+    "SharedPoints",
     "WithoutGroup",
     "accumulate",
     "holds_shards",

@@ -91,6 +91,11 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
                 "pass them, co.load(path, model, data)."
             )
         options = {key: value_of_record(value, lin) for key, value in record["options"].items()}
+        if options.get("draws") is not None and record.get("order", lin.data.prints.order) != lin.data.prints.order:
+            raise ValueError(
+                f"what was saved holds co.{name} with targets drawn for each point: pass the data in the order that "
+                "they had then (over a process group, the shards one after the other)."
+            )
         hyperparameters = [value_of_record(tensor, lin) for tensor in record["hyperparameters"]]
         operator = DATA_OPERATORS[name].build_at(lin, hyperparameters, **options)
         return operator.detached_from_weights() if record["detached"] else operator
@@ -118,6 +123,7 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
         "class": type(operator).__name__,
         "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],
         "options": {key: record_of_value(value, lin, what) for key, value in operator.options.items()},
+        "order": own.data.prints.order,
         "detached": operator._kwargs.get("space") is not None,
     }
 

@@ -227,15 +227,20 @@ def test_data_are_those_that_they_were(tmp_path):
     x, y = data()
     path = tmp_path / "p"
     laplace(lin, co.KFAC).save(path)
-    for same in ((x, y), TensorDataset(x, y), [(x, y)], DataLoader(TensorDataset(x, y), 12)):
+    in_parts, turned = [(x[:5], y[:5]), (x[5:], y[5:])], (x.flip(0), y.flip(0))
+    for same in ((x, y), TensorDataset(x, y), [(x, y)], DataLoader(TensorDataset(x, y), 12), in_parts, turned):
         back = co.load(path, model, same)
         torch.testing.assert_close(back.lin.gradient(), lin.gradient(), rtol=1e-12, atol=1e-12)
     assert "have 11 points, but those of the saved posterior were 12" in refusal(co.load, path, model, (x[:11], y[:11]))
-    for other in ((x.flip(0), y.flip(0)), (x, (y + 1) % 3), [(x[:6], y[:6]), (x[6:], y[6:])]):
-        assert "other values, or come in another order or in other batches" in refusal(co.load, path, model, other)
+    for other in ((x, (y + 1) % 3), (x.flip(0), y), (x + 1e-15, y), (torch.cat([x[:11], x[:1]]), y)):
+        assert "they have other values" in refusal(co.load, path, model, other)
     assert "Pass a pair (inputs, targets)" in refusal(co.load, path, model, {"x": x})
     laplace(co.linearize(model, [(x[:7], y[:7]), (x[7:], y[7:])], "classification")).save(path)
     assert co.load(path, model, (x, y)).lin.data.sizes == (7, 5)  # tensors are divided as the batches were
+    drawn = laplace(lin, co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)))
+    drawn.save(path)
+    torch.testing.assert_close(co.load(path, model, in_parts).predict(x).variance, drawn.predict(x).variance)
+    assert "pass the data in the order that they had then" in refusal(co.load, path, model, turned)
 
 
 def test_sample_weights_are_asked_for_as_they_were(tmp_path):

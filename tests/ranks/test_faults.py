@@ -6,7 +6,6 @@ Tests `process_group.py`.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,9 +91,6 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "minibatches": outcome(lambda: post.deviations(1, method="sgd", generator=seeded())),
         "another dtype": outcome(lambda: lin.cast(torch.float32)),
         "a pickle": outcome(lambda: __import__("pickle").dumps(co.GGN(lin))),
-        "a checkpoint": outcome(
-            lambda: co.low_rank(co.GGN(lin), 2, generator=seeded(), checkpoint=tempfile.gettempdir())
-        ),
     }
     G, V = co.GGN(lin), torch.ones(lin.num_parameters, 3, dtype=DOUBLE)
     messages, sent = ranks.messages, ranks.bytes_sent
@@ -120,7 +116,6 @@ REFUSED = {
     "minibatches": "ValueError: minibatches of data that are shared among the ranks",
     "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
-    "a checkpoint": "ValueError: checkpoint= is not for operators of a linearisation over a process group",
     "messages of a product": f"1, {(43 * 3 + 2) * 8} bytes",
 }
 

@@ -23,11 +23,7 @@ def problem_of(A: Matrix) -> dict[str, Any]:
 
     The products are those after the first, since later products use the engine that pays off over many: then the first
     product of a process and the first after a crash have the same bits.
-
-    Raises ValueError for a matrix whose data several processes share: their runs have no checkpoints.
     """
-    if any(memory.of_ranks for memory in memories_of(A)):
-        raise ValueError("checkpoint= is not for operators of a linearisation over a process group: leave it out.")
     facts, sources = describe(A), sources_of(A)
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
     tensors = [A] if isinstance(A, Tensor) else A.representation()
@@ -44,6 +40,11 @@ def problem_of(A: Matrix) -> dict[str, Any]:
         "the data": counts,
         "its products": torch.cat([norm(image), image[: min(len(image), 64)].double().sum(0)]),
     }
+
+
+def ranks_of(A: Matrix) -> Any:
+    """Return the processes that share the data of A, or None."""
+    return next((memory.of_ranks for memory in memories_of(A) if memory.of_ranks is not None), None)
 
 
 def kind_of(A: Any) -> str:

@@ -19,6 +19,7 @@ from linear_operator import LinearOperator
 
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
+from curvops.process_group import Ranks
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 Attempted = TypeVar("Attempted")
@@ -33,8 +34,9 @@ PRODUCT_VECTORS = 4
 class Memory(Protocol):
     """A budget of bytes shared by several users."""
 
-    of_ranks: bool
-    """Whether the budget is one of several processes that share one problem."""
+    @property
+    def of_ranks(self) -> Ranks | None:
+        """The processes that share one problem, if the budget is one of several."""
 
     def room(self) -> int:
         """Return the bytes left for vectors."""

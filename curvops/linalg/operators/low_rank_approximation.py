@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, Place, begin, resumable
 from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.cache import require_no_graph
-from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
@@ -111,7 +111,7 @@ def low_rank(
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     if checkpoint is not None and method != "nystrom":
         raise ValueError(f'method={method!r} keeps no checkpoint; use method="nystrom".')
-    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
     generator = kept.source("generator", spawn_generator(generator), facts.device)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:

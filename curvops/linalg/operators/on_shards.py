@@ -19,6 +19,7 @@ from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.dense import Dense
+from curvops.process_group import Ranks
 
 
 class OnShardsForm(ClosedForm):
@@ -135,7 +136,7 @@ class Agreed:
 
     memory: Memory
     layout: RowLayout
-    of_ranks = True
+    of_ranks: Ranks | None = None
 
     def room(self) -> int:
         """Return the bytes left on each rank. One all-reduce."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
 from curvops.checks import check_limits
-from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
@@ -125,7 +125,7 @@ def nystrom(
             raise ValueError(f"{name} must not be negative, got {value}.")
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
+    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
     source = kept.source("generator", spawn_generator(generator), facts.device)
     if kept.done:
         return kept.result(Nystrom)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
-from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
@@ -131,7 +131,7 @@ def cg(
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg keeps no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     goal = goal_of(facts.rows, rtol, maxiter, callback)
-    kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, parts=refine is False)
+    kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, refine is False, ranks_of(A))
     if kept.done:
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)

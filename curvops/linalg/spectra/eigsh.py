@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_limits
-from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
@@ -123,7 +123,7 @@ def eigsh(
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     require_accuracy(A, rtol)
     _check(n, k, which, sigma)
-    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
+    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.checks import checked_whole
-from curvops.fingerprints import fingerprint
+from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
     components,
@@ -94,6 +94,14 @@ class Batch:
             yield "weights", self.weights
 
 
+@dataclass(frozen=True)
+class DataPrints:
+    """Fingerprints of all points, whatever their batches and shards: `contents` in any order, `order` in this one."""
+
+    contents: int
+    order: int
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """How a user's batches are read: their device and dtype, the layout of targets, and the checks.
@@ -155,8 +163,11 @@ class Batches:
         self._source, self._reading = source, reading
         self._held: list[Batch] = []
         self._noted = noted = _Noted()
+        self._sums, points = torch.zeros(()), 0
         for index, item in enumerate(self._items()):
             batch = reading.read_checked(item, index)
+            self._note_points(point_prints([tensor for _, tensor in batch.named_tensors()]), points)
+            points += batch.num_points
             if index == 0:
                 self._few = copy(take(batch.inputs, slice(0, 2)))
             if hold:
@@ -177,9 +188,19 @@ class Batches:
         """The number of points of the largest batch, of all ranks: how many points are tried together elsewhere."""
 
     @cached_property
-    def fingerprint(self) -> int:
-        """The fingerprint of all batches; data moved to another device or dtype keep it."""
+    def prints(self) -> DataPrints:
+        """The fingerprints of the points; data moved to another device or dtype keep them."""
+        return DataPrints(*self._sums.tolist())
+
+    @property
+    def print_of_batches(self) -> int:
+        """The fingerprint of the batches one after the other, by which earlier versions knew the data."""
         return int(fingerprint([self._first_pass.prints]))
+
+    def _note_points(self, prints: Tensor, start: int) -> None:
+        """Add up the fingerprints of these points: in any order, and in this one."""
+        sums = torch.stack([prints.sum(), ordered_sum(prints, start)])
+        self._sums = sums if start == 0 else self._sums + sums
 
     @property
     def _first_pass(self) -> _Noted:
@@ -248,7 +269,7 @@ class Batches:
         known = self._reading
         reading = replace(known, device=device or known.device, dtype=dtype or known.dtype, admit=None)
         converted = Batches(self._source, reading)
-        converted.fingerprint, converted.fingerprint_dtype = self.fingerprint, self.fingerprint_dtype
+        converted.prints, converted.fingerprint_dtype = self.prints, self.fingerprint_dtype
         return converted
 
     def _describe_change(self, what: str) -> str:
@@ -269,7 +290,7 @@ class AbsentBatches:
     few: Inputs
     num_data: int
     sizes: tuple[int, ...]
-    fingerprint: int
+    prints: DataPrints
     fingerprint_dtype: torch.dtype | None
     weighted: bool
     is_present: ClassVar[bool] = False

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.fingerprints import fingerprint
-from curvops.network.data.batches import ACCEPTED, Batch, Batches, NoData, Reading, parts_of
+from curvops.fingerprints import in_64_bits, join_sums
+from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, NoData, Reading, parts_of
 from curvops.network.data.inputs import move, normalise, take
 from curvops.process_group import Ranks, RanksDiffer
+
+COMPARED = 2**13
+"""How many points of each rank are compared with those of others."""
+CHANCE = 1e-6
+"""How often data that repeat points may be taken for shards that overlap, if they are split at random."""
+
+
+class SharedPoints(UserWarning):
+    """A few points are on two ranks each: their data repeat them, or they count twice."""
 
 
 class Shard(Batches):
@@ -23,29 +36,30 @@ class Shard(Batches):
     """
 
     def __init__(self, source: Iterable[object], reading: Reading, ranks: Ranks) -> None:
-        self.ranks = ranks
+        self.ranks, self._lowest = ranks, torch.empty(0, dtype=torch.int64)
         try:
             super().__init__(source, reading)
-            counts = ranks.gather(sum(self.sizes))
+            own: Any = sum(self.sizes), _first_point(next(iter(self._items())), reading.weights)
         except NoData:
-            counts = ranks.gather(0)
+            own = 0, None
+        counts, firsts = zip(*ranks.gather(own))
         if not any(counts):
             raise NoData(f"The data are empty: the shards of all {ranks.size} ranks hold no point. {ACCEPTED}")
         self.borrows = counts[ranks.rank] == 0
-        first = None if self.borrows else _first_point(next(iter(self._items())), reading.weights)
-        lent = next(point for point in ranks.gather(first) if point is not None)
+        lent = next(point for point in firsts if point is not None)
         if self.borrows:
             super().__init__([lent], reading)
-        prints = ranks.gather((0, 0) if self.borrows else (self.sizes, int(fingerprint([self._first_pass.prints]))))
-        self._require_apart(ranks, prints)
+        self.own = DataPrints(0, 0) if self.borrows else self.prints
+        """The fingerprints of this rank's points."""
+        contents, order, largest = zip(*ranks.gather((self.own.contents, self.own.order, max(self.sizes))))
+        self.prints = DataPrints(in_64_bits(sum(contents)), join_sums(order, counts))
+        self.counts, self.largest = counts, max(largest)
         self.start = 0 if self.borrows else sum(counts[: ranks.rank])
-        self._count, self.largest = sum(counts), max(ranks.gather(max(self.sizes)))
-        self.fingerprint = int(fingerprint([torch.tensor([one for _, one in prints if one])]))
 
     @property
     def num_data(self) -> int:
         """The number N of points of all ranks."""
-        return self._count
+        return sum(self.counts)
 
     @property
     def num_own(self) -> int:
@@ -61,15 +75,28 @@ class Shard(Batches):
         """Return the rows of the points of all ranks, in the order of the points; see `Ranks.add_up`."""
         return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim, told)
 
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            self.ranks.at_work()
+            yield batch
+
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""
         with self.ranks.guarded():
             parts = list(self)
-        weights = [batch.weights for batch in parts if batch.weights is not None]
+            weights = [batch.weights for batch in parts if batch.weights is not None]
+            inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
+            own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
+        self.ranks.require_equal(
+            {
+                f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}"
+                for name, part in own.named_tensors()
+            }
+        )
         return Batch(
-            tree_map(lambda *each: self.line_up(torch.cat(each)), *(batch.inputs for batch in parts)),
-            self.line_up(torch.cat([batch.targets for batch in parts])),
-            self.line_up(torch.cat(weights)) if weights else None,
+            tree_map(self.line_up, own.inputs),
+            self.line_up(own.targets),
+            None if own.weights is None else self.line_up(own.weights),
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
@@ -78,16 +105,56 @@ class Shard(Batches):
             "and on that device, on each rank."
         )
 
-    @staticmethod
-    def _require_apart(ranks: Ranks, prints: list[Any]) -> None:
-        """Raise RanksDiffer where two ranks hold the same data."""
-        for rank, own in enumerate(prints):
-            other = prints.index(own)
-            if own[1] and other < rank:
-                raise RanksDiffer(
-                    f"ranks {other} and {rank} hold the same data, which would count twice: give each rank a shard of "
-                    "its own, such as x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size))."
-                )
+    def _note_points(self, prints: Tensor, start: int) -> None:
+        lowest = torch.cat([self._lowest, prints.cpu()])
+        self._lowest = lowest.topk(COMPARED, largest=False).values if len(lowest) > 2 * COMPARED else lowest
+        super()._note_points(prints, start)
+
+    def require_apart(self) -> None:
+        """Raise RanksDiffer where ranks hold the same points; warn where these may be points that the data repeat.
+
+        Compares the points of lowest fingerprints, at most `COMPARED` of each rank, which are the same points on all:
+        one message of 8 bytes for each. Points that a random split has dealt out, some of them equal, would fall on one
+        rank as often as not: where hardly any did, the shards overlap.
+        """
+        own = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
+        found, counts = self.ranks._lined_up(own, 0)
+        parts = list(found.split(counts))
+        cut = min([int(part[-1]) for part, count in zip(parts, self.counts) if count > len(part)], default=2**63 - 1)
+        held = [Counter(part[part <= cut].tolist()) for part in parts]
+        again = sum(held, Counter())
+        repeated = again.total() - len(again)
+        within = sum(each.total() - len(each) for each in held)
+        if repeated == within:
+            return
+        pairs = [(i, j) for i, j in permutations(range(len(held)), 2) if held[i]]
+        i, j = max(pairs, key=lambda pair: _shared(held, *pair) / held[pair[0]].total())
+        shared, of = _shared(held, i, j), held[i].total()
+        what = f"{shared:,} of the {of:,} compared points of rank {i} are also on rank {j}, and would count twice"
+        together = sum((count / self.num_data) ** 2 for count in self.counts)
+        if (within == 0 and shared == of) or _unlikely(within, repeated, together):
+            raise RanksDiffer(
+                f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank a shard of its own, "
+                "such as x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size)). Points that the data "
+                "repeat on purpose belong on one rank, or stand once, with a weight."
+            )
+        if within == 0:
+            warnings.warn(f"{what}. That is right if the data repeat them.", SharedPoints, stacklevel=6)
+
+
+def _shared(held: list[Counter[int]], i: int, j: int) -> int:
+    """Return how many points of one rank are also on another."""
+    return sum(count for point, count in held[i].items() if point in held[j])
+
+
+def _unlikely(within: int, repeated: int, together: float) -> bool:
+    """Return whether so few of the repeated points fall on one rank with a chance below `CHANCE` (Chernoff's bound)."""
+    share = within / repeated
+    if share >= together:
+        return False
+    divergence = (1 - share) * math.log((1 - share) / (1 - together)) if together < 1 else math.inf
+    divergence += share * math.log(share / together) if share else 0.0
+    return repeated * divergence > -math.log(CHANCE)
 
 
 def _first_point(item: object, weights: bool) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
-from curvops.network.data.batches import AbsentBatches, Batches, as_source
+from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import FromLoss, as_likelihood
@@ -51,7 +51,8 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "compute_dtype": None if lin.compute_dtype is None else str(lin.compute_dtype),
         "data": {
             "points": data.num_data,
-            "fingerprint": data.fingerprint,
+            "contents": data.prints.contents,
+            "fingerprint": data.prints.order,
             "dtype": None if data.fingerprint_dtype is None else str(data.fingerprint_dtype),
             "largest_batch": data.largest,
             "weighted": data.weighted,
@@ -87,9 +88,8 @@ def recorded_network(
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (known["largest_batch"],), _dtype(known)
-        source: Batches | AbsentBatches = AbsentBatches(
-            tried, known["points"], sizes, known["fingerprint"], dtype, known["weighted"]
-        )
+        prints = DataPrints(known.get("contents", known["fingerprint"]), known["fingerprint"])
+        source: Batches | AbsentBatches = AbsentBatches(tried, known["points"], sizes, prints, dtype, known["weighted"])
     else:
         source = _same_data(known, data, probability, layout, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
@@ -138,11 +138,14 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         raise ValueError(
             f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
-    if batches.fingerprint != known["fingerprint"]:
+    by_batches = "contents" not in known  # of an earlier version
+    if by_batches and batches.print_of_batches != known["fingerprint"]:
         raise ValueError(
             "the data are not those of the saved posterior: they have other values, or come in another order or in "
             f"other batches (the largest had {known['largest_batch']:,} points)."
         )
+    if not by_batches and batches.prints.contents != known["contents"]:
+        raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 
 

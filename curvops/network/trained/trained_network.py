@@ -24,7 +24,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
-from curvops.network.model.model import Model
+from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
@@ -37,6 +37,7 @@ from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group
 from curvops.progress import Progress
+from curvops.storage import WRITTEN_BY
 
 N = TypeVar("N", bound="TrainedNetwork")
 
@@ -45,8 +46,7 @@ N = TypeVar("N", bound="TrainedNetwork")
 class Source:
     """The data of a log-likelihood and the likelihood itself, by fingerprints; equal if both are equal.
 
-    Small operators keep it instead of the data. Data are equal if all batches are; the same points in other batches
-    differ.
+    Small operators keep it instead of the data. Data are equal if all points are, in any order and any batches.
     """
 
     num_data: int
@@ -125,8 +125,8 @@ class TrainedNetwork:
         theta = network.theta
         nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
         if ranks is not None:
-            nbytes = min(ranks.gather(nbytes))
-        memory = Budget(nbytes, theta.device, of_ranks=ranks is not None)
+            nbytes = min(ranks.gather(nbytes))  # of equal budgets, or of what is free
+        memory = Budget(nbytes, theta.device, ranks)
         few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood)
         probability = given.snapshot(theta.device, theta.dtype)
@@ -139,8 +139,9 @@ class TrainedNetwork:
         reading = reading_for(network, probability, layout, weights)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
-        if ranks is not None:
-            engines.agree(next(iter(batches)).inputs, ranks.gather)
+        if isinstance(batches, Shard):
+            batches.require_apart()
+            engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
         if compute_dtype is not None:
             require_room(batches.largest, engines.plan, compute_dtype, memory.budget)
         check_scores(network, probability, outputs, first_targets, likelihood)
@@ -152,16 +153,25 @@ class TrainedNetwork:
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
         """Read what `read` does, whose data are this rank's shard of those of a process group."""
         ranks = Ranks(process_group)
+        kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
         with ranks.guarded():
+            versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
+            options = {name: given[name] for name in ("memory_budget", "compute_dtype")}
+            options |= {"the engine": given["engine"], "whether points have weights": given["weights"]}
+            ranks.require_equal(versions | options | {"the kind of device": kinds})
             new = cls.read(**given, ranks=ranks)
-            facts = {"torch's version": torch.__version__, "whether points have weights": new.data.weighted}
-            ranks.require_equal(new._facts() | facts)
+            ranks.require_equal(new._facts())
         return new
 
     def warn_of_rounding(self) -> None:
         """Measure the error of products in a lower precision, if they are, and warn of it: a question to all ranks."""
         if isinstance(self.products, RoundedPasses):
             self.products.warn()
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The process group whose ranks share the data."""
+        return None if self.passes.shard is None else self.passes.shard.ranks
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -179,7 +189,7 @@ class TrainedNetwork:
         known = self._known_now()
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
-            known["source"] = Source(self.data.num_data, self.data.fingerprint, likelihood)
+            known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
         found: Source = known["source"]
         return found
 
@@ -447,14 +457,10 @@ class TrainedNetwork:
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files: over a process group on the first rank, while the others wait."""
-        shard = self.passes.shard
-        if shard is None:
+        if self.ranks is None:
             write()
-            return
-        with shard.ranks.guarded():
-            if shard.ranks.rank == 0:
-                write()
-            shard.ranks.gather(None)
+        else:
+            self.ranks.from_first(write)
 
     def gathered(self: N) -> N:
         """Return the network with the data of all ranks on this one alone; itself where it has no process group.
@@ -507,13 +513,13 @@ class TrainedNetwork:
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
-        """Return by name the facts that a checkpoint compares, with the outputs at two points.
+        """Return by name the facts that a checkpoint compares, with the log-likelihood. Costs one forward pass."""
+        return {**self._facts(), "its log-likelihood": self.log_likelihood()}
 
-        Raises ValueError over a process group, whose runs have no checkpoints.
-        """
-        if self.passes.shard is not None:
-            raise ValueError("checkpoint= is not for a linearisation over a process group: leave it out.")
-        return {**self._facts(), "its outputs": self.model(self.model.values, self.data.few)}
+    @property
+    def order(self) -> dict[str, Any]:
+        """What a checkpoint of a run that draws noise for each point compares, too."""
+        return {"the order of the data": self.data.prints.order}
 
     def _facts(self) -> dict[str, Any]:
         """Return by name what tells a linearisation from others: network, data, likelihood, engine."""

@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from curvops.process_group import Ranks
+
 # If neither the kernel nor a control group reports it, a small machine is assumed.
 UNKNOWN = 4 * 2**30
 # Vectors may take this much whatever the budget: below it there is nothing worth saving.
@@ -45,7 +47,7 @@ class Budget:
     and what is kept with an owner ends when its garbage is collected. Pickling and copying drop the contents.
     """
 
-    def __init__(self, budget: int, device: torch.device | None = None, of_ranks: bool = False) -> None:
+    def __init__(self, budget: int, device: torch.device | None = None, of_ranks: Ranks | None = None) -> None:
         self.budget, self.device, self.of_ranks = budget, device, of_ranks
         self._lock = threading.RLock()
         self._held = self._kept = 0
@@ -75,7 +77,7 @@ class Budget:
     def room(self) -> int:
         """Return the bytes that an algorithm starting now may take for its vectors; 0 or less if all are in use."""
         most, half = max(self.budget, LEAST_ROOM) - self._held, self.budget // 2
-        if self.of_ranks:
+        if self.of_ranks is not None:
             return most - half
         wanted = sum([max(cache.kept_bytes, cache.wanted_bytes) for cache in self._present()])
         return most - self._kept - min(half, wanted)

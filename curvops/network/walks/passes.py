@@ -511,7 +511,7 @@ class Passes(JacobianRows):
 
         They do not depend on what a rank keeps of its shard.
         """
-        return self.memory.of_ranks and self.shard is None
+        return self.memory.of_ranks is not None and self.shard is None
 
     def by_points(self, count: int, together: int = 1) -> Iterator[tuple[Passes, int]]:
         """Yield walks over `count` points each (fewer at the end of a batch), and their number.

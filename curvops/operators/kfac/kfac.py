@@ -101,8 +101,12 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         check_sharing(sharing)
         check_bias(bias)
         output = lin.output_fisher(fisher, mc_samples, generator)  # all walks use the same draws
-        seed, problem = seed_of(getattr(output, "generator", None)), lin.problem
-        begin(type(self).__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
+        seed = seed_of(getattr(output, "generator", None))
+
+        def problem() -> dict[str, Any]:
+            return lin.problem() | (lin.order if fisher == "mc" else {})
+
+        begin(type(self).__name__, checkpoint, problem, lin.theta.device, True, lin.ranks, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
         # Each selected tensor lies in one block as a whole: nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import named_part
+from curvops.checkpoint import digest, part_of_rank
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
@@ -141,7 +141,10 @@ class SummedWalk:
 
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
         self.lin, self.fisher = lin, fisher
-        self.kept = kept = named_part(name, lin.theta.device)
+        # Sums over this process's own points, of use to whoever has the same ones in the same batches again.
+        own = lin.data.prints if lin.passes.shard is None else lin.passes.shard.own
+        mark = digest([torch.tensor([own.order, *lin.data.sizes])])[:16]
+        self.kept = kept = part_of_rank(f"{name} {mark}", lin.theta.device)
         state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
         fisher.resume(kept, lin.theta.device)

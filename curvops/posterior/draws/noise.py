@@ -38,16 +38,16 @@ class Noise:
     num_parameters: int
     num_data: int
     data: int
-    """The fingerprint of the training data."""
+    """The fingerprint of the training data in their order."""
 
     @classmethod
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
-        return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
+        return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError where the noise belongs to another problem, or to fewer draws."""
-        own = (lin.num_parameters, lin.num_data, lin.data.fingerprint)
+        own = (lin.num_parameters, lin.num_data, lin.data.prints.order)
         if (self.num_parameters, self.num_data, self.data) != own:
             raise ValueError(
                 f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "

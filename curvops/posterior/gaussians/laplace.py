@@ -196,9 +196,9 @@ class Laplace(GaussianWeights):
             raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
 
         def problem() -> dict[str, Any]:
-            return problem_of(self.precision) | {"the temperature": self.temperature}
+            return problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
 
-        kept = begin("deviations", checkpoint, problem, self.mean.device, parts=True)
+        kept = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise
         self.cache.keep_in(kept)
         if kept.done:
@@ -244,7 +244,9 @@ class Laplace(GaussianWeights):
         check_accuracy(rtol)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         most = checked_count(maxiter)
-        kept = begin("linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, parts=True)
+        kept = begin(
+            "linear_mode", checkpoint, partial(problem_of_mode, self.terms), self.mean.device, True, self.lin.ranks
+        )
         self.cache.keep_in(kept)
         if kept.done:
             return kept.result(LinearMode)

@@ -70,10 +70,10 @@ def load(
         path: the folder.
         model: the network as it was linearised, an `nn.Module` or a pair (function, parameters), with the same weights,
             buffers and dtype; the posterior is made on its device.
-        data: the training data as in `co.linearize`, in the same batches (tensors and Datasets are divided as they
-            were). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank, dense,
-            blocks, subnetwork) predicts, samples and has its evidence (at mode="map"), and methods that need the data
-            raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
+        data: the training data as in `co.linearize`, in any batches and order (with a Monte-Carlo Fisher in their
+            order then). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank,
+            dense, blocks, subnetwork) predicts, samples and has its evidence (at mode="map"), and methods that need the
+            data raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
         likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
             saved.
         memory_budget: as in `co.linearize`.

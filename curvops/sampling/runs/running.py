@@ -96,7 +96,7 @@ def run(
         return {f"the sampler's {name}": text for name, text in _options(sampler).items()}
 
     told, theta = {"start": digest([state.theta]), "generator": random, "batches": None}, state.theta
-    kept = begin("a sampler", checkpoint, problem, theta.device, False, **told)
+    kept = begin("a sampler", checkpoint, problem, theta.device, False, None, **told)
     known = kept.outcome if kept.done else kept.state
     reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
     if known is not None:

@@ -292,8 +292,8 @@ def test_a_pass_that_is_not_finished_compares_nothing() -> None:
 def test_held_batches_are_copies_whose_data_are_compared_when_they_are_cast() -> None:
     data = [(X.clone(), Y.clone())]
     held, known = as_batches(data, 1, hold=True), as_batches(data, 1)
-    assert held.fingerprint == known.fingerprint and held.sizes == known.sizes
-    assert held.to(dtype=torch.float32).fingerprint == known.fingerprint
+    assert held.prints == known.prints and held.sizes == known.sizes
+    assert held.to(dtype=torch.float32).prints == known.prints
     data[0][0][1, 2] += 1
     (batch,) = held
     assert torch.equal(batch.inputs, X) and torch.equal(batch.targets, Y)

@@ -1,0 +1,104 @@
+"""Checkpoints of runs that several processes make together: read by any number of them, and whole after any kill.
+
+Tests `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import curvops as co
+from curvops import checkpoint, storage
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
+
+Run = Callable[[co.Linearization, Any], torch.Tensor]
+
+
+def posterior(lin: co.Linearization, prior: Any = 3.0) -> co.Laplace:
+    return co.laplace(lin, prior_precision=prior, check_mode=False)
+
+
+def solved(lin: co.Linearization, folder: Any) -> torch.Tensor:
+    B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
+    return co.GGN(lin).add_diagonal(torch.tensor(0.1, dtype=DOUBLE)).cg(B, rtol=1e-12, checkpoint=folder).x
+
+
+def tuned(lin: co.Linearization, folder: Any) -> torch.Tensor:
+    options = {"samples": 3, "steps": 3, "prior": "layer"}
+    return co.evidence.mackay(posterior(lin), generator=seeded(), checkpoint=folder, **options).prior_precision
+
+
+RUNS: dict[str, Run] = {
+    "cg": solved,
+    "eigsh": lambda lin, folder: co.GGN(lin).eigsh(3, rtol=1e-10, generator=seeded(), checkpoint=folder).values,
+    "low rank": lambda lin, folder: co.low_rank(co.GGN(lin), 9, generator=seeded(), checkpoint=folder).to_dense(),
+    "draws": lambda lin, folder: (
+        posterior(lin).deviations(3, rtol=1e-12, generator=seeded(), method="cg", checkpoint=folder).draws
+    ),
+    "linear mode": lambda lin, folder: posterior(lin).linear_mode(rtol=1e-10, checkpoint=folder).theta,
+    "MacKay": tuned,
+    "KFAC": lambda lin, folder: co.KFAC(lin, checkpoint=folder).to_dense(),
+    "EKFAC": lambda lin, folder: co.EKFAC(lin, fisher="mc", generator=seeded(), checkpoint=folder).to_dense(),
+}
+
+
+SAVES = {"cg": 9, "eigsh": 6, "low rank": 2, "draws": 2, "linear mode": 30, "MacKay": 50, "KFAC": 2, "EKFAC": 4}
+"""After how many saves of a process nothing more is written, as if all had been killed then."""
+
+
+def answers(group: Any, folder: str, saved: bool = False) -> dict[str, np.ndarray]:
+    """The answers of all runs, with the messages that each took, continued from what is `saved` or left amid."""
+    checkpoint.PAUSE, checkpoint.SHARE, storage._flush = 0.0, float("inf"), lambda path: None
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    lin, found = linearise("labels", SHARDS[size], group, rank), {}
+    for name, run in RUNS.items():
+        with stopped(SAVES[name]) if not saved else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", co.evidence.StepsSpent)
+            before = lin.ranks.messages if lin.ranks else 0
+            found[name] = run(lin, Path(folder) / name).numpy()
+            found[f"messages of {name}"] = np.array(lin.ranks.messages - before if lin.ranks else 0)
+    return found
+
+
+@contextlib.contextmanager
+def stopped(most: int) -> Iterator[None]:
+    """Write no more after so many saves."""
+    plain, saves = (storage.save, storage.discard), 0
+
+    def save(*given: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if saves <= most:
+            plain[0](*given)
+
+    storage.save, storage.discard = save, lambda *given: None if saves >= most else plain[1](*given)
+    try:
+        yield
+    finally:
+        storage.save, storage.discard = plain
+
+
+def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None:
+    whole = run_on_ranks(2, answers, str(tmp_path / "left"))
+    for size in (1, 2, 3):
+        folder = shutil.copytree(tmp_path / "left", tmp_path / str(size))
+        found = run_on_ranks(size, answers, folder, True) if size > 1 else {0: answers(None, folder, True)}
+        for rank, own in found.items():
+            assert not isinstance(own, str), own
+            for name in RUNS:
+                what = f"{name} on rank {rank} of {size}"
+                np.testing.assert_allclose(own[name], whole[0][name], rtol=1e-10, atol=1e-12, err_msg=what)
+                assert size != 2 or np.array_equal(own[name], whole[rank][name]), what
+                if size == 2 and name in ("cg", "eigsh", "linear mode", "MacKay"):
+                    messages = f"messages of {name}"
+                    assert own[messages] < whole[0][messages], f"{what}: products were made twice"
