@@ -66,7 +66,7 @@ class ShardedNetwork:
             network = ShardedModel(model, parameters, ranks)
             theta = network.theta
             nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
-            memory = Budget(min(ranks.gather(nbytes)), theta.device, of_ranks=True)
+            memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
             few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
             given, layout, outputs = likelihood_at(network, few, likelihood)
             probability = given.snapshot(theta.device, theta.dtype)
@@ -74,6 +74,7 @@ class ShardedNetwork:
             step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))
             reading: Reading = reading_for(network, probability, layout, weights)
             shard = Shard(as_source(data, step, weights), reading, ranks)
+            shard.require_apart()
             check_scores(network, probability, outputs, first_targets, likelihood)
             token = ranks.gather(os.urandom(16).hex())[0]
             passes = ShardedPasses(layers, shard, memory.budget)
@@ -99,7 +100,7 @@ class ShardedNetwork:
     @property
     def source(self) -> Source:
         """The data of all ranks and the likelihood, by fingerprints."""
-        return Source(self.num_data, self.data.fingerprint, likelihood_state(self.likelihood, self._token))
+        return Source(self.num_data, self.data.prints.contents, likelihood_state(self.likelihood, self._token))
 
     @property
     def local_theta(self) -> Tensor:
