@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 
+@runtime_checkable
 class Transpose(Protocol):
     """A product with Jᵀ or Jᵀ L by another route."""
 
