@@ -13,11 +13,11 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs lint clean oldest
+.PHONY: help demo test bench docs figures lint clean oldest
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | bench | docs | lint | clean"
+	@echo "make demo | test | bench | docs | figures | lint | clean"
 
 demo: .venv/.installed
 	$(BIN)/python -m curvops demo $(ARGS)
@@ -36,12 +36,16 @@ bench: .venv-peers/.installed
 	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --disable-warnings \
 	    --benchmark-only --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
+# The site, in site/, from pages and committed figures; tests/test_site.py reads it as a browser would.
+docs: .venv/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # A page's own code draws its figures, into the folder where it runs: a temporary one in tests, docs/figures here.
-docs: .venv/.docs
+figures: .venv/.installed
 	cd docs/figures && OMP_NUM_THREADS=1 ../../$(BIN)/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE \
 	    $$(grep --files-with-matches plots.save ../*.md)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.front_picture docs/figures/front.png
 	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; f.shrink_large(pathlib.Path("docs/figures"))'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The oldest torch of pyproject.toml, with versions of the rest that fit it.
 oldest: .venv-oldest/.installed
@@ -50,7 +54,7 @@ oldest: .venv-oldest/.installed
 	$(PYTHON) -m venv .venv-oldest
 	sed 's/^torch==.*/torch==2.7.1/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(INSTALL)) torch hatchling
-	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(EDITABLE)) '.[demo,test]'
+	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(EDITABLE)) '.[demo,test,docs]'
 	.venv-oldest/bin/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
 	@touch $@
 
@@ -66,12 +70,8 @@ clean:
 
 # A test compares with curvlinops. --no-deps: its backpack would pull torchvision, which does not fit a CPU-only torch.
 .venv/.installed: .venv/.torch pyproject.toml
-	$(BIN)/python $(EDITABLE) '.[demo,test]'
+	$(BIN)/python $(EDITABLE) '.[demo,test,docs]'
 	$(BIN)/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
-	@touch $@
-
-.venv/.docs: .venv/.installed
-	$(BIN)/python $(EDITABLE) '.[docs]'
 	@touch $@
 
 # laplace-torch and backpack pull torchvision, whose build does not fit a CPU-only torch and breaks their import: it is

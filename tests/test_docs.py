@@ -27,8 +27,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def test_blocks_are_python_that_runs_or_say_that_they_are_text(page: Path) -> None:
     """Python is a session (`>>>`), which doctest runs; nothing else is shown as Python."""
     for language, text in blocks(page):
-        assert language in ("python", "text"), language
-        assert text.startswith(">>> ") == (language == "python"), text
+        assert language in ("pycon", "text"), language
+        assert text.startswith(">>> ") == (language == "pycon"), text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -41,8 +41,10 @@ def test_figures_are_there_and_those_that_a_page_draws_are_shown_on_it(page: Pat
 
 
 def test_the_readme_has_six_recipes_of_at_most_eight_lines() -> None:
-    first, *recipes = [text for language, text in blocks(ROOT / "README.md") if language == "python"]
-    statements = [sum(line.startswith((">>>", "...")) for line in text.splitlines()) for text in recipes]
+    first, *recipes = [text for language, text in blocks(ROOT / "README.md") if language == "pycon"]
+    statements = [
+        sum(line.startswith(">>> ") and not line.startswith(">>> #") for line in text.splitlines()) for text in recipes
+    ]
     assert first and len(recipes) == 6 and max(statements) <= 8
 
 
