@@ -164,8 +164,9 @@ def linearize(
     check_limits(memory_budget=memory_budget)
     check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
     if holds_shards(model):
-        if progress:
-            raise ValueError("progress= is not known for a model that is sharded by fully_shard: omit it.")
+        for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
+            if given:
+                raise ValueError(f"{name}= is not known for a model that is sharded by fully_shard: omit it.")
         arguments = model, data, likelihood, parameters, memory_budget, engine, weights
         return cast(Any, ShardedLinearization.read(process_group, *arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
