@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +28,29 @@ def _exit_codes(interrupted: str) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+@contextmanager
+def _process_group(output: Path) -> Iterator[tuple[Any, Path]]:
+    """Yield torchrun's process group, or None, and the folder to write; only the first process prints and writes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None, output
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        if dist.get_rank() == 0:
+            yield dist.group.WORLD, output
+            return
+        with (
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            yield dist.group.WORLD, Path(folder)
+    finally:
+        dist.destroy_process_group()
+
+
 @app.callback()
 def curvops() -> None:
     """Curvature, uncertainty and evidence of trained networks."""
@@ -37,12 +63,15 @@ def demo(
     seeds: Annotated[int | None, typer.Option(min=1, help="Networks to train; 3, or 1 with --quick.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first network.")] = 0,
 ) -> None:
-    """From a trained network to calibrated predictions, on handwritten digits."""
+    """From a trained network to calibrated predictions, on handwritten digits; under torchrun with data in shards."""
     from curvops.cli.demo.run import FULL, QUICK, run
 
     settings = QUICK if quick else FULL
-    with _exit_codes("Interrupted; what was written so far is in " + str(output)):
-        passed = run(settings, output, settings.seeds if seeds is None else seeds, seed, typer.echo)
+    with (
+        _exit_codes("Interrupted; what was written so far is in " + str(output)),
+        _process_group(output) as (group, folder),
+    ):
+        passed = run(settings, folder, settings.seeds if seeds is None else seeds, seed, typer.echo, group)
     if not passed:
         raise typer.Exit(1)
 

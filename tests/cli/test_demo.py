@@ -6,6 +6,11 @@ Tests `demo_checks.py`, `digits.py`, `figures.py`, `network.py`, `report.py`, `r
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,14 +32,15 @@ TINY = demo.DemoSize(
     grid=3,
     columns=2,
 )
+REGRESSION_STEPS, POLISH = 100, 20
 FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "covariance", "spectral_density")
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(demo, "QUICK", TINY)
-    monkeypatch.setattr(figures, "REGRESSION_STEPS", 100)
-    monkeypatch.setattr(network, "POLISH", 20)
+    monkeypatch.setattr(figures, "REGRESSION_STEPS", REGRESSION_STEPS)
+    monkeypatch.setattr(network, "POLISH", POLISH)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
@@ -73,3 +79,48 @@ def test_interruption_is_one_line(tiny, monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
     assert result.exit_code == 130
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_two_processes_give_the_numbers_of_one_and_write_once(tmp_path):
+    """The data of the posteriors in shards; the networks are trained by each process."""
+
+    def printed(size: int) -> list[str]:
+        program = [
+            str(Path(__file__).with_name("tiny_demo.py")),
+            "demo",
+            "--quick",
+            "--output",
+            str(tmp_path / str(size)),
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        ran = subprocess.run(
+            [sys.executable, *torchrun, *program], env=variables, capture_output=True, text=True, timeout=240
+        )
+        assert ran.returncode == int("FAIL" in ran.stdout), ran.stderr
+        assert "WithoutGroup" not in ran.stderr
+        return ran.stdout.splitlines()
+
+    (alone, table), (many, other) = ((found, found[: _end_of_tables(found)]) for found in (printed(1), printed(2)))
+    assert len(alone) == len(many) and table == other and any(demo.LAPLACE in line for line in table)
+    one, two = (json.loads((tmp_path / size / "results.json").read_text()) for size in "12")
+    for name in ("settings", "summary", "seeds", "evidence_curve"):
+        assert _near(one[name], two[name]), name
+    assert [stage["products"] for stage in one["stages"]] == [stage["products"] for stage in two["stages"]]
+    assert sorted(each.name for each in (tmp_path / "1").iterdir()) == sorted(
+        each.name for each in (tmp_path / "2").iterdir()
+    )
+
+
+def _end_of_tables(lines: list[str]) -> int:
+    """Return where the times begin."""
+    return next(i for i, line in enumerate(lines) if line.startswith("seed 0"))
+
+
+def _near(one: Any, two: Any) -> bool:
+    """Whether all numbers are equal to the rounding of single precision, and all else."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_near(one[name], two[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(_near, one, two))
+    return one == two or abs(one - two) <= 1e-5 * max(1e-2, abs(one))

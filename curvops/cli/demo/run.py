@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 import curvops as co
@@ -66,7 +68,14 @@ class Outcome:
     rows: dict[str, report.Row]
 
 
-def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[str], None]) -> bool:
+def run(
+    settings: DemoSize,
+    output: Path,
+    seeds: int,
+    seed: int,
+    say: Callable[[str], None],
+    group: ProcessGroup | None = None,
+) -> bool:
     """Run the demo and write its results.
 
     Args:
@@ -75,6 +84,8 @@ def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[
         seeds: The number of networks to train.
         seed: Seed of the first one.
         say: A function that is called with the lines of the report.
+        group: The processes that share the data of the posteriors, each with a shard of them; each trains the same
+            networks. None for one process.
 
     Returns:
         Whether all proofs among the checks passed.
@@ -84,7 +95,7 @@ def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[
     test = data.test.first(settings.test)
     outcomes = []
     for s in tqdm(range(seed, seed + seeds), desc="networks", disable=None):
-        outcomes.append(_network(settings, data, test, s, output, stages))
+        outcomes.append(_network(settings, data, test, s, output, stages, group))
     first = outcomes[0]
     _introduce(first, data, say)
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +123,13 @@ def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[
 
 
 def _network(
-    settings: DemoSize, data: digits.Digits, test: digits.Images, seed: int, output: Path, stages: Stages
+    settings: DemoSize,
+    data: digits.Digits,
+    test: digits.Images,
+    seed: int,
+    output: Path,
+    stages: Stages,
+    group: ProcessGroup | None,
 ) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
     path = output / f"network-{seed}.safetensors"
@@ -122,7 +139,8 @@ def _network(
         network.save(network.fit_mode(pretrained, second, settings.prior_precision, settings.epochs), path)
         model = network.load(path, settings.width)
     with stages.stage("linearise"):
-        start = _posterior(model, second, settings.prior_precision, stages.curvature())
+        posterior = partial(_posterior, model, second, settings.prior_precision, group)
+        start = posterior(stages.curvature())
         gap = start.mode_gap
     with stages.stage("evidence: tune the prior"):
         post = _tune(start, generator)
@@ -143,7 +161,7 @@ def _network(
         chosen = co.select(start.lin, settings.subnetwork, "predictive", prior_precision=precision, x=x)
         for name, (curvature, parameters) in CHEAPER.items():
             selected = chosen if name == SUBNETWORK else parameters
-            other = _tune(_posterior(model, second, settings.prior_precision, curvature, selected), generator)
+            other = _tune(posterior(curvature, selected), generator)
             samples = other.sample(settings.samples, generator)
             predicted[name] = _by_angle(test, partial(_of_posterior, other, samples))
     rows = {name: report.score(p, test.is_unambiguous) for name, p in predicted.items()}
@@ -151,10 +169,20 @@ def _network(
 
 
 def _posterior(
-    model: torch.nn.Module, train: digits.Images, prior_precision: float, curvature: Any, parameters: Any = None
+    model: torch.nn.Module,
+    train: digits.Images,
+    prior_precision: float,
+    group: ProcessGroup | None,
+    curvature: Any,
+    parameters: Any = None,
 ) -> co.Laplace:
     """Make the posterior around the network's weights; only for all weights together is the mode checked."""
-    lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
+    own = slice(None)
+    if group is not None:  # contiguous, so that points keep their places and draws their noise
+        rank, size = group.rank(), group.size()
+        own = slice(len(train) * rank // size, len(train) * (rank + 1) // size)
+    shard, likelihood = (train.x[own], train.y[own]), co.likelihoods.Categorical()
+    lin = co.linearize(model, shard, likelihood, parameters=parameters, process_group=group)
     return co.laplace(lin, curvature=curvature, prior_precision=prior_precision, check_mode=parameters is None)
 
 
@@ -224,7 +252,8 @@ def _draw_figures(
         solves = figures.convergence(post, settings.columns, generator, output / "convergence.png")
     with stages.stage("figure: spectrum of the GGN"):
         spectrum = figures.spectrum(post.curvature, generator, output / "spectral_density.png")
-    with stages.stage("figures: regression, covariance"):
+    with stages.stage("figures: regression, covariance"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", co.WithoutGroup)  # every process fits the curve by itself
         figures.regression(generator, output / "regression.png")
         labels = [str(int(digit)) for digit in test.y[:4]]
         figures.covariance(post, test.x[:4], labels, output / "covariance.png")
