@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -179,6 +180,29 @@ class Ranks:
     def scatter_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum of a block (n, K) over ranks, so many on each. One all-to-all."""
         return self.add_up_apart(part.mT.split(list(counts), 1)).mT
+
+    def move_rows(self, part: Tensor, counts: Sequence[int], to: Sequence[int]) -> Tensor:
+        """Return this rank's rows of a block (n, K) of which each has so many, where it is to have others.
+
+        One all-to-all, of the rows that cross.
+        """
+        held, asked, K = [0, *accumulate(counts)], [0, *accumulate(to)], part.shape[1]
+
+        def crossing(holder: int, asker: int) -> slice:
+            start = max(held[holder], asked[asker])
+            return slice(start - held[holder], max(start, min(held[holder + 1], asked[asker + 1])) - held[holder])
+
+        ranks = range(self.size)
+        given = [part[crossing(self.rank, other)].mT.flatten() for other in ranks]
+        kept, given[self.rank] = given[self.rank], part.new_empty(0)
+        slices = [crossing(other, self.rank) for other in ranks]
+        sizes = [0 if r == self.rank else K * (rows.stop - rows.start) for r, rows in zip(ranks, slices)]
+        sent, found, group = torch.cat(given), part.new_empty(sum(sizes)), self.group
+        lengths = [len(rows) for rows in given]
+        self._wait(lambda: dist.all_to_all_single(found, sent, sizes, lengths, group, async_op=True), sent)
+        parts = list(found.split(sizes))
+        parts[self.rank] = kept
+        return torch.cat([rows.view(K, len(rows) // max(1, K)) for rows in parts], 1).mT
 
     def replicate(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose gradient is added up over the ranks: of what each does with it in its own terms."""

@@ -27,6 +27,7 @@ from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.apply_function import apply_function
 from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.operators.block_rows import BlockRows
 from curvops.linalg.operators.damped import Damped, Inverse
 from curvops.linalg.operators.dense import Dense
 from curvops.linalg.operators.diagonal_matrix import Diagonal
@@ -61,6 +62,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "DiagonalPreconditioner",
+    "BlockRows",
     "DirectSum",
     "EigenKronecker",
     "Eigenpairs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import singledispatch
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +15,7 @@ from curvops.progress import as_step
 
 
 @singledispatch
-def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
+def rows(A: Matrix) -> Callable[[Tensor], Any]:
     """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.
 
     Rows of a tensor cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products

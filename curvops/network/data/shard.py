@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from curvops.fingerprints import in_64_bits, join_sums
 from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, NoData, Reading, parts_of
-from curvops.network.data.inputs import move, normalise, take
+from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
 from curvops.process_group import Ranks, RanksDiffer
 
 COMPARED = 2**13
@@ -87,17 +88,30 @@ class Shard(Batches):
             weights = [batch.weights for batch in parts if batch.weights is not None]
             inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
             own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
-        self.ranks.require_equal(
-            {
-                f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}"
-                for name, part in own.named_tensors()
-            }
-        )
+        self._require_one_form(own.named_tensors())
         return Batch(
             tree_map(self.line_up, own.inputs),
             self.line_up(own.targets),
             None if own.weights is None else self.line_up(own.weights),
         )
+
+    def in_turn(self) -> Iterator[Inputs | None]:
+        """Yield the inputs of the points of each rank that has some, one after the other; None for this rank's own."""
+        with self.ranks.guarded():
+            own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
+        self._require_one_form(components(own))
+        for rank in (rank for rank, count in enumerate(self.counts) if count):
+            count = self.counts[rank] if rank == self.ranks.rank else 0
+            lent: Any = map_inputs(partial(self._lent, count=count), own)
+            yield None if count else lent
+
+    def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise RanksDiffer unless points of all ranks are of one shape and dtype."""
+        forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
+        self.ranks.require_equal(forms)
+
+    def _lent(self, part: Tensor, count: int) -> Tensor:
+        return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         raise ValueError(

@@ -130,6 +130,27 @@ class Passes(JacobianRows):
                 self._gathered = Passes(self.model, parts, self._choice, self.memory, self.engines)
             return self._gathered
 
+    @property
+    def num_own(self) -> int:
+        """The number of points of this rank, of a sharded walk."""
+        assert self.shard is not None
+        return self.shard.num_own
+
+    @property
+    def first_own(self) -> int:
+        """The number of this rank's first point among those of all ranks."""
+        return 0 if self.shard is None else self.shard.start
+
+    def in_turn(self) -> Iterator[Passes | None]:
+        """Yield a walk over the points of each rank that has some, one after the other; None for this rank's own."""
+        assert self.shard is not None
+        for inputs in self.shard.in_turn():
+            yield (
+                None
+                if inputs is None
+                else Passes(self.model, [(inputs, None)], self._choice, self.memory, self.engines)
+            )
+
     def apart(self) -> Passes:
         """Return a walk over this rank's own inputs, without the other ranks."""
         return Passes(self.model, self._source, self._choice, self.memory, self.engines)
@@ -284,6 +305,24 @@ class Passes(JacobianRows):
         block = self.replicated(block)
         z = block.mT.unflatten(1, (-1, rows))
         return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root, block)
+
+    def push_own(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
+        """Return J V for the points of this rank alone, without the other ranks."""
+        if not self.num_own:
+            return block.new_zeros(block.shape[1], 0).mT
+        with self.guarded():
+            return torch.cat([J.push(block).flatten(1) for _, J in self.each(block.shape[1])], 1).mT
+
+    def pull_own(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
+        """Return Jᵀ U over the points of this rank alone: its part of the sum over ranks."""
+        total = None if self.num_own else block.new_zeros(block.shape[1], len(self.model.theta)).mT
+        z = block.mT.unflatten(1, (-1, self.engines.plan.num_outputs))
+        with self.guarded():
+            for _, J in self.each(block.shape[1]) if self.num_own else ():
+                points = slice(J.points.start - self.first_own, J.points.stop - self.first_own)
+                total = accumulate(total, J.pull(z[:, points]))
+        assert total is not None
+        return total
 
     def draw(
         self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None

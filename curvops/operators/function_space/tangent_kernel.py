@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Diagonal
+from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.cache import carries_graph
+from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network import JacobianRows, read_precision
@@ -18,6 +19,7 @@ from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.function_space.weight_space_form import WeightSpaceForm
+from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -76,14 +78,29 @@ class TangentKernel(UserOperator, Operator):
         return torch.Size((self._args[0].shape[-2], self._args[1].shape[-2]))
 
     def _product(self, block: Tensor) -> Tensor:
-        left, right, prior = self._args
-        pulled = right._transposed_product(block)
-        return left._product(pulled / (prior if prior.ndim == 0 else prior.unsqueeze(-1)))
+        left, right, _ = self._args
+        return left._product(self._scaled(right._transposed_product(block)))
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        left, right, prior = self._args
-        pulled = left._transposed_product(block)
-        return right._product(pulled / (prior if prior.ndim == 0 else prior.unsqueeze(-1)))
+        left, right, _ = self._args
+        return right._product(self._scaled(left._transposed_product(block)))
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if isinstance(rhs, Sharded) and self._is_of_ranks:
+            return rows_over_ranks.push_pulled(self._args[0].passes, rhs, self._scaled)
+        return super()._matmul(rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._matmul(rhs) if isinstance(rhs, Sharded) and self._is_of_ranks else super()._t_matmul(rhs)
+
+    @property
+    def _is_of_ranks(self) -> bool:
+        """Whether it is of the training points of several ranks, which lie with each."""
+        return self.psd and self._args[0].is_sharded
+
+    def _scaled(self, block: Float[Tensor, "D b"]) -> Float[Tensor, "D b"]:
+        """Return A⁻¹ V."""
+        return block / (self.prior if self.prior.ndim == 0 else self.prior.unsqueeze(-1))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         left, right, prior = self._args
@@ -91,8 +108,37 @@ class TangentKernel(UserOperator, Operator):
 
     def _columns(self, index: Int[Tensor, " b"]) -> Float[Tensor, "nC b"]:
         """Return the columns of these rows of J(x'), with passes over their points only."""
-        left, right, prior = self._args
-        return left._product(right.rows_at(index) / (prior if prior.ndim == 0 else prior.unsqueeze(-1)))
+        left, right, _ = self._args
+        return left._product(self._scaled(right.rows_at(index)))
+
+    def columns_over_ranks(self, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
+        """Return columns whose rows lie so over ranks. One all-reduce of D·b numbers."""
+        J = self._args[0]
+        if not self._is_of_ranks:
+            return Sharded(self._columns(index)[layout.own], layout)
+        points = rows_over_ranks.layout_of_points(J.passes, layout)
+        own = J.passes.push_own(self._scaled(J.rows_at(index)))
+        return rows_over_ranks.moved(Sharded(own, points), layout)
+
+    def formed(self, mesh: Any) -> BlockRows:
+        """Form the matrix with its rows shared among the ranks of a device mesh of one dimension.
+
+        Products with sharded vectors then gather these alone, N·C numbers each, where the kernel itself adds up D
+        numbers. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its own points,
+        and those of one other rank at a time.
+
+        Raises ValueError for a mesh of several dimensions, and for a kernel of two sets of inputs.
+        """
+        layout = RowLayout.on(mesh, self.shape[-2])
+        if not self.psd:
+            raise ValueError("a kernel of two sets of inputs is formed by to_dense(), or as blocks of one of both.")
+        if not self._is_of_ranks:
+            return BlockRows(self.to_dense()[layout.own].clone(), layout=layout, psd=True)
+        J = self._args[0]
+        points, own = rows_over_ranks.layout_of_points(J.passes, layout), J.apart()
+        rows = [gram_matrix(own, own if other is None else other, self.prior) for other in J.in_turn()]
+        whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
+        return BlockRows(rows_over_ranks.moved(whole, layout).local, layout=layout, psd=True)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k exact samples of N(0, K) as J A^-½ z, at one push of J per draw."""

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Space, Spaces
-from curvops.linalg.core.vectors import columns, empty_block, put, unit_columns
+from curvops.linalg.core.vectors import columns, empty_block, put, put_columns, unit_columns, zero_block
 from curvops.network import Passes
+from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
 
@@ -116,13 +118,15 @@ class Jacobian(NetworkOperator):
 
         Cost: C backward passes for each point, or one for each pair of b rows if memory has no room for C rows.
         """
+        if self.is_sharded:
+            return self._rows_of_ranks_at(index)
         C, found = self._num_outputs, empty_block(self.theta.unsqueeze(1), len(index))
         fit = max(0, self.passes.memory.room()) // (2 * C * self.theta.nbytes)
         start = 0
         for rows in index.split(fit or C):
             points, place = torch.unique(rows // C, return_inverse=True)
             among = place * C + rows % C
-            chosen = Jacobian(self.theta, passes=self.passes.gathered().of_points(points), rows=len(points) * C)
+            chosen = Jacobian(self.theta, passes=self.passes.of_points(points), rows=len(points) * C)
             if fit:
                 block = columns(chosen.formed(), among)
             else:
@@ -130,6 +134,33 @@ class Jacobian(NetworkOperator):
             put(found, start, block)
             start += len(rows)
         return found
+
+    def _rows_of_ranks_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
+        """Return rows that each rank takes from its own points. One all-reduce of D·b numbers."""
+        own, found = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
+        places = index - self.passes.first_own * self._num_outputs
+        inside = ((places >= 0) & (places < self.passes.num_own * self._num_outputs)).nonzero()[:, 0]
+        with self.passes.guarded():
+            if len(inside):
+                put_columns(found, inside, own.rows_at(places[inside]))
+        return self.passes.add_up([found], index)
+
+    def in_turn(self) -> Iterator[Jacobian | None]:
+        """Yield the Jacobian of each rank's points, where it has some, one after the other; None for this rank's."""
+        assert self.passes.shard is not None
+        counts = [count for count in self.passes.shard.counts if count]
+        for walk, count in zip(self.passes.in_turn(), counts, strict=True):
+            yield None if walk is None else self._of(walk, count * self._num_outputs)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if isinstance(rhs, Sharded) and self.is_sharded:
+            return rows_over_ranks.push(self.passes, rhs)
+        return super()._matmul(rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        if isinstance(rhs, Sharded) and self.is_sharded:
+            return rows_over_ranks.pull(self.passes, rhs)
+        return super()._t_matmul(rhs)
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

@@ -1,0 +1,131 @@
+"""A formed matrix whose rows are shared among the ranks of a device mesh, and rows for stochastic dual descent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.entries import columns_of, rows
+from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, over_ranks, wrapped
+from curvops.linalg.core.vectors import entries, gram
+from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.on_shards import OnShards
+
+
+class BlockRows(Operator):
+    """A matrix (m, n) of which each rank holds its rows; sharded vectors are gathered for a product, and no more.
+
+    `co.TangentKernel(lin).formed(mesh)` makes it; a DTensor with `Shard(0)` as the matrix of a solver becomes one.
+
+    Args:
+        own: the rows of this rank, (m_rank, n).
+        layout: the rows of all ranks.
+        psd: the promise that the matrix is symmetric positive semi-definite.
+    """
+
+    def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:
+        super().__init__(own, layout=layout, psd=psd)
+
+    @property
+    def own(self) -> Float[Tensor, "own n"]:
+        """The rows of this rank."""
+        return self._args[0]
+
+    @property
+    def matrix(self) -> Any:
+        """The matrix as a DTensor (m, n) with `Shard(0)`."""
+        return wrapped(self._shared)
+
+    @property
+    def _shared(self) -> Sharded:
+        return Sharded(self.own, self._kwargs["layout"])
+
+    @property
+    def psd(self) -> bool:
+        return self._kwargs["psd"]
+
+    @property
+    def symmetric(self) -> bool:
+        return self.psd
+
+    @property
+    def layouts(self) -> Layouts:
+        layout = self._kwargs["layout"]
+        return layout, layout.beside(self.own.shape[-1])
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self._kwargs["layout"].length, self.own.shape[-1]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.psd else super()._transpose_nonbatch()
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if isinstance(rhs, Sharded):
+            return Sharded(self.own @ rhs.whole(), self._kwargs["layout"])
+        return by_columns(lambda block: Sharded(self.own @ block, self._kwargs["layout"]).whole(), rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        if self.psd:
+            return self._matmul(rhs)
+        if isinstance(rhs, Sharded):
+            found = self.layouts[1]  # type: ignore[index]
+            if rhs.ndim == 1:
+                return self._t_matmul(rhs.unsqueeze(1)).squeeze(1)
+            return Sharded(found.ranks.scatter_rows(self.own.mT @ rhs.local, found.counts), found)
+        own = self._kwargs["layout"].own
+        return by_columns(lambda block: self._kwargs["layout"].ranks.add_up(self.own.mT @ block[own]), rhs)
+
+    def _times(self, factor: Tensor) -> LinearOperator:
+        return BlockRows(self.own * factor, layout=self._kwargs["layout"], psd=self.psd and bool(factor >= 0))
+
+    def _diagonal(self) -> Float[Tensor, " n"]:
+        layout = self._kwargs["layout"]
+        return Sharded(self.own.diagonal(layout.own.start), layout).whole()
+
+    def to_dense(self) -> Float[Tensor, "m n"]:
+        """Bring all rows together, on each rank."""
+        return self._shared.whole()
+
+
+class SharedRows:
+    """Rows of a symmetric matrix as its columns, whose entries lie over the ranks; what dual descent asks of rows."""
+
+    def __init__(self, columns: Sharded) -> None:
+        self._columns = columns
+
+    def __matmul__(self, block: Sharded) -> Float[Tensor, "b K"]:
+        return gram(self._columns, block).to(block.dtype)
+
+    def diagonal(self) -> Float[Tensor, " b"]:
+        """Return entry i of row i."""
+        first = torch.arange(self._columns.shape[1], device=self._columns.device)
+        return entries(self._columns, first).diagonal()
+
+
+@rows.register
+def _(A: OnShards) -> Callable[[Tensor], SharedRows]:
+    base, layout = A.base, A._kwargs["row_layout"]
+
+    @torch.no_grad()
+    def take(index: Tensor) -> SharedRows:
+        if hasattr(base, "columns_over_ranks"):
+            return SharedRows(base.columns_over_ranks(index, layout))
+        return SharedRows(Sharded(columns_of(base, index)[layout.own], layout))
+
+    return take
+
+
+@rows.register
+def _(A: BlockRows) -> Callable[[Tensor], SharedRows]:
+    layout = A._kwargs["layout"]
+    return lambda index: SharedRows(Sharded(A.own[:, index], layout))
+
+
+@over_ranks.register
+def _(A: Sharded, layout: RowLayout) -> LinearOperator:
+    return BlockRows(A.local, layout=A.rows)

@@ -1,0 +1,93 @@
+"""Vectors over the outputs of points that are shared among ranks: J, Jᵀ and kernels multiply with a rank's own rows.
+
+A sharded vector lies evenly over ranks, as a DTensor does, and the rows of J lie where their points are. Where shards
+are ragged, rows are moved between the two: numbers of the size of the vectors, far fewer than those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.sharded import PANEL_BYTES, RowLayout, Sharded
+from curvops.network import Passes
+
+
+def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
+    """Return how the rows of J lie with their points over the ranks of sharded vectors.
+
+    Raises ValueError where these are not the ranks of the points.
+    """
+    shard = passes.shard
+    assert shard is not None
+    points, vectors = (dist.get_process_group_ranks(ranks.group) for ranks in (shard.ranks, beside.ranks))
+    if points != vectors:
+        raise ValueError(
+            f"the vectors lie on the processes {vectors} of a device mesh, and the data on {points}: give co.linearize "
+            "the process group of the mesh, mesh.get_group()."
+        )
+    return RowLayout(
+        beside.ranks, tuple(count * passes.engines.plan.num_outputs for count in shard.counts), beside.mesh
+    )
+
+
+def moved(block: Sharded, layout: RowLayout) -> Sharded:
+    """Return a block whose rows lie so over the same ranks; itself where they do."""
+    if block.rows.counts == layout.counts:
+        return block
+    if block.ndim == 1:
+        return moved(block.unsqueeze(1), layout).squeeze(1)
+    return Sharded(layout.ranks.move_rows(block.local, block.rows.counts, layout.counts), layout)
+
+
+def by_panels(
+    block: Sharded,
+    layout: RowLayout,
+    length: int,
+    multiply: Callable[[Float[Tensor, "own w"]], Float[Tensor, "rows w"]],
+) -> Sharded:
+    """Return this rank's rows of a product, from its rows of some columns at a time.
+
+    `length` is that of the longest vectors that a column takes whole, which together stay as small as in
+    `Sharded.multiplied`.
+    """
+    if block.ndim == 1:
+        return by_panels(block.unsqueeze(1), layout, length, multiply).squeeze(1)
+    ranks, K = layout.ranks, block.shape[1]
+    result = Sharded(block.local.new_empty(K, layout.counts[ranks.rank]).mT, layout)
+    width = max(1, -(-K // ranks.size), PANEL_BYTES // (length * block.dtype.itemsize))
+    for start in range(0, K, width):
+        panel = slice(start, start + width)
+        result.local[:, panel] = multiply(block.local[:, panel])
+    return result
+
+
+def push(passes: Passes, V: Sharded) -> Sharded:
+    """Return J V for V sharded over weights: each rank gathers some columns, and multiplies for its own points."""
+    points = layout_of_points(passes, V.rows)
+    found = by_panels(V, points, V.shape[0], lambda own: passes.push_own(V.like(own).whole()))
+    return moved(found, V.rows.beside(points.length))
+
+
+def pull(passes: Passes, U: Sharded) -> Sharded:
+    """Return Jᵀ U, sharded over weights: one reduce-scatter for some columns of U."""
+    weights, ranks = U.rows.beside(len(passes.model.theta)), U.rows.ranks
+    own = moved(U, layout_of_points(passes, U.rows))
+    return by_panels(
+        own, weights, weights.length, lambda part: ranks.scatter_rows(passes.pull_own(part), weights.counts)
+    )
+
+
+def push_pulled(passes: Passes, U: Sharded, scale: Callable[[Float[Tensor, "D w"]], Tensor]) -> Sharded:
+    """Return J S Jᵀ U for a map `scale` of weights: one all-reduce for some columns of U."""
+    points, ranks = layout_of_points(passes, U.rows), U.rows.ranks
+    found = by_panels(
+        moved(U, points),
+        points,
+        len(passes.model.theta),
+        lambda part: passes.push_own(scale(ranks.add_up(passes.pull_own(part)))),
+    )
+    return moved(found, U.rows)

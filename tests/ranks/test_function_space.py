@@ -1,0 +1,220 @@
+"""Function space over ranks: vectors over the outputs lie with the points, and every answer is that of one process.
+
+Tests `rows_over_ranks.py`, `block_rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import curvops as co
+from curvops.linalg import cg, dual_descent, minres
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
+
+PROBLEMS = ("labels", "more weights than outputs")
+NOISE = 0.4
+OUTPUTS = 3 * 402
+"""The outputs of a kernel whose memory is counted."""
+Question = tuple[str, Callable[[], Any]]
+
+
+class Mesh:
+    """Where vectors lie: whole in one process, or sharded over a mesh."""
+
+    def __init__(self, mesh: Any = None) -> None:
+        self.mesh = mesh
+
+    def place(self, rows: int, columns: int = 3) -> Any:
+        whole = torch.randn(rows, columns, generator=seeded(5), dtype=DOUBLE)
+        whole = whole[:, 0] if columns == 1 else whole
+        return whole if self.mesh is None else distribute_tensor(whole, self.mesh, [Shard(0)])
+
+    def over(self, A: Any) -> Any:
+        return A if self.mesh is None else A.sharded(self.mesh)
+
+    def formed(self, K: co.TangentKernel) -> Any:
+        return co.linalg.Dense(K.to_dense(), psd=True) if self.mesh is None else K.formed(self.mesh)
+
+
+def of_jacobians(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+    J = lin.jacobian()
+    rows, D = J.shape
+    yield "J", lambda: J @ on.place(D)
+    yield "J, one vector", lambda: J @ on.place(D, 1)
+    yield "J, many vectors", lambda: J @ on.place(D, 17)
+    yield "Jᵀ", lambda: J.mT @ on.place(rows)
+    yield "Jᵀ, one vector", lambda: J.mT @ on.place(rows, 1)
+    yield "rows of J", lambda: J.rows_at(torch.tensor([3, 0, rows - 1, 15, 3]))
+    yield "lsmr", lambda: co.linalg.lsmr(J, on.place(rows), damp=0.3, rtol=1e-13).x
+    yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).values
+
+
+def of_kernels(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+    D, rows = lin.num_parameters, lin.num_data * lin.num_outputs
+    scales = torch.linspace(0.5, 2, D, dtype=DOUBLE)
+    K = co.TangentKernel(lin, scales)
+    yield "K, a vector", lambda: K @ on.place(rows)
+    yield "K, a vector: cg", lambda: cg(K.add_diagonal(scales[0]), on.place(rows), rtol=1e-13).x
+    yield "K, a vector, formed", on.formed(K).to_dense
+    K = co.TangentKernel(lin, 2.0)
+    for how, A in {"": K, ", formed": on.formed(K)}.items():
+        B, noisy = on.place(rows), A.add_diagonal(NOISE)
+        yield f"K{how}", lambda A=A, B=B: A @ B
+        yield f"K{how}: one vector", lambda A=A: A @ on.place(rows, 1)
+        yield f"K{how}: transposed", lambda A=A, B=B: A.mT @ B
+        yield f"K{how}: diagonal", A.diagonal
+        yield f"K{how}: sum", lambda A=noisy, B=B: A @ B
+        yield f"K{how}: cg", lambda A=noisy, B=B: cg(A, B, rtol=1e-13).x
+        yield f"K{how}: minres", lambda A=noisy, B=B: minres(A, B, rtol=1e-13).x
+        yield f"K{how}: solve", lambda A=noisy, B=B: co.linalg.solve(A, B, rtol=1e-13)
+        for batch in (5, 100):
+            descent = {"noise": 20.0, "batch_size": batch, "maxiter": 5}
+            yield (
+                f"K{how}: dual descent, {batch} rows",
+                lambda A=A, B=B, o=descent: dual_descent(A, B, generator=seeded(), **o).x,
+            )
+    for how, A in {"": on.over(K), ", formed": on.formed(K)}.items():
+        yield f"trace{how}", lambda A=A: co.linalg.trace(A, max_matvecs=16, generator=seeded()).value
+        yield f"its diagonal{how}", lambda A=A: co.linalg.diagonal(A, max_matvecs=16, generator=seeded()).value
+        yield (
+            f"log-determinant{how}",
+            lambda A=A: co.linalg.logdet(A, shift=NOISE, max_matvecs=24, generator=seeded()).value,
+        )
+        yield f"exact log-determinant{how}", lambda A=A: A.add_diagonal(NOISE).logdet()
+        yield f"eigenvalues{how}", lambda A=A: co.linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).values
+        yield f"sketch{how}", lambda A=A: co.linalg.nystrom(A, 8, generator=seeded()).eigenvalues
+    formed = on.formed(K)
+    yield "formed, whole", formed.to_dense
+    yield "formed, twice", lambda: (formed * 2.0).to_dense()
+    yield "formed, as a tensor", lambda: formed.tensor if on.mesh is None else formed.matrix
+    tensor = formed.tensor if on.mesh is None else formed.matrix
+    yield "a tensor: products", lambda: dual_descent(tensor, on.place(rows), noise=20.0, generator=seeded()).x
+    yield "a tensor: eigenvalues", lambda: co.linalg.eigsh(tensor, 3, rtol=1e-12, generator=seeded()).values
+    new = torch.randn(6, 4, generator=seeded(8), dtype=DOUBLE)
+    other = co.TangentKernel(lin, 2.0, new)
+    yield "K of other points", lambda: other @ on.place(other.shape[1])
+    yield "K of other points, formed", lambda: on.formed(other) @ on.place(other.shape[1])
+    yield "K of both, its product", lambda: co.TangentKernel(lin, 2.0, new, new[:4]) @ on.place(4 * lin.num_outputs)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that is made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **kwargs or {})
+        for part in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(part, Tensor):
+                self.numbers = max(self.numbers, part.numel())
+        return found
+
+
+def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:
+    """How many numbers the largest tensor has while the kernel of 402 points is formed and used, on this rank."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3)).double()
+    x, y = torch.randn(402, 4, generator=seeded(), dtype=DOUBLE), torch.randint(3, (402,), generator=seeded())
+    lin = co.linearize(model, (x[rank::size], y[rank::size]), "classification", process_group=group)
+    K, found = co.TangentKernel(lin, 2.0), {}
+    B = distribute_tensor(torch.ones(OUTPUTS, 4, dtype=DOUBLE), mesh, [Shard(0)])
+    with Largest() as forming:
+        formed = K.formed(mesh)
+    with Largest() as solving:
+        cg(formed.add_diagonal(NOISE), B)
+    ranks = formed.layouts[0].ranks
+    before = ranks.messages
+    _ = K @ B
+    found["messages of a product"] = ranks.messages - before
+    return found | {"forming": forming.numbers, "solving": solving.numbers}
+
+
+def refusals(mesh: Any, lin: co.Linearization) -> None:
+    """Refuse what are no vectors of this function space, on all ranks and by name."""
+    K, J = co.TangentKernel(lin, 2.0), lin.jacobian()
+    whole = torch.ones(K.shape[0], 2, dtype=DOUBLE)
+    square = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("rows", "copies"))
+    own = whole[: 1 + mesh.get_local_rank()]
+    alone = [dist.new_group([rank]) for rank in range(mesh.size())][dist.get_rank()]
+    wrong = {
+        "sharded by rows": distribute_tensor(whole, mesh, [Shard(1)]),
+        "placements": distribute_tensor(whole, mesh, [Replicate()]),
+        "one dimension": distribute_tensor(whole, square, [Shard(0), Replicate()]),
+        "cannot multiply": distribute_tensor(whole[1:], mesh, [Shard(0)]),
+        "float32": distribute_tensor(whole.float(), mesh, [Shard(0)]),
+        "holds .* rows|cannot multiply": DTensor.from_local(own, mesh, [Shard(0)], run_check=False),
+    }
+    if mesh.size() > 1:
+        small = DeviceMesh.from_group(alone, "cpu")
+        wrong["the process group of the mesh"] = distribute_tensor(whole, small, [Shard(0)])
+    for words, tensor in wrong.items():
+        for multiply in (lambda t: K @ t, lambda t: J.mT @ t, lambda t: K.add_diagonal(0.1) @ t):
+            with pytest.raises(ValueError, match=words):
+                multiply(tensor)
+    with pytest.raises(ValueError, match="one dimension"):
+        K.formed(square)
+    with pytest.raises(ValueError, match="two sets of inputs"):
+        co.TangentKernel(lin, 2.0, torch.ones(2, 4, dtype=DOUBLE), torch.ones(3, 4, dtype=DOUBLE)).formed(mesh)
+
+
+def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
+    found = {}
+    with torch.no_grad():
+        for shelf in (of_jacobians, of_kernels):
+            for name, ask in shelf(lin, on):
+                try:
+                    value = ask()
+                except Exception as error:
+                    raise RuntimeError(f"{name}: {error}") from error
+                if isinstance(value, DTensor):
+                    assert value.placements == (Shard(0),)
+                    value = value.full_tensor()
+                found[name] = torch.as_tensor(value).numpy().copy()
+    return found
+
+
+def on_rank(group: dist.ProcessGroup, size: int) -> dict[str, Any]:
+    mesh, rank = init_device_mesh("cpu", (size,)), dist.get_rank(group)
+    lins = {problem: linearise(problem, SHARDS[size], group, rank) for problem in PROBLEMS}
+    found = {problem: answers(lin, Mesh(mesh)) for problem, lin in lins.items()}
+    refusals(mesh, lins["labels"])
+    return found | {"largest": largest_tensor(group, mesh)}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {problem: answers(linearise(problem), Mesh()) for problem in PROBLEMS}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_answers_are_those_of_one_process(expected, size) -> None:
+    found, wrong = run_on_ranks(size, on_rank, size), []
+    for rank, by_problem in found.items():
+        assert not isinstance(by_problem, str), f"rank {rank}: {by_problem}"
+        largest = by_problem.pop("largest")
+        assert largest["forming"] == OUTPUTS**2 // size
+        assert largest["solving"] < OUTPUTS**2 // size
+        assert largest["messages of a product"] == (size > 1)
+        for problem, own in by_problem.items():
+            assert own.keys() == expected[problem].keys()
+            for name, value in own.items():
+                truth = expected[problem][name]
+                assert np.array_equal(value, found[0][problem][name]), (rank, problem, name)
+                error = np.abs(value - truth).max() / np.abs(truth).max()
+                if not error < 1e-10:
+                    wrong.append(f"rank {rank} of {size}, {problem}: {name} is off by {error:.2g}")
+    assert not wrong, "\n".join(wrong)
