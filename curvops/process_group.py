@@ -26,10 +26,10 @@ LATE = 1.0
 """Seconds after which a waiting rank says so, and looks whether another one failed."""
 SIGNS = 6
 """How often a rank says within this time that it is at work."""
-PAUSES = 2e-5, 1e-3
-"""The shortest and the longest pause between two looks at a message under way, in seconds."""
 IN_PLACE = 2**20
 """Bytes from which on a sum is made in its own memory, and its check is a message of its own."""
+PAUSE = 2e-5
+"""The first pause between two looks at the store, in seconds."""
 HASHES = 251
 """A prime: numbers below it tell vectors apart, and their squares are exact in single precision for 256 ranks."""
 
@@ -260,7 +260,7 @@ class Ranks:
         """
         self._meetings += 1
         self._worked = None
-        patience, pause = max(self.timeout, 10 * self._longest), PAUSES[0]
+        patience, pause = max(self.timeout, 10 * self._longest), PAUSE
         seen: dict[int, tuple[bytes, float]] = {}
         with self._store_in_reach():
             self._store.set(f"met {self._meetings} {self.rank}", "")
@@ -422,15 +422,9 @@ class Ranks:
             if tensor.is_cuda:
                 work.wait(timedelta(seconds=self.timeout))
                 return
-            start, pause, late, signs = time.monotonic(), PAUSES[0], LATE, _Signs()
-            while not work.is_completed():
-                waited = time.monotonic() - start
-                if waited > late:
-                    late = waited + LATE
-                    self._look(waited, signs)
-                time.sleep(pause)
-                pause = min(PAUSES[1], 1.5 * pause)
-            work.wait()
+            start, signs = time.monotonic(), _Signs()
+            while not _ends_within(work, LATE):
+                self._look(time.monotonic() - start, signs)
         except RankFailed:
             raise
         except RuntimeError as error:
@@ -538,6 +532,17 @@ def _store_of(group: dist.ProcessGroup) -> Any:
     """Return the store that the processes of a group met by; torch 2.7 has no public call for it."""
     own = getattr(group, "get_group_store", None)
     return dist.distributed_c10d._get_process_group_store(group) if own is None else own()
+
+
+def _ends_within(work: Any, seconds: float) -> bool:
+    """Wait for a message for so long, and return whether it ended; gloo raises for both a late and a broken one."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises again if it is broken
+    return True
 
 
 def _write_hash(check: Tensor, told: Tensor | None) -> None:
