@@ -50,6 +50,11 @@ class Streamed:
                 self._outputs = self.model(self.model.values, self.inputs)
         return self._outputs
 
+    def record(self) -> None:
+        """Record a pass that gives the outputs and serves the next pull."""
+        self._graph = record_graph(self.model, self.inputs, self.names)
+        self._outputs = self._graph.outputs.detach()
+
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         """Return J V for K tangents by name, (K, *shape) each."""
         if self.pushes == "double backward":

@@ -292,7 +292,7 @@ class TrainedNetwork:
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
-        return self.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
+        return self.sum_over_batches(lambda batch, J: J.pull_of(lambda f: exact.residual(f, batch)), 1).squeeze(1)
 
     @property
     def _exact(self) -> Exact:

@@ -20,6 +20,7 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.shard import Shard
+from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
@@ -54,6 +55,13 @@ class BatchMap:
         """The outputs f(θ, inputs)."""
         with self._lock:
             return self._engine.outputs
+
+    def pull_of(self, cotangent: Callable[[Tensor], Tensor]) -> Float[Tensor, "D 1"]:
+        """Return Jᵀ u for a function u of the outputs, which one pass gives with their graph."""
+        with self._lock:
+            if isinstance(self._engine, Streamed):
+                self._engine.record()
+        return self.pull(cotangent(self.outputs)[None])
 
     def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
         """Return J V."""

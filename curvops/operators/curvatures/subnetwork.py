@@ -18,7 +18,7 @@ from curvops.linalg.core.symmetry import is_psd, mirror
 from curvops.linalg.core.vectors import unit_columns
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.network import Exact, OutputFisher
+from curvops.network import Exact, Group, OutputFisher
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
@@ -84,9 +84,9 @@ class Subnetwork(Dense):
 class BlockDiagonal(UserOperator, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, as an operator (D, D).
 
-    Entries outside the blocks are zero. Plus a prior it is solved by Cholesky. Cost to build: one push of J for each
-    weight. A product is Σ p² operations for blocks of p weights. Memory: Σ p² numbers. Choose it for small layers, and
-    KFAC for large ones.
+    Entries outside the blocks are zero. Plus a prior it is solved by Cholesky. Cost to build: a forward pass and C
+    backward passes, with Σ p² N·C operations for blocks of p weights (for a block of fewer than 2 C weights a push of J
+    for each). A product is Σ p² operations. Memory: Σ p² numbers. Choose it for small layers, and KFAC for large ones.
 
     Args:
         lin: the linearised network.
@@ -103,7 +103,7 @@ class BlockDiagonal(UserOperator, DirectSum):
         positions = tuple(_partition(lin, blocks))
         _require_room(lin, positions)
         exact = Exact(lin.likelihood)
-        parts = (round_with_rest(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
+        parts = (round_with_rest(block, lin.theta.dtype) for block in fisher_blocks(lin, exact, positions))
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
         super().__init__(*dense, positions=positions, **lin.origin)
 
@@ -147,59 +147,68 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     return block
 
 
-@torch.no_grad()
 def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Return Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64.
+    """Return Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64; see `fisher_blocks`."""
+    return next(fisher_blocks(lin, output, [indices]))
 
-    The rows of LᵀJ take one backward pass for each column of H = L Lᵀ; where these are not few beside S, columns come
-    from a push of J for each index. The sums need float64, the rows do not: with sums in single precision, eigenvalues
-    below 1e-7 of the largest would be rounding errors.
+
+@torch.no_grad()
+def fisher_blocks(
+    lin: Linearization, output: OutputFisher, parts: Sequence[Int[Tensor, " S"]]
+) -> Iterator[Float[Tensor, "S S"]]:
+    """Yield Σ_n (J_n E_S)ᵀ H_n (J_n E_S) for each set S of weights, summed in float64.
+
+    The rows of LᵀJ take one backward pass for each column of H = L Lᵀ, in one walk for all sets; where these are not
+    few beside S, columns come from a push of J for each index. The sums need float64, the rows do not: with sums in
+    single precision, eigenvalues below 1e-7 of the largest would be rounding errors.
     """
-    total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
-    places = _places(lin, indices)
-    columns = output.num_columns(lin.num_outputs)
-    by_rows = COLUMNS_A_ROW * columns <= len(indices) and not places.keys() & lin.plan.others.keys()
-    pairs = _factors_by_rows(lin, output, places) if by_rows else _factors_by_pushes(lin, output, indices)
+    columns, others = output.num_columns(lin.num_outputs), lin.plan.others.keys()
+    totals = [lin.theta.new_zeros(len(index), len(index), dtype=torch.float64) for index in parts]
+    places = [_places(lin, index) for index in parts]
+    few = COLUMNS_A_ROW * columns
+    by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
     with lin.passes.guarded():
-        for left, right in pairs:
-            for start in range(0, len(indices), ROWS):  # entries below the diagonal come from those above
-                part = slice(start, start + ROWS)
-                total[part, start:].addmm_(left[:, part].mT, right[:, start:])
-    return mirror(lin.passes.add_up([total]).unsqueeze(0))[0]
+        if by_rows:
+            for groups in lin.passes.root_blocks(output, {name for k in by_rows for name in places[k]}):
+                for k in by_rows:
+                    for rows in _rows_in(groups, lin, places[k]):
+                        _add_above(totals[k], rows, rows)
+        for k in sorted({*range(len(parts))} - {*by_rows}):
+            for batch, J in lin.passes.each(len(parts[k])):
+                units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in parts[k].split(COLUMNS))
+                pushed = torch.cat([J.push(block).double() for block in units])
+                weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
+                _add_above(totals[k], torch.cat(weighted).mT, pushed.flatten(1).mT)
+    while totals:
+        yield mirror(lin.passes.add_up([totals.pop(0)]).unsqueeze(0))[0]
 
 
-FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
-"""Pairs of left and right factors whose products leftᵀ right add up to the block."""
+def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:
+    """Add leftᵀ right to the entries on and above the diagonal, from which those below follow."""
+    for start in range(0, len(total), ROWS):
+        part = slice(start, start + ROWS)
+        total[part, start:].addmm_(left[:, part].mT, right[:, start:])
 
 
-def _factors_by_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
-    for batch, J in lin.passes.each(len(indices)):
-        units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in indices.split(COLUMNS))
-        pushed = torch.cat([J.push(block).double() for block in units])
-        weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
-        yield torch.cat(weighted).mT, pushed.flatten(1).mT
-
-
-def _factors_by_rows(
-    lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]
-) -> FactorPairs:
-    """Yield the selected columns of LᵀJ, some points at a time."""
+def _rows_in(
+    groups: Sequence[Group], lin: Linearization, places: Mapping[str, tuple[Tensor, Tensor]]
+) -> Iterator[Float[Tensor, "m S"]]:
+    """Yield the selected columns of the rows of LᵀJ in these groups, some points at a time."""
     size = sum(len(local) for local, _ in places.values())
-    for groups in lin.passes.root_blocks(output, places):
-        columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
-        own = [group for group in groups if places.keys() & set(group.names)]
-        largest = max(lin.model.selection.size_of(group.names) for group in own) if own else 0
-        step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * max(size, largest)))
-        for start in range(0, points if own else 0, step):
-            block = lin.theta.new_zeros(min(step, points - start), columns, size, dtype=torch.float64)
-            for group in own:
-                first = max(start, group.start)
-                rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
-                for name in places.keys() & rows.keys():
-                    local, taken = places[name]
-                    found = rows[name].flatten(2)[:, :, local]
-                    block[first - start : first - start + len(found), :, taken] = found.double()
-            yield block.flatten(0, 1), block.flatten(0, 1)
+    columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
+    own = [group for group in groups if places.keys() & set(group.names)]
+    largest = max(lin.model.selection.size_of(group.names) for group in own) if own else 0
+    step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * max(size, largest)))
+    for start in range(0, points if own else 0, step):
+        block = lin.theta.new_zeros(min(step, points - start), columns, size, dtype=torch.float64)
+        for group in own:
+            first = max(start, group.start)
+            rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
+            for name in places.keys() & rows.keys():
+                local, taken = places[name]
+                found = rows[name].flatten(2)[:, :, local]
+                block[first - start : first - start + len(found), :, taken] = found.double()
+        yield block.flatten(0, 1)
 
 
 def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:

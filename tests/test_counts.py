@@ -1,0 +1,235 @@
+"""What public calls cost, in counts: reads of the data, forward and backward passes, and products.
+
+Times cannot be asserted, but these numbers are determined: a call that passes over the data once more than its
+docstring says, or multiplies once more, fails here. Passes count points, in units of all data, so that a pass over a
+part counts as that part. Where a solver decides, the count lies between bounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.linearized.jacobian import Jacobian
+
+N, C, BATCH = 24, 3, 8
+FORWARDS = Counter[str]()
+
+
+class Counting(nn.Module):
+    """A classifier whose forward passes count their points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 40), nn.Linear(40, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORWARDS["forward"] += len(x)
+        found: Tensor = self.head(self.first(x).tanh())
+        return found
+
+
+class Data:
+    """Batches that count how often they are read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(N, 6, generator=generator, dtype=torch.float64)
+        self.y = torch.arange(N) % C
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        FORWARDS["read"] += 1
+        return iter(list(zip(self.x.split(BATCH), self.y.split(BATCH), strict=True)))
+
+
+def linearized(**options: Any) -> co.Linearization:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Counting().double()
+    return co.linearize(model, Data(), "classification", **options)
+
+
+class Counts(NamedTuple):
+    """Reads of all batches; forward and backward passes over all data; products with a curvature, and with J or Jᵀ."""
+
+    reads: Any = 0
+    forward: Any = 0
+    backward: Any = 0
+    products: Any = 0
+    of_J: Any = 0
+
+
+def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] | None = None) -> Counts:
+    """Return what a call costs beyond the linearisation itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call(linearized(**options or {}))  # what is proven of a network's structure is not proven again
+        lin, found = linearized(**options or {}), Counter[str]()
+    gradient = torch.autograd.grad
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **given: Any) -> Any:
+        tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
+        columns = len(grad_outputs) if given.get("is_grads_batched") else 1
+        found["backward"] += columns * (len(tensor) if tensor.ndim else 0)
+        return gradient(outputs, inputs, grad_outputs, **given)
+
+    def noting(name: str, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def multiply(self: Any, block: Tensor) -> Tensor:
+            found[name] += block.shape[1]
+            return method(self, block)
+
+        return multiply
+
+    FORWARDS.clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(torch.autograd, "grad", grad)
+        patch.setattr(Curvature, "_product", noting("products", Curvature._product))
+        patch.setattr(Jacobian, "_product", noting("J", Jacobian._product))
+        patch.setattr(Jacobian, "_transposed_product", noting("J", Jacobian._transposed_product))
+        call(lin)
+    passes = FORWARDS["forward"] / N, found["backward"] / N
+    return Counts(FORWARDS["read"], *passes, found["products"], found["J"])
+
+
+class Row(NamedTuple):
+    """A call, the options of the linearisation, and what the call costs."""
+
+    call: Callable[[co.Linearization], object]
+    expected: Counts
+    options: dict[str, Any] | None = None
+
+
+def ones(A: Any, columns: int = 1) -> Tensor:
+    return torch.ones(A.shape[-1], columns, dtype=A.dtype)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def times(A: Any, columns: int = 1, repeats: int = 1) -> None:
+    for _ in range(repeats):
+        _ = A @ ones(A, columns)
+
+
+def damped(lin: co.Linearization) -> Any:
+    return co.GGN(lin).add_diagonal(1.0)
+
+
+def posterior(lin: co.Linearization) -> Any:
+    return co.laplace(lin, co.GGN, 1.0, check_mode=False)
+
+
+def everything_of(post: Any) -> object:
+    return post.log_evidence(), post.sample(5), post.predict(X).covariance_matrix
+
+
+@torch.no_grad()
+def score(lin: co.Linearization) -> Tensor:
+    return lin.log_likelihood()
+
+
+STREAMED, LAYERWISE, AUTODIFF = ({"engine": name} for name in ("streamed", "layerwise", "autodiff"))
+BFLOAT16 = {"compute_dtype": torch.bfloat16}
+X = torch.ones(4, 6, dtype=torch.float64)
+INTO_ONE_BATCH = BATCH / N
+LINEARISED = Counts(1, 1, C)
+"""A pass forward and one backward for each output: what layer rules need, once."""
+TABLE = {
+    "log_likelihood": Row(lambda lin: lin.log_likelihood(), Counts(1, 1)),
+    "outputs": Row(lambda lin: lin.outputs(), Counts(1, 1)),
+    "gradient": Row(lambda lin: lin.gradient(), Counts(1, 1, 1)),
+    "predict": Row(lambda lin: lin.predict(X), Counts(0, len(X) / N)),
+    "J product, streamed": Row(lambda lin: times(lin.jacobian()), Counts(1, 1, 0, 0, 1), STREAMED),
+    "J transposed product, streamed": Row(lambda lin: times(lin.jacobian().mT), Counts(1, 1, 1, 0, 1), STREAMED),
+    # A push and a pull of one vector share a pass; of several, each push has its own, and the pulls share one.
+    "GGN product, streamed": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, 1, 1), STREAMED),
+    "GGN products of 5 vectors, streamed": Row(lambda lin: times(co.GGN(lin), 5), Counts(1, 6, 5, 5), STREAMED),
+    "GGN product, layerwise": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, C, 1), LAYERWISE),
+    "four GGN products, layerwise": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, C, 4), LAYERWISE),
+    "four GGN products, bfloat16": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, C, 4), BFLOAT16),
+    # The first streams; the second records a pass and another of tangents, checked on one batch; each pulls once.
+    "four GGN products, autodiff": Row(
+        lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 3, (4, 4 + INTO_ONE_BATCH), 4), AUTODIFF
+    ),
+    "four GGN products, auto": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 1 + 1, 1 + C, 4)),
+    "20 products of a last layer": Row(
+        lambda lin: times(co.GGN(lin), 1, 20), Counts(1, 1, 0, 20), {"parameters": "last_layer"}
+    ),
+    "products of an empirical Fisher": Row(
+        lambda lin: times(co.EmpiricalFisher(lin), 1, 4), Counts(1, 1, 1, 4), LAYERWISE
+    ),
+    "Monte-Carlo GGN": Row(lambda lin: co.GGN(lin, mc_samples=2, generator=seeded()), Counts(1, 1)),
+    # With layer rules forced, the outputs from which targets are drawn come with the rules' C backward passes.
+    "four products of a Monte-Carlo GGN": Row(
+        lambda lin: times(co.GGN(lin, mc_samples=2, generator=seeded()), 1, 4), Counts(2, 2, C + 2, 4), LAYERWISE
+    ),
+    "five draws of N(0, G)": Row(lambda lin: co.linalg.draw(co.GGN(lin), 5, seeded()), LINEARISED),
+    "diagonal of the GGN": Row(lambda lin: co.DiagonalGGN(lin), LINEARISED),
+    "diagonal of one drawn target": Row(
+        lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=seeded()), Counts(2, 2, 1)
+    ),
+    "diagonal of the empirical Fisher": Row(lambda lin: co.DiagonalGGN(lin, fisher="empirical"), Counts(1, 1, 1)),
+    "diagonal, then log-likelihood": Row(lambda lin: [co.DiagonalGGN(lin), score(lin)], LINEARISED),
+    "KFAC": Row(lambda lin: co.KFAC(lin), LINEARISED),
+    "KFAC, evidence, draws, predictions of its posterior": Row(
+        lambda lin: everything_of(co.laplace(lin, co.KFAC(lin), 1.0, check_mode=False)),
+        Counts(1, 1 + len(X) / N, C + C * len(X) / N),
+    ),
+    "the check that weights are a mode": Row(lambda lin: co.laplace(lin, co.KFAC(lin), 1.0), Counts(2, 2, C + 1)),
+    "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * C)),
+    "block of ten weights": Row(lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(10)), LINEARISED),
+    "block of each layer": Row(lambda lin: co.BlockDiagonal(lin), LINEARISED),
+    "tangent kernel, formed": Row(lambda lin: co.TangentKernel(lin).to_dense(), Counts((1, 2), 1, C)),
+    # Blocks of vectors: the cost rule takes layer rules at once, and every product is one of those asked for.
+    "nystrom of rank 20": Row(
+        lambda lin: co.linalg.nystrom(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, C, 20)
+    ),
+    "low_rank of rank 20, and 16 that measure its error": Row(
+        lambda lin: co.low_rank(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, C, 20 + 16)
+    ),
+    "trace of 30 products": Row(
+        lambda lin: co.linalg.trace(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, C, 30)
+    ),
+    "diagonal of 30 products": Row(
+        lambda lin: co.linalg.diagonal(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, C, 30)
+    ),
+    "logdet of at most 100 products": Row(
+        lambda lin: co.linalg.logdet(damped(lin), max_matvecs=100, generator=seeded()), Counts(1, 1, C, (20, 100))
+    ),
+    # Single vectors: the first product is streamed.
+    "lanczos of 10 steps": Row(lambda lin: co.linalg.lanczos(co.GGN(lin), 10), Counts(2, 2, 1 + C, 10)),
+    "cg": Row(lambda lin: co.linalg.cg(damped(lin), ones(damped(lin))), Counts(2, 2, 1 + C, (5, 40))),
+    "three eigenpairs": Row(
+        lambda lin: co.linalg.eigsh(co.GGN(lin), 3, generator=seeded()), Counts((1, 2), (1, 4), (C, 2 + C), (9, 60))
+    ),
+    "posterior of the GGN": Row(posterior, Counts()),
+    "its evidence, from the formed matrix": Row(
+        lambda lin: posterior(lin).log_evidence(), Counts((1, 2), (1, 2), C, (0, 403))
+    ),
+    "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (C, 2 * C), (0, 40))),
+    "its predictions at four points": Row(
+        lambda lin: posterior(lin).predict(X).covariance_matrix,
+        Counts((1, 2), (1, 2), (C, 2 * C), (0, 12 * 12)),
+    ),
+    "Hessian product, after a check at two points": Row(
+        lambda lin: times(co.Hessian(lin)), Counts(2, 1 + 2 / N, (0, float("inf")))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_call_costs_what_is_counted(name: str) -> None:
+    row = TABLE[name]
+    for what, found, expected in zip(Counts._fields, counted(row.call, row.options), row.expected, strict=True):
+        low, high = expected if isinstance(expected, tuple) else (expected, expected)
+        assert low - 1e-9 <= found <= high + 1e-9, f"{name}: {what} {found:g}, expected {expected}"
