@@ -118,7 +118,7 @@ def test_the_log_likelihood_of_a_walk_over_rows_ends_there_too(name: str, double
 @pytest.mark.parametrize("name", ROWS)
 def test_each_row_over_data_ends_at_one_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, line_up = ROWS[name](dense()), Passes.line_up
-    monkeypatch.setattr(Passes, "line_up", lambda self, parts, dim=0: line_up(self, [*parts, *parts], dim))
+    monkeypatch.setattr(Passes, "line_up", lambda self, parts, *rest: line_up(self, [*parts, *parts], *rest))
     torch.testing.assert_close(ROWS[name](dense()), torch.cat([before, before]), rtol=1e-12, atol=1e-12)
     assert bool((before != 0).any())
 
@@ -132,5 +132,5 @@ def test_rows_that_a_kronecker_factor_keeps_are_those_of_all_data(
     lin = co.linearize(model, (torch.randn(3, 9).double(), torch.randn(3, 8).double()), "regression")
     before, line_up = factors(lin), Passes.line_up
     doubled()
-    monkeypatch.setattr(Passes, "line_up", lambda self, parts, dim=0: line_up(self, [*parts, *parts], dim))
+    monkeypatch.setattr(Passes, "line_up", lambda self, parts, *rest: line_up(self, [*parts, *parts], *rest))
     torch.testing.assert_close(factors(lin), 2 * before, rtol=1e-12, atol=1e-12)

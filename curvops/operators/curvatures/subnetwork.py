@@ -154,8 +154,8 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
 
 @torch.no_grad()
 def fisher_blocks(
-    lin: Linearization, output: OutputFisher, parts: Sequence[Int[Tensor, " S"]]
-) -> Iterator[Float[Tensor, "S S"]]:
+    lin: Linearization, output: OutputFisher, parts: Sequence[Int[Tensor, "_"]]
+) -> Iterator[Float[Tensor, "_ _"]]:
     """Yield Σ_n (J_n E_S)ᵀ H_n (J_n E_S) for each set S of weights, summed in float64.
 
     The rows of LᵀJ take one backward pass for each column of H = L Lᵀ, in one walk for all sets; where these are not
