@@ -131,7 +131,10 @@ def _words(tensor: Tensor) -> Tensor:
     Not 64: floats often differ in their highest bits only, which products modulo 2^64 would push out.
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.reshape(-1).contiguous().view({1: torch.int8, 2: torch.int16}.get(real.element_size(), torch.int32))
+    flat = real.reshape(-1)
+    if flat.stride(0) != 1:  # a single number is contiguous whatever its stride, but is not viewed with another dtype
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view({1: torch.int8, 2: torch.int16}.get(real.element_size(), torch.int32))
 
 
 @lru_cache

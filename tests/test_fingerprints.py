@@ -93,3 +93,8 @@ def test_columns_of_a_larger_tensor_are_their_values(dtype: torch.dtype) -> None
     table = bits().view(20, 3).to(dtype)
     for part in (table[:, :1], table[:, 1], table[::2], table.mT, table[:1].expand(4, 3)):
         assert fingerprint([part]) == fingerprint([part.contiguous()])
+
+
+def test_a_single_number_between_others_is_that_number() -> None:
+    numbers = torch.arange(6)
+    assert int(fingerprint([numbers[2::6]])) == int(fingerprint([torch.tensor([2])]))

@@ -119,6 +119,95 @@ def test_answers_are_those_of_one_process_with_all_parameters(expected, size) ->
     assert not wrong, "\n".join(wrong)
 
 
+def variations(mesh: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is done to a model, its wrappers or its data, for which a product is still that of one process."""
+    group = mesh.get_group()
+    x, y = few_data("labels")
+    own = x[dist.get_rank(group) :: mesh.size()], y[dist.get_rank(group) :: mesh.size()]
+
+    def lin_of(model: Any, **options: Any) -> Any:
+        return co.linearize(model, own, "classification", process_group=group, **options)
+
+    def product(lin: Any) -> Any:
+        V = torch.randn(lin.num_parameters, 2, generator=seeded(7), dtype=DOUBLE)
+        return (co.GGN(lin) @ distribute_tensor(V, mesh, [Shard(0)])).full_tensor()
+
+    for again in (True, False):
+        model = fully_shard(perceptron(), mesh=mesh, reshard_after_forward=again)
+        yield f"reshard_after_forward={again}", lambda m=model: product(lin_of(m))
+    leaves = perceptron()
+    for leaf in (leaves[0], leaves[2]):
+        fully_shard(leaf, mesh=mesh)
+    yield "each layer by itself", lambda: product(lin_of(fully_shard(leaves, mesh=mesh)))
+    yield (
+        "along the inputs",
+        lambda: product(lin_of(fully_shard(perceptron(), mesh=mesh, shard_placement_fn=_along_inputs))),
+    )
+    yield "a small budget", lambda: product(lin_of(fully_shard(perceptron(), mesh=mesh), memory_budget=1))
+
+    ran = fully_shard(perceptron(), mesh=mesh, reshard_after_forward=False)
+    ran(own[0])  # which leaves the parameters whole
+    yield "after a pass", lambda: product(lin_of(ran))
+
+    def trained() -> Any:
+        model = fully_shard(perceptron(), mesh=mesh)
+        lin = lin_of(model)
+        optimiser = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(2):
+            model(own[0]).square().sum().backward()
+            optimiser.step()
+        before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+        slopes = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        model.train()
+        found = product(lin)
+        assert all(part.training for part in model.modules())
+        for name, p in model.named_parameters():
+            assert torch.equal(p.full_tensor(), before[name]) and torch.equal(p.grad.full_tensor(), slopes[name]), name
+        return found
+
+    yield "trained further", trained
+
+    def noted() -> Any:
+        lin = lin_of(fully_shard(perceptron(), mesh=mesh))
+        V = torch.randn(lin.num_parameters, 2, generator=seeded(7), dtype=DOUBLE)
+        whole = co.linearize(perceptron(), (x, y), "classification").model.selection.split(V)
+        named = lin.unflatten(lin.flatten(whole))
+        assert all(torch.equal(named[name].full_tensor(), whole[name]) for name in whole)
+        return (co.GGN(lin) @ lin.flatten(named)).full_tensor()
+
+    yield "vectors by name", noted
+    half = fully_shard(perceptron(), mesh=mesh)
+    yield "some parameters", lambda: product(lin_of(half, parameters=["2.*"]))
+
+
+def _along_inputs(parameter: Tensor) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+def whole_variations() -> dict[str, np.ndarray]:
+    x, y = few_data("labels")
+
+    def product(**options: Any) -> Tensor:
+        lin = co.linearize(perceptron(), (x, y), "classification", **options)
+        return co.GGN(lin) @ torch.randn(lin.num_parameters, 2, generator=seeded(7), dtype=DOUBLE)
+
+    return {"": product().numpy(), "some parameters": product(parameters=["2.*"]).numpy()}
+
+
+def variations_on_rank(group: Any) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
+    return {name: found.numpy() for name, ask in variations(mesh) for found in [ask()]}
+
+
+def test_any_way_to_shard_and_whatever_is_done_to_the_model_gives_the_same_product() -> None:
+    truths = whole_variations()
+    for rank, found in run_on_ranks(2, variations_on_rank).items():
+        assert not isinstance(found, str), f"rank {rank}: {found}"
+        for name, product in found.items():
+            truth = truths.get(name, truths[""])
+            assert np.abs(product - truth).max() < 1e-10 * np.abs(truth).max(), f"rank {rank}: {name}"
+
+
 def refused_on_rank(group: Any) -> dict[str, str]:
     """What `linearize` says of models that it does not take."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
