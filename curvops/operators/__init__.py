@@ -9,12 +9,14 @@ from curvops.operators.kfac.kfac_factors import NoFactors
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
+from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
 from curvops.operators.subsample import subsample
 
 __all__ = [
     "EKFAC",
     "GGN",
     "KFAC",
+    "KNOWN_OF_SHARDS",
     "BlockDiagonal",
     "DiagonalGGN",
     "EmpiricalFisher",
@@ -23,6 +25,7 @@ __all__ = [
     "Jacobian",
     "Linearization",
     "NoFactors",
+    "ShardedLinearization",
     "Subnetwork",
     "TangentKernel",
     "linearize",

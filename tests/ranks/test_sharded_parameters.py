@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import curvops as co
 from curvops import linalg
@@ -208,8 +209,30 @@ def test_any_way_to_shard_and_whatever_is_done_to_the_model_gives_the_same_produ
             assert np.abs(product - truth).max() < 1e-10 * np.abs(truth).max(), f"rank {rank}: {name}"
 
 
+class Custom(nn.Module):
+    """A layer without a rule, and a weight that another module reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 3, dtype=DOUBLE), nn.Parameter(torch.ones(3, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class ReadsElsewhere(Custom):
+    """A layer whose weight its parent also reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.inner.weight.sum()
+
+
 def refused_on_rank(group: Any) -> dict[str, str]:
-    """What `linearize` says of models that it does not take."""
+    """What `linearize`, and what stands on it, say of what they do not know."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
     x, y = few_data("labels")
     own = x[dist.get_rank(group) :: mesh.size()], y[dist.get_rank(group) :: mesh.size()]
@@ -217,26 +240,113 @@ def refused_on_rank(group: Any) -> dict[str, str]:
     def said(model: Any, **given: Any) -> str:
         return outcome(lambda: co.linearize(model, own, "classification", **given))
 
+    def of(model: nn.Module, given: Any = None, **options: Any) -> str:
+        return said(fully_shard(model, mesh=mesh, **options), **({"process_group": group} | (given or {})))
+
     params = {name: distribute_tensor(tensor.detach(), mesh) for name, tensor in perceptron().named_parameters()}
     function: Callable[..., Any] = lambda params, x: x @ params["0.weight"].mT  # noqa: E731
     inner = perceptron()
     fully_shard(inner[2], mesh=mesh)
-    return {
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    columns = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel()})
+    ignoring, hooked = perceptron(), perceptron()
+    hooked[0].register_forward_hook(lambda module, given, output: 2 * output)
+    frozen = perceptron()
+    frozen[0].requires_grad_(False)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = {
         "DTensors in a mapping": said((function, params)),
         "FSDP1": said(FullyShardedDataParallel(perceptron(), device_id=torch.device("cpu")), process_group=group),
         "a part": said(nn.Sequential(inner, nn.Identity()), process_group=group),
-        "without a group": said(fully_shard(perceptron(), mesh=mesh)),
-        "another engine": said(fully_shard(perceptron(), mesh=mesh), process_group=group, engine="streamed"),
-        "a subnetwork": said(fully_shard(perceptron(), mesh=mesh), process_group=group, parameters=torch.arange(3)),
+        "tensor parallel": said(columns, process_group=group),
+        "replicas": said(fully_shard(perceptron(), mesh=replicas), process_group=group),
+        "half precision": of(perceptron(), mp_policy=half),
+        "offloaded": of(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "ignored": of(ignoring, ignored_params=set(ignoring[0].parameters())),
+        "hooked": of(hooked),
+        "no rule": of(Custom()),
+        "read elsewhere": of(ReadsElsewhere()),
+        "dropout": of(nn.Sequential(nn.Dropout(0.5), perceptron()).train()),
+        "no gradient": of(frozen, {"parameters": ["0.*"]}),
+        "without a group": of(perceptron(), {"process_group": None}),
+        "another engine": of(perceptron(), {"engine": "streamed"}),
+        "a lower precision": of(perceptron(), {"compute_dtype": torch.bfloat16}),
+        "a subnetwork": of(perceptron(), {"parameters": torch.arange(3)}),
+        "the last layer": of(perceptron(), {"parameters": "last_layer"}),
+        "a bar": of(perceptron(), {"progress": True}),
+        "another name": of(perceptron(), {"parameters": "nothing*"}),
     }
+    lin = co.linearize(fully_shard(perceptron(), mesh=mesh), own, "classification", process_group=group)
+    G, plain = co.GGN(lin), torch.ones(lin.num_parameters, dtype=DOUBLE)
+    asks: dict[str, Callable[[], Any]] = {
+        "lin.jacobian": lambda: lin.jacobian,
+        "lin.hessian_product": lambda: lin.hessian_product,
+        "Hessian": lambda: co.Hessian(lin),
+        "KFAC": lambda: co.KFAC(lin),
+        "Subnetwork": lambda: co.Subnetwork(G, torch.arange(3)) @ plain[:3],
+        "laplace": lambda: co.laplace(lin, prior_precision=1.0),
+        "kernel": lambda: co.TangentKernel(lin, 1.0),
+        "select": lambda: co.select(lin, 3),
+        "subsample": lambda: co.subsample(lin, 3),
+        "sampler": lambda: co.sampling.log_posterior(lin, prior_precision=1.0),
+        "a plain vector": lambda: G @ plain,
+        "a plain vector by name": lambda: lin.unflatten(plain),
+        "a vector too short": lambda: G @ distribute_tensor(plain[:-1], mesh, [Shard(0)]),
+        "a replicated vector": lambda: G @ distribute_tensor(plain, mesh, [Replicate()]),
+        "single precision": lambda: G @ distribute_tensor(plain.float(), mesh, [Shard(0)]),
+        "an unknown name": lambda: lin.flatten({"0.weights": plain}),
+        "another dtype": lambda: G.to(torch.float32),
+        "no samples": lambda: co.GGN(lin, mc_samples=0),
+    }
+    return found | {name: outcome(ask) for name, ask in asks.items()}
+
+
+REFUSED = {
+    "DTensors in a mapping": "is a DTensor",
+    "FSDP1": "FullyShardedDataParallel",
+    "a part": "call fully_shard on the model, too",
+    "tensor parallel": "is a DTensor",
+    "replicas": "only a mesh of one dimension",
+    "half precision": "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    "offloaded": "CPUOffloadPolicy",
+    "ignored": "is not sharded (fully_shard ignored it)",
+    "hooked": "['0.bias', '0.weight'] have no layer rule",
+    "no rule": "['scale'] have no layer rule",
+    "read elsewhere": "['inner.weight'] have other gradients than their layers' rules give",
+    "dropout": "call model.eval()",
+    "no gradient": "requires no gradient",
+    "without a group": "process_group=mesh.get_group()",
+    "another engine": "engine='streamed' would gather all parameters",
+    "a lower precision": "compute_dtype= is not known",
+    "a subnetwork": "a subnetwork, which is not known",
+    "the last layer": "'last_layer', which is not known",
+    "a bar": "progress= is not known",
+    "another name": "names no parameter",
+    "lin.jacobian": "lin.jacobian is not known for a model whose parameters are sharded",
+    "lin.hessian_product": "lin.hessian_product is not known",
+    "Hessian": "co.Hessian is not known",
+    "KFAC": "co.KFAC is not known",
+    "Subnetwork": "sharded",
+    "laplace": "sharded",
+    "kernel": "co.TangentKernel is not known",
+    "select": "posteriors of a model whose parameters are sharded",
+    "subsample": "got ShardedLinearization",
+    "sampler": "got ShardedLinearization",
+    "a plain vector": "lin.flatten(mapping)",
+    "a plain vector by name": "lin.flatten(mapping)",
+    "a vector too short": "cannot multiply an operator of shape",
+    "a replicated vector": "placements [Shard(0)]",
+    "single precision": "float32",
+    "an unknown name": "unknown names ['0.weights']",
+    "another dtype": "convert the model before fully_shard",
+    "no samples": "mc_samples",
+}
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
     for rank, answers in run_on_ranks(2, refused_on_rank).items():
         assert isinstance(answers, dict), f"rank {rank}: {answers}"
-        assert "is a DTensor" in answers["DTensors in a mapping"]
-        assert "FullyShardedDataParallel" in answers["FSDP1"]
-        assert "call fully_shard on the model, too" in answers["a part"]
-        assert "process_group=mesh.get_group()" in answers["without a group"]
-        assert "engine='streamed' would gather all parameters" in answers["another engine"]
-        assert "a subnetwork, which is not known" in answers["a subnetwork"]
+        assert answers.keys() == REFUSED.keys()
+        wrong = [f"{name}: {said}" for name, said in answers.items() if "Error" not in said.partition(":")[0]]
+        wrong += [f"{name}: {said}" for name, said in answers.items() if REFUSED[name] not in said]
+        assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvops.linalg.core.sharded import RowLayout, Sharded, unwrapped, wrapped
 from curvops.network import ShardedNetwork, TrainedNetwork
 
-KNOWN = (
+KNOWN_OF_SHARDS = (
     "known are its gradient, log_likelihood, outputs, flatten, unflatten and theta, and the operators co.GGN, "
     "co.EmpiricalFisher and co.DiagonalGGN, with all of co.linalg on them"
 )
@@ -78,6 +78,6 @@ class ShardedLinearization(ShardedNetwork):
     def __getattr__(self, name: str) -> Any:
         if name in ("jacobian", "push", "gradients") or (not name.startswith("_") and hasattr(TrainedNetwork, name)):
             raise AttributeError(
-                f"lin.{name} is not known for a model whose parameters are sharded over ranks: {KNOWN}."
+                f"lin.{name} is not known for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -16,7 +16,7 @@ from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.sharded_linearization import KNOWN, ShardedLinearization
+from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
 
 ASIDE = ("lin", "generator", "checkpoint")
 """Arguments that have no influence on the operator that is built."""
@@ -81,7 +81,7 @@ class UserOperator(LinearOperator):
     def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
         """Build this operator of a network whose parameters are sharded over ranks."""
         raise ValueError(
-            f"co.{cls.__name__} is not known for a model whose parameters are sharded over ranks: {KNOWN}."
+            f"co.{cls.__name__} is not known for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
         )
 
     @classmethod

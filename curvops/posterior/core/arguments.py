@@ -14,7 +14,7 @@ from curvops.checks import check_generator, checked_number, checked_whole
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
-from curvops.operators import Linearization
+from curvops.operators import KNOWN_OF_SHARDS, Linearization, ShardedLinearization
 
 
 def checked_count(k: Any) -> int:
@@ -92,6 +92,10 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
 
 def require_linearized(lin: Any) -> None:
     """Raise TypeError unless it is a linearised network."""
+    if isinstance(lin, ShardedLinearization):
+        raise TypeError(
+            f"posteriors of a model whose parameters are sharded over ranks are not known: {KNOWN_OF_SHARDS}."
+        )
     if not isinstance(lin, Linearization):
         raise TypeError(
             f"lin must be a linearised network, co.linearize(model, data, likelihood), got {type(lin).__name__}."

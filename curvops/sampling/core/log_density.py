@@ -23,7 +23,7 @@ from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
-from curvops.operators import Linearization
+from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.process_group import Ranks
@@ -305,6 +305,11 @@ def log_posterior(
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
     """
+    if isinstance(model, ShardedLinearization):
+        raise TypeError(
+            "model got ShardedLinearization: a sampler holds all parameters on each rank, so give it an unsharded copy "
+            "of the model."
+        )
     if isinstance(model, Linearization):
         given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in given.items() if value is not None]

@@ -1,0 +1,90 @@
+"""Peak memory and messages of products where parameters and vectors are sharded over ranks, beside one process.
+
+Run `python -m benchmarks.sharded_parameters [width] [columns]`. Each row is a process by itself: its peak of resident
+memory over what it had after the imports. The transformer has four blocks; one process holds all its parameters and
+vectors, a rank its part of them and one layer's at a time.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import curvops as co
+from tests.ranks.processes import run_on_ranks
+from tests.ranks.sharded_models import POSITIONS, Transformer, sharded
+
+TOKENS, DEPTH, POINTS = 1000, 4, 8
+
+
+def network(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(width, 4 * width, DEPTH, TOKENS).eval()
+
+
+def points(rank: int, size: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randint(TOKENS, (POINTS, POSITIONS), generator=generator), torch.arange(POINTS) % 3
+    return x[rank::size].contiguous(), y[rank::size].contiguous()
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measured(group: Any, width: int, columns: int, shards: bool) -> dict[str, Any]:
+    """Make a product, and return what it took."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    before = peak()
+    model = network(width)
+    if shards:
+        mesh = init_device_mesh("cpu", (size,))
+        sharded(model, mesh)
+    lin: Any = co.linearize(model, points(rank, size), "classification", process_group=group, memory_budget=2**26)
+    D = lin.num_parameters
+    if shards:
+        local = torch.ones(columns, -(-D // size) if rank < size - 1 else D - (size - 1) * -(-D // size)).mT
+        V: Any = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(D, columns), stride=(1, D))
+    else:
+        V = torch.ones(columns, D).mT
+    G, ranks = co.GGN(lin), (lin.model.ranks if shards else lin.passes.shard.ranks)
+    messages, sent, start = ranks.messages, ranks.bytes_sent, time.process_time()
+    found = G @ V
+    seconds = time.process_time() - start
+    norm = float(found.full_tensor().norm() if shards else found.norm()) if D < 2**20 else None
+    return {
+        "D": D,
+        "vector": 4 * D,
+        "peak": peak() - before,
+        "messages": ranks.messages - messages,
+        "sent": ranks.bytes_sent - sent,
+        "cpu seconds": seconds,
+        "norm": norm,
+    }
+
+
+def main(width: int = 384, columns: int = 8) -> None:
+    print(f"width {width}, {columns} vectors")
+    for size, shards in ((1, False), (2, False), (2, True), (3, True)):
+        found = run_on_ranks(size, measured, width, columns, shards)
+        for rank, own in sorted(found.items()):
+            if isinstance(own, str):
+                raise RuntimeError(own)
+            vectors = own["peak"] / own["vector"]
+            print(
+                f"{size} ranks, {'sharded' if shards else 'whole'}, rank {rank}: D = {own['D']:,}, peak "
+                f"{own['peak'] / 2**20:.0f} MiB ({vectors:.1f} vectors), {own['messages']} messages of "
+                f"{own['sent'] / 2**20:.0f} MiB in all, {own['cpu seconds']:.2f} s of CPU"
+            )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
