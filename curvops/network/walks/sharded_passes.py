@@ -48,7 +48,7 @@ class ShardedPasses:
         self._own_batches = own[0]
         first = next(iter(shard))
         self._spare = copy(take(first.inputs, slice(0, 1))), first.copy().labels(slice(0, 1))
-        self._kept: tuple[object, list[Engine]] = None, []
+        self._kept: tuple[object, list[BatchEngine]] = None, []
 
     @property
     def shards(self) -> Any:
@@ -79,7 +79,7 @@ class ShardedPasses:
         self.model.meet()
         return found
 
-    def _engines(self, root: OutputFisher | None, keep: bool = True) -> Iterator[list[Engine]]:
+    def _engines(self, root: OutputFisher | None, keep: bool = True) -> Iterator[list[BatchEngine]]:
         """Yield the engines of all batches together, or of one after the other if they do not fit into the budget."""
         kept, engines = self._kept
         if engines and kept is root:
@@ -91,7 +91,7 @@ class ShardedPasses:
             self._kept, engines = (None, []), []  # freed before others are built
         for inputs, labels, counts in self._each_batch():
             of = IDENTITY if root is None else Root(root, labels)
-            engine = Engine(labels if counts else None, self.layers.build(inputs, self.chunk_bytes, of))
+            engine = BatchEngine(labels if counts else None, self.layers.build(inputs, self.chunk_bytes, of))
             if fits:
                 engines.append(engine)
             else:
@@ -165,7 +165,7 @@ class ShardedPasses:
         w = [b.weights[: b.num_points * counts] for _, b, counts in walked if b.weights is not None]
         return f, y, line_up(torch.cat(w)) if w else None
 
-    def _push(self, engines: Sequence[Engine], block: Float[Tensor, "d K"]) -> list[Float[Tensor, "K n R"]]:
+    def _push(self, engines: Sequence[BatchEngine], block: Float[Tensor, "d K"]) -> list[Float[Tensor, "K n R"]]:
         """Return J V of each engine, layer by layer, some columns at a time."""
         pushed = [engine.zeros(block.shape[1]) for engine in engines]
         for names in self.layers.groups:
@@ -178,7 +178,7 @@ class ShardedPasses:
         return pushed
 
     def _pull(
-        self, engines: Sequence[Engine], cotangents: Sequence[Float[Tensor, "K n R"]], total: Float[Tensor, "d K"]
+        self, engines: Sequence[BatchEngine], cotangents: Sequence[Float[Tensor, "K n R"]], total: Float[Tensor, "d K"]
     ) -> None:
         """Add Jᵀ u of all engines, and of all ranks, to this rank's rows."""
         for names in self.layers.groups:
@@ -208,7 +208,7 @@ class ShardedPasses:
         return [slice(start, start + width) for start in range(0, columns, width)]
 
 
-class Engine:
+class BatchEngine:
     """J of one batch, or Lᵀ J, with the batch's labels; None where the batch is only there for the other ranks."""
 
     def __init__(self, labels: Batch | None, J: Layerwise) -> None:
