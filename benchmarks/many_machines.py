@@ -1,9 +1,17 @@
-"""How GGN products of shared data scale with processes of one thread each, and what a group of one costs.
+"""How GGN products of shared data scale with processes of one thread each, and where the rest of the time goes.
 
-    .venv/bin/python -m benchmarks.many_machines            # CNN and ResNet-18, one and two processes
+    .venv/bin/python -m benchmarks.many_machines                 # CNN and ResNet-18; a quiet machine of two cores
+    .venv/bin/python -m benchmarks.many_machines --model         # the model for up to 64 GPUs, which measures nothing
 
-Strong scaling: the same data, split evenly. Seconds are medians; the ratio is that of one process to two. A product
-sends 2·(D·K + 2)·(r − 1)/r numbers from each of r ranks, in one message, which is counted and checked.
+Two processes take turns at the following, so that all figures are from one stretch of time; seconds are medians.
+
+- alone: one process, all data, no group, while the other waits.
+- half: one process, half the data, while the other waits. 2 · half / alone − 1 is work that the data do not change.
+- ceiling: both processes, half the data each, without a group: what two processes could gain at most on this machine.
+- strong: the same with a group; alone / strong is the gain. weak: all data on each rank.
+- message: the all-reduce of a product by itself. A product is to send as much as the formula says, which is checked;
+  "bytes / formula" is what passed through the loopback device meanwhile, with headers and all else that uses it.
+- a group of one over none: the same product of one process, with and without a group, in turn.
 """
 
 from __future__ import annotations
@@ -12,64 +20,168 @@ import argparse
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import curvops as co
 from benchmarks.networks import build
+from benchmarks.tables import table
+from curvops.process_group import IN_PLACE
 from tests.ranks.processes import run_on_ranks
 
 NETWORKS = "cnn", "resnet"
+WARM = 4
+"""Rounds that are not counted, in which engines are built."""
+CHECK = 2
+"""Numbers of a product that tell the ranks' vectors apart."""
+RANKS = 1, 2, 8, 16, 64
+TIMED = "alone", "half", "ceiling", "strong", "weak", "message"
 
 
-def median_seconds(run: Callable[[], object], count: int) -> float:
-    """The median of so many runs, after three that are not counted."""
-    taken = []
-    for _ in range(count + 3):
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[3:])
+class Link(NamedTuple):
+    """A connection of GPUs: gigabytes a second that a GPU sends, microseconds of a step, and where these stand."""
+
+    gigabytes: float
+    microseconds: float
+    source: str
 
 
-def products(group: Any, name: str, count: int) -> dict[str, float]:
-    """Seconds of a product on this rank's share of the data; of one rank also those without a group."""
+LINKS = {
+    "NVLink 4": Link(450, 5, "NVIDIA, H100 datasheet: 900 GB/s of both directions"),
+    "InfiniBand NDR": Link(50, 10, "NVIDIA, ConnectX-7 datasheet: 400 Gb/s a port"),
+    "10 Gb Ethernet": Link(1.25, 50, "IEEE 802.3ae: 10 Gb/s"),
+}
+"""Peaks as published; the microseconds are assumed."""
+A_NODE = 8
+"""GPUs that NVLink connects."""
+
+
+def sent_by_a_rank(numbers: int, itemsize: int, ranks: int) -> float:
+    """Bytes that each rank of a ring all-reduce sends, 2·b·(r − 1)/r."""
+    return 2 * numbers * itemsize * (ranks - 1) / ranks
+
+
+def modelled(seconds: float, fixed: float, numbers: int, itemsize: int, ranks: int, link: Link) -> float:
+    """Seconds of a product over ranks: the work of its shard, the work of D, and a ring of 2·(r − 1) steps."""
+    message = sent_by_a_rank(numbers, itemsize, ranks) / (link.gigabytes * 1e9)
+    return (seconds - fixed) / ranks + fixed + message + 2 * (ranks - 1) * link.microseconds * 1e-6
+
+
+def model() -> str:
+    """A table of strong scaling by `modelled`, for a product that takes one GPU a second and has 1 % of fixed work."""
+    rows = []
+    for name, numbers in (("ResNet-18, 11 M", 11_200_000), ("transformer, 125 M", 125_000_000)):
+        for through, link in LINKS.items():
+            gains = [1.0 / modelled(1.0, 0.01, numbers + CHECK, 4, r, link) for r in RANKS]
+            shown = [f"{g:.1f}" if r <= A_NODE or through != "NVLink 4" else "" for g, r in zip(gains, RANKS)]
+            rows.append([f"{name}, {through}", *shown])
+    return table(["gain of r GPUs over one (a model)", *map(str, RANKS)], rows)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def in_turn(group: Any, name: str, count: int, columns: int) -> dict[str, float]:
+    """Median seconds of what the module's docstring lists, on this rank; 0 for what it waits through."""
+    warnings.simplefilter("ignore", co.WithoutGroup)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     problem = build(name, 10)
-    shard = problem.inputs.chunk(size)[rank], problem.targets.chunk(size)[rank]
-    lin = co.linearize(problem.model, shard, "classification", process_group=group)
-    G, V = co.GGN(lin), problem.block(1)
-    ranks = lin.passes.shard.ranks
-    found = {"seconds": median_seconds(lambda: G @ V, count)}
-    messages, sent = ranks.messages, ranks.bytes_sent
+    V, whole = problem.block(columns), (problem.inputs, problem.targets)
+    half = tuple(part.chunk(size)[rank] for part in whole)
+    others = problem.inputs + 0.01 * rank, problem.targets  # ranks must not hold equal points
+
+    def of(data: Any, process_group: Any = None) -> co.GGN:
+        return co.GGN(co.linearize(problem.model, data, "classification", process_group=process_group))
+
+    ours, weak, large, small = of(half, group), of(others, group), of(whole), of(half)
+    buffer = torch.zeros(V.numel())
+    runs: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
+        "alone": (lambda: large @ V, (0,)),
+        "half": (lambda: small @ V, (0,)),
+        "ceiling": (lambda: small @ V, (0, 1)),
+        "strong": (lambda: ours @ V, (0, 1)),
+        "weak": (lambda: weak @ V, (0, 1)),
+        "message": (lambda: dist.all_reduce(buffer, group=group), (0, 1)),
+    }
+    times: dict[str, list[float]] = {what: [] for what in runs}
+    for i in range(count + WARM):
+        for what, (run, who) in runs.items():
+            dist.barrier(group)
+            if rank in who:
+                seconds = seconds_of(run)
+                times[what] += [seconds] if i >= WARM else []
+    found = {what: statistics.median(each) if each else 0.0 for what, each in times.items()}
+    return found | {"bytes / formula": bytes_over_formula(ours, group, V)}
+
+
+def bytes_over_formula(G: co.GGN, group: Any, V: torch.Tensor) -> float:
+    """Check a product's messages and bytes; return what all ranks sent through the loopback device over the formula."""
+    ranks = G.lin.passes.shard.ranks
+    dist.barrier(group)
+    before, loopback = (ranks.messages, ranks.bytes_sent), sent_through_loopback()
     _ = G @ V
-    expected = (1, (V.numel() + 2) * V.element_size()) if size > 1 else (0, 0)
-    assert (ranks.messages - messages, ranks.bytes_sent - sent) == expected
-    if size == 1:
-        alone = co.GGN(co.linearize(problem.model, shard, "classification"))
-        pairs = [(median_seconds(lambda: G @ V, 3), median_seconds(lambda: alone @ V, 3)) for _ in range(count)]
-        found["with a group / without"] = statistics.median(a / b for a, b in pairs)
-    return found
+    dist.barrier(group)
+    expected = 2 if V.nbytes >= IN_PLACE else 1, (V.numel() + CHECK) * V.element_size()
+    assert (ranks.messages - before[0], ranks.bytes_sent - before[1]) == expected
+    sent = sent_by_a_rank(V.numel() + CHECK, V.element_size(), ranks.size)
+    return (sent_through_loopback() - loopback) / (ranks.size * sent)
+
+
+def sent_through_loopback() -> int:
+    """Bytes that this machine sent to itself so far, by any process. Linux alone says it."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if line.strip().startswith("lo:")).split()[9])
+
+
+def of_one(group: Any, name: str, count: int, columns: int) -> float:
+    """A product's time with a group of one over that without a group, the median of pairs."""
+    problem = build(name, 10)
+    data, V = (problem.inputs, problem.targets), problem.block(columns)
+    with_group, without = (
+        co.GGN(co.linearize(problem.model, data, "classification", process_group=g)) for g in (group, None)
+    )
+    pairs = [(seconds_of(lambda: with_group @ V), seconds_of(lambda: without @ V)) for _ in range(count + WARM)]
+    return statistics.median(a / b for a, b in pairs[WARM:])
+
+
+def figures(name: str, count: int, columns: int) -> list[str]:
+    """A row of the table."""
+    answers, one = run_on_ranks(2, in_turn, name, count, columns), run_on_ranks(1, of_one, name, count, columns)
+    for answer in (*answers.values(), *one.values()):
+        if isinstance(answer, str):
+            sys.exit(answer)
+    t = {what: max(answer[what] for answer in answers.values()) for what in answers[0]}
+    return [
+        f"{name}, K = {columns}",
+        *(f"{t[what] * 1e3:.1f}" for what in TIMED),
+        *(f"{t['alone'] / t[what]:.2f}" for what in ("half", "ceiling", "strong")),
+        f"{2 * t['alone'] / t['weak']:.2f}",
+        f"{one[0]:.3f}",
+        f"{t['bytes / formula']:.2f}",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=NETWORKS)
     parser.add_argument("--count", type=int, default=15)
+    parser.add_argument("--columns", type=int, default=1)
+    parser.add_argument("--model", action="store_true")
     given = parser.parse_args()
-    for name in given.networks:
-        one, two = (run_on_ranks(size, products, name, given.count) for size in (1, 2))
-        errors = [answer for answer in (*one.values(), *two.values()) if isinstance(answer, str)]
-        if errors:
-            sys.exit(errors[0])
-        seconds = max(answer["seconds"] for answer in two.values())
-        print(
-            f"{name}: one process {one[0]['seconds'] * 1e3:.1f} ms, two {seconds * 1e3:.1f} ms, "
-            f"ratio {one[0]['seconds'] / seconds:.2f}; a group of one over none {one[0]['with a group / without']:.3f}"
-        )
+    if given.model:
+        print(model())
+        return
+    heads = ["", *(f"{what}, ms" for what in TIMED)]
+    heads += ["alone/half", "alone/ceiling", "gain, strong", "gain, weak", "a group of one", "bytes / formula"]
+    print(table(heads, [figures(name, given.count, given.columns) for name in given.networks]))
 
 
 if __name__ == "__main__":
