@@ -74,6 +74,7 @@ def of_kernels(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"K{how}: one vector", lambda A=A: A @ on.place(rows, 1)
         yield f"K{how}: transposed", lambda A=A, B=B: A.mT @ B
         yield f"K{how}: diagonal", A.diagonal
+        yield f"K{how}: variances", lambda A=noisy: A.inverse().diagonal()
         yield f"K{how}: sum", lambda A=noisy, B=B: A @ B
         yield f"K{how}: cg", lambda A=noisy, B=B: cg(A, B, rtol=1e-13).x
         yield f"K{how}: minres", lambda A=noisy, B=B: minres(A, B, rtol=1e-13).x
@@ -140,6 +141,9 @@ def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:
     before = ranks.messages
     _ = K @ B
     found["messages of a product"] = ranks.messages - before
+    dual_descent(K, B, noise=5.0, maxiter=1, generator=seeded())
+    _ = K.diagonal(), K.add_diagonal(NOISE).solve(torch.ones(OUTPUTS, dtype=DOUBLE))
+    found["inputs of others kept"] = lin.passes._gathered is not None
     return found | {"forming": forming.numbers, "solving": solving.numbers}
 
 
@@ -209,6 +213,7 @@ def test_answers_are_those_of_one_process(expected, size) -> None:
         assert largest["forming"] == OUTPUTS**2 // size
         assert largest["solving"] < OUTPUTS**2 // size
         assert largest["messages of a product"] == (size > 1)
+        assert not largest["inputs of others kept"]
         for problem, own in by_problem.items():
             assert own.keys() == expected[problem].keys()
             for name, value in own.items():

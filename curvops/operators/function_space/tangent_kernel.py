@@ -180,7 +180,9 @@ class TangentKernel(UserOperator, Operator):
         return self._in_blocks(outputs, False)
 
     def _in_blocks(self, rows: int, diagonals: bool) -> Tensor:
-        left, prior = self._args[0].gathered(), self.prior
+        left, prior = self._args[0], self.prior
+        apart = left.is_sharded and rows == left.passes.engines.plan.num_outputs and not carries_graph((prior,))
+        left = left.apart() if apart else left.gathered()
 
         def compute(walk: JacobianRows | None, precision: Tensor) -> Tensor:
             weights = precision.reciprocal().expand(left.shape[-1])
@@ -190,6 +192,8 @@ class TangentKernel(UserOperator, Operator):
             each = torch.cat([*(left.passes if walk is None else walk).selected_rows()]).unflatten(0, (-1, rows))
             return (each * each * weights).sum(-1) if diagonals else (each * weights) @ each.mT
 
+        if apart:
+            return self._args[0].passes.line_up([compute(None, prior)])
         if not left.shape[-2] or not (left.is_recorded or carries_graph((prior,))):
             return compute(None, prior)
         found: Tensor = left.graph.by_rows(compute, left.passes.chunk_bytes, prior)

@@ -22,7 +22,7 @@ from curvops.linalg.core.solve_routes import FORMED_COPIES, MOST_OUTPUTS
 from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.draws import draw
-from curvops.network import JacobianRows
+from curvops.network import Passes
 
 GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 """The names under which quantities of the inputs are stored."""
@@ -50,8 +50,8 @@ class WeightSpaceForm(ClosedForm):
         return {} if found is None else found
 
     @property
-    def _walk(self) -> JacobianRows:
-        walk: JacobianRows = self.base._args[0].passes.gathered()
+    def _walk(self) -> Passes:
+        walk: Passes = self.base._args[0].passes
         return walk
 
     @cached_property
@@ -76,7 +76,7 @@ class WeightSpaceForm(ClosedForm):
             keep(self.base, self._store[GRAM], self._store[GRAM].nbytes)
         return self._store[GRAM]
 
-    def _information_for(self, weights: Float[Tensor, " NC"], walk: JacobianRows) -> Float[Tensor, "D D"]:
+    def _information_for(self, weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
         """Return JᵀN⁻¹J of a vector of noises: equal ones use JᵀJ, and the last result is stored."""
         if bool((weights == weights[0]).all()):
             return self._unit_information * weights[0]
@@ -129,25 +129,29 @@ class WeightSpaceForm(ClosedForm):
         return inverse_root_product(self.base.add_diagonal(self.shift), block, float(self.shift.detach().min()))
 
 
-def _sum(weights: Float[Tensor, " NC"], walk: JacobianRows) -> Float[Tensor, "D D"]:
-    """Return Σ_i w_i J_i J_iᵀ over the rows of J."""
-    total, start = weights.new_zeros(()), 0
-    for rows in walk.selected_rows():
-        J = rows.to(weights)
-        total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
-    return total
+def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
+    """Return Σ_i w_i J_i J_iᵀ over the rows of J, of which each rank adds up its own."""
+    D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
+    total = weights.new_zeros(D, D)
+    with walk.guarded():
+        for rows in walk.selected_rows():
+            J = rows.to(weights)
+            total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
+    return walk.add_up([total], weights)
 
 
-def _forms(matrix: Float[Tensor, "D D"], walk: JacobianRows) -> Float[Tensor, " NC"]:
+def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
     """Return J_iᵀ M J_i of each row of J: the adjoint of `_sum`."""
-    return torch.cat([((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()])
+    with walk.guarded():
+        found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
+    return walk.line_up(found, told=matrix)
 
 
 class _Streamed(Function):
     """One of `_sum` and `_forms`, with the other for its derivative; J itself is never kept."""
 
     @staticmethod
-    def forward(ctx: Any, argument: Tensor, walk: JacobianRows, apply: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, argument: Tensor, walk: Passes, apply: Callable[..., Tensor]) -> Tensor:
         ctx.walk, ctx.adjoint = walk, _sum if apply is _forms else _forms
         return apply(argument, walk)
 
