@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvops as co
+from curvops import linalg
 from curvops.linalg import cg, dual_descent, minres
 from tests.ranks.processes import run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
@@ -79,6 +80,11 @@ def of_kernels(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"K{how}: cg", lambda A=noisy, B=B: cg(A, B, rtol=1e-13).x
         yield f"K{how}: minres", lambda A=noisy, B=B: minres(A, B, rtol=1e-13).x
         yield f"K{how}: solve", lambda A=noisy, B=B: co.linalg.solve(A, B, rtol=1e-13)
+        plain, shared, both = torch.ones(rows, 2, dtype=DOUBLE), on.over(A), on.over(noisy)
+        yield f"K{how}: plain vectors", lambda A=shared, V=plain: A @ V
+        yield f"K{how}: cg of plain vectors", lambda A=both, V=plain: cg(A, V, rtol=1e-13).x
+        yield f"K{how}: solution of plain vectors", lambda A=both, V=plain: A.solve(V)
+        yield f"K{how}: beside a sum", lambda A=A, B=B, K=K: (A * 0.5 + K) @ B
         for batch in (5, 100):
             descent = {"noise": 20.0, "batch_size": batch, "maxiter": 5}
             yield (
@@ -171,7 +177,17 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
                 multiply(tensor)
     with pytest.raises(ValueError, match="one dimension"):
         K.formed(square)
-    with pytest.raises(ValueError, match="two sets of inputs"):
+    for call, error, match in (
+        (lambda: K.formed(None), ValueError, "one dimension"),
+        (lambda: linalg.BlockRows(whole, layout=None), ValueError, "BlockRows.of"),
+        (lambda: linalg.BlockRows.of(whole), TypeError, "a DTensor"),
+        (lambda: linalg.BlockRows.of(distribute_tensor(whole[:, 0], mesh, [Shard(0)])), ValueError, "a matrix"),
+        (lambda: linalg.BlockRows.of(distribute_tensor(whole, mesh, [Shard(1)])), ValueError, "sharded by rows"),
+        (lambda: co.TangentKernel(lin, torch.tensor(2.0, requires_grad=True)).formed(mesh), ValueError, "no gradient"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    with pytest.raises(ValueError, match="of one set of inputs"):
         co.TangentKernel(lin, 2.0, torch.ones(2, 4, dtype=DOUBLE), torch.ones(3, 4, dtype=DOUBLE)).formed(mesh)
 
 

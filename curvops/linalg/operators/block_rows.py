@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.entries import columns_of, rows
-from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, over_ranks, wrapped
+from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, is_dtensor, over_ranks, unwrapped, wrapped
 from curvops.linalg.core.vectors import entries, gram
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.on_shards import OnShards
@@ -20,7 +20,8 @@ from curvops.linalg.operators.on_shards import OnShards
 class BlockRows(Operator):
     """A matrix (m, n) of which each rank holds its rows; sharded vectors are gathered for a product, and no more.
 
-    `co.TangentKernel(lin).formed(mesh)` makes it; a DTensor with `Shard(0)` as the matrix of a solver becomes one.
+    `co.TangentKernel(lin).formed(mesh)` and `BlockRows.of(tensor)` make it; a DTensor with `Shard(0)` as the matrix
+    of a solver becomes one.
 
     Args:
         own: the rows of this rank, (m_rank, n).
@@ -29,7 +30,25 @@ class BlockRows(Operator):
     """
 
     def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:
+        if not isinstance(layout, RowLayout) or own.ndim != 2 or len(own) != layout.counts[layout.ranks.rank]:
+            raise ValueError(
+                f"BlockRows holds this rank's rows of a matrix, as a layout of all ranks says, got {tuple(own.shape)} "
+                f"and {layout}: make it by co.linalg.BlockRows.of(tensor), or by co.TangentKernel(lin).formed(mesh)."
+            )
         super().__init__(own, layout=layout, psd=psd)
+
+    @classmethod
+    def of(cls, matrix: Any, psd: bool = False) -> BlockRows:
+        """Make it from a DTensor (m, n) with `Shard(0)` over a device mesh of one dimension.
+
+        Raises TypeError for anything else, and ValueError for another placement.
+        """
+        if not is_dtensor(matrix):
+            raise TypeError(f"BlockRows.of takes a DTensor with Shard(0), got {type(matrix).__name__}.")
+        block = unwrapped(matrix)
+        if block.ndim != 2:
+            raise ValueError(f"BlockRows.of takes a matrix (m, n), got {tuple(block.shape)}.")
+        return cls(block.local, layout=block.rows, psd=psd)
 
     @property
     def own(self) -> Float[Tensor, "own n"]:

@@ -127,11 +127,17 @@ class TangentKernel(UserOperator, Operator):
         numbers. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its own points,
         and those of one other rank at a time.
 
-        Raises ValueError for a mesh of several dimensions, and for a kernel of two sets of inputs.
+        Raises ValueError for a mesh of several dimensions or other ranks than those of the data, for a kernel of two
+        sets of inputs, and where a gradient in the inputs or in A is required.
         """
         layout = RowLayout.on(mesh, self.shape[-2])
         if not self.psd:
-            raise ValueError("a kernel of two sets of inputs is formed by to_dense(), or as blocks of one of both.")
+            raise ValueError("rows are shared of a kernel of one set of inputs; one of two is formed by to_dense().")
+        if self._args[0].is_recorded or carries_graph((self.prior,)):
+            raise ValueError(
+                "no gradient passes through a kernel whose rows are shared: detach() the inputs and the prior, call "
+                "this under torch.no_grad(), or form it by to_dense()."
+            )
         if not self._is_of_ranks:
             return BlockRows(self.to_dense()[layout.own].clone(), layout=layout, psd=True)
         J = self._args[0]
