@@ -182,6 +182,11 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "vectors of a product with J": lambda: lin.jacobian() @ (lin.theta + rank),
     }
     told = {name: outcome(ask) for name, ask in found.items()}
+    ranks = lin.passes.shard.ranks
+    for name, options in {"its own": {}, "all": {"gather": True}}.items():
+        before = ranks.messages
+        _ = kfac.predict(own, **options).variance
+        told[f"messages for {name}"] = str(ranks.messages - before)
     told["at the end"] = str(bool(torch.isfinite(post.predict(own, gather=True).variance).all()))
     split = slice(rank, None, 2)
     both = co.evidence.validate(post, x[split], y[split], prior_precisions=[0.1, 3.0], generator=seeded())
@@ -204,6 +209,8 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "groups of none": ("rank 1 gives no points", "rank 1 gives no points"),
         "targets of another length on one rank": ("rank 1 are refused there", "one target per point"),
         "vectors of a product with J": ("vectors of a product differ", "vectors of a product differ"),
+        "messages for its own": ("2", "2"),
+        "messages for all": ("6", "6"),
         "at the end": ("True", "True"),
         "validation": ("True", "True"),
     }
@@ -212,4 +219,5 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         assert not isinstance(told, str), told
         assert told.keys() == words.keys()
         for name, text in told.items():
-            assert words[name][rank] in text, (rank, name, text)
+            found_it = text == words[name][rank] if name.startswith("messages") else words[name][rank] in text
+            assert found_it, (rank, name, text)
