@@ -106,6 +106,11 @@ DOORS = [
                 ValueError,
                 "device",
             ),
+            "a sketch as preconditioner": (
+                lambda: cg(torch.eye(3), torch.ones(3), preconditioner=nystrom(torch.eye(3), rank=2)),
+                TypeError,
+                r"a Nystrom approximates A, and a preconditioner its inverse: pass what its preconditioner\(shift\)",
+            ),
             "bfloat16": (
                 lambda: cg(torch.eye(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
                 TypeError,

@@ -23,7 +23,7 @@ def rounding_level(dtype: torch.dtype, n: int) -> float:
 def require_accuracy(A: Any, rtol: float | int | None) -> None:
     """Raise ValueError if a tolerance is below the relative error that products with A are known to have."""
     error = float(getattr(A, "product_error", 0.0))
-    if rtol is not None and float(rtol) < error:
+    if error and rtol is not None and 0 <= float(rtol) < error:
         raise ValueError(
             f"rtol={float(rtol):.1e} asks for more than products with A give: their relative error, measured with the "
             f"compute_dtype of its linearisation, is {error:.1e} (see lin.plan). Pass an rtol of at least that, or "

@@ -110,12 +110,17 @@ def as_function(preconditioner: Preconditioner | None) -> Multiply:
     """Return the preconditioner as a function on blocks.
 
     Raises:
-        TypeError: it cannot be applied to a block.
+        TypeError: it cannot be applied to a block, or is a sketch of A, which would be taken for its inverse.
     """
     if preconditioner is None:
         return lambda V: V
     if isinstance(preconditioner, (Tensor, LinearOperator)):
         return aside(product(preconditioner))
+    if callable(getattr(preconditioner, "preconditioner", None)):
+        raise TypeError(
+            f"a {type(preconditioner).__name__} approximates A, and a preconditioner its inverse: pass what its "
+            "preconditioner(shift) returns."
+        )
     if isinstance(preconditioner, Multiplies):
         known = preconditioner
         return aside(lambda V: known @ V)
