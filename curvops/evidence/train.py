@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.data import Dataset
 
+from curvops.checkpoint import digest
 from curvops.checks import checked_whole
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
-from curvops.network.data.inputs import move, move_tensor, normalise, take
+from curvops.network.data.chosen_points import ChosenPoints
+from curvops.network.data.inputs import move, move_tensor, normalise
+from curvops.network.data.shard import Shard
 from curvops.operators import KFAC, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
 from curvops.posterior.gaussians.updating import MODE_TOLERANCE, NotAMode
 from curvops.posterior.log_evidence.tuning import StepsSpent, Tuning
+from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
 
@@ -38,6 +44,7 @@ def train(
     optimizer: Callable[[Parameters], torch.optim.Optimizer] = torch.optim.Adam,
     steps: int = 3,
     generator: torch.Generator | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Laplace:
     """Train a network to a mode of its posterior while the evidence tunes the prior precision and, if asked, the noise.
 
@@ -63,6 +70,10 @@ def train(
             weight decay.
         steps: the number of steps of `maximize` in each update, of at most one nat (a factor e) each.
         generator: source of the batches and of probes.
+        process_group: as in `co.linearize`: data are the points of this rank, tensors or a Dataset, from which
+            minibatches of the points of all ranks are drawn. All ranks take the steps of one process, with equal
+            models, optimisers and seeds, at one all-reduce a step. Noise of the model (dropout) and statistics of
+            batches would be each rank's own: with the latter the ranks' models differ, which is an error.
 
     Returns:
         The posterior at the final weights and hyperparameters; `tuning.steps` are those of all updates, and
@@ -87,8 +98,10 @@ def train(
     given_modes = _modes(model)
     training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
     with _restore_on_failure(given_modes):
-        post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
-        epoch_of, size = _batches(data, batch_size, generator), post.lin.num_data
+        linear = partial(_posterior, model, data, curvature, process_group)
+        post, record = linear(likelihood, prior_precision), list[Tuning]()
+        shard, size = post.lin.passes.shard, post.lin.num_data
+        epoch_of = _batches(data, batch_size, generator, shard)
         for epoch in range(1, epochs + 1):
             lin = post.lin
             layout, score = lin.model.layout, lin.likelihood.log_prob
@@ -97,20 +110,24 @@ def train(
             weights = {name: p for name, p in model.named_parameters() if name in penalties}
             at = lin.theta.device, lin.theta.dtype
             _set(training_modes)
-            for item in epoch_of():
-                given, targets, _ = parts_of(item, False)
-                inputs, y = move(normalise(given), *at), move_tensor(targets, *at)
-                arguments, named = lin.model.calls.arguments(inputs)
-                stepper.zero_grad()
-                fit = score(layout.rows(model(*arguments, **named)), layout.targets(y)).mean()
-                prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
-                loss = prior / (2 * size) - fit
+            for item, points in epoch_of():
+                with nullcontext() if shard is None else shard.ranks.guarded():
+                    stepper.zero_grad()
+                    prior = torch.stack([(penalties[name] * p.square()).sum() for name, p in weights.items()]).sum()
+                    loss = prior / (2 * size * (1 if shard is None else shard.ranks.size))
+                    own = None if item is None else parts_of(item, False)
+                    if own is not None and len(own[1]):
+                        inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
+                        arguments, named = lin.model.calls.arguments(inputs)
+                        fit = score(layout.rows(model(*arguments, **named)), layout.targets(y))
+                        loss = loss - fit.sum() / (len(fit) if points is None else points)
+                    loss.backward()
+                loss = loss.detach() if shard is None else _add_up(loss.detach(), list(weights.values()), shard.ranks)
                 if not bool(loss.isfinite()):
                     raise ValueError(f"the loss is not finite in epoch {epoch}: use a smaller learning rate.")
-                loss.backward()
                 stepper.step()
             if epoch % every == 0 or epoch == epochs:
-                post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
+                post = linear(post.lin.likelihood, post.prior_precision)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", StepsSpent)  # the next update continues
@@ -154,30 +171,42 @@ def _restore_on_failure(modes: Modes) -> Iterator[None]:
         raise
 
 
-def _batches(data: Any, batch_size: int | None, generator: torch.Generator | None) -> Callable[[], Iterable[Any]]:
-    """Return a function that yields the batches of an epoch, in a form that `parts_of` reads."""
-    if isinstance(data, Dataset):
-        device = None if generator is None else generator.device
-        seeds = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
-        size = len(data) if batch_size is None else batch_size  # type: ignore[arg-type]
-        loader = DataLoader(data, size, shuffle=True, generator=seeds)
-        return lambda: loader
-    if not holds_all(data):
-        if batch_size is not None:
-            raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
-        return lambda: data
-    given, targets, _ = parts_of(data, False)
-    inputs, count = normalise(given), len(targets)
+def _batches(
+    data: Any, batch_size: int | None, generator: torch.Generator | None, shard: Shard | None
+) -> Callable[[], Iterable[tuple[Any, int | None]]]:
+    """Return a function that yields the batches of an epoch, and how many points each has on all ranks, if known."""
+    if isinstance(data, Dataset) or holds_all(data):
+        chosen = ChosenPoints.of(data, False, shard)
 
-    def epoch() -> Iterator[Any]:
-        device = None if generator is None else generator.device
-        order = torch.randperm(count, generator=generator, device=device).to(targets.device)
-        for chosen in order.split(batch_size or count):
-            yield take(inputs, chosen), targets[chosen]
+        def epoch() -> Iterator[tuple[Any, int]]:
+            if shard is not None:  # each time: a model that draws noise from torch's own generator moves it on
+                state = torch.get_rng_state() if generator is None else generator.get_state()
+                shard.ranks.require_equal({"the generator of minibatches": digest([state])})
+            return chosen.minibatches(batch_size or chosen.total, generator)
 
-    return epoch
+        return epoch
+    if batch_size is not None:
+        raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
+    if shard is not None:
+        raise ValueError(
+            "over a process group minibatches are drawn from the points of all ranks: pass tensors (X, y) or a Dataset "
+            f"of this rank's points and batch_size=, instead of a {type(data).__name__}."
+        )
+    return lambda: ((item, None) for item in data)
 
 
-def _posterior(model: nn.Module, data: Any, likelihood: Any, curvature: Any, prior_precision: Any) -> Laplace:
-    lin = linearize(model.eval(), data, likelihood)
+def _add_up(loss: Tensor, parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
+    """Write the gradients' sums over the ranks into the parameters, and return the sum of their losses. One message."""
+    flat = torch.cat([*(p.grad.flatten() for p in parameters if p.grad is not None), loss.reshape(1)])
+    told = torch.stack([p.detach().double().sum() for p in parameters])
+    *sums, total = ranks.add_up(flat, told).split([*(p.numel() for p in parameters), 1])
+    for p, found in zip(parameters, sums):
+        p.grad = found.view_as(p)
+    return total[0]
+
+
+def _posterior(
+    model: nn.Module, data: Any, curvature: Any, process_group: Any, likelihood: Any, prior_precision: Any
+) -> Laplace:
+    lin = linearize(model.eval(), data, likelihood, process_group=process_group)
     return laplace(lin, curvature, prior_precision, check_mode=False)

@@ -12,17 +12,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from curvops.network.data.point_normals import LARGEST_SEED, PointNormals
+from curvops.linalg.core.column_noise import LARGEST_KEY, ColumnNoise
+from curvops.network.data.point_normals import PointNormals
 
 Sample = Callable[[int, torch.Generator], Tensor]
 """k draws as columns, (n, k), of a generator: the one given, or torch's own."""
 
 
 class Normals:
-    """While entered, numbers that `randn`, `normal_` and `PointNormals` take from one generator are noted, by draws.
+    """While entered, numbers that `randn`, `normal_`, `ColumnNoise` and `PointNormals` take from a generator are noted.
 
     Draws are the first dimension or the last. `rows` has one row a draw, `filled` the numbers as they were asked for,
-    or the seed that those of points come from.
+    or the seed that those of columns and points come from.
 
     With `units` numbers a draw, draw i is given the unit vector i in their place.
     """
@@ -32,7 +33,9 @@ class Normals:
         self.rows: list[Tensor] = []
         self.filled: list[Tensor | int] = []
         self._randn, self._fill, self._block = torch.randn, torch.Tensor.normal_, PointNormals.block
-        self._places: set[tuple[int, int]] = set()
+        self._of, self._columns, self._draw_key = ColumnNoise.of, ColumnNoise.fill, ColumnNoise.draw_key
+        self._places: set[tuple[int, ...]] = set()
+        self._keys: set[int] = set()
 
     def __enter__(self) -> Normals:
         def fill(
@@ -46,7 +49,8 @@ class Normals:
             return self._noted(found) if self._counts(generator) else found
 
         def block(normals: PointNormals, draws: range, points: slice, outputs: int, like: Tensor) -> Tensor:
-            if normals.seed not in (seed for seed, _ in self._places):
+            if normals.seed not in self._keys:
+                self._keys.add(normals.seed)
                 self.filled.append(normals.seed)
             places = {(normals.seed, point) for point in range(points.start, points.stop)}
             assert draws == range(self.draws) and not places & self._places, "numbers of a point that are drawn twice"
@@ -55,7 +59,31 @@ class Normals:
             self._note(found.flatten(1))
             return found
 
+        def of(generator: torch.Generator | None, k: int, device: torch.device) -> ColumnNoise:
+            noise = self._of(generator, k, device)
+            if self._counts(generator):
+                self._keys.add(noise.key)
+                self.filled.append(noise.key)
+            return noise
+
+        def draw_key(noise: ColumnNoise) -> int:
+            key = self._draw_key(noise)
+            assert noise.key in self._keys and key not in self._keys
+            self._keys.add(key)
+            return key
+
+        def fill_columns(noise: ColumnNoise, rows: Tensor) -> None:
+            self._columns(noise, rows)
+            place = (noise.key, noise._asked, -1)
+            assert noise.key in self._keys and place not in self._places, "numbers of a column that are drawn twice"
+            assert noise.columns == range(self.draws)
+            self._places.add(place)
+            self._note(rows)
+
         self._patches = [
+            patch.object(ColumnNoise, "of", of),
+            patch.object(ColumnNoise, "draw_key", draw_key),
+            patch.object(ColumnNoise, "fill", fill_columns),
             patch.object(torch, "randn", randn),
             patch.object(torch.Tensor, "normal_", fill),
             patch.object(PointNormals, "block", block),
@@ -96,7 +124,7 @@ def assert_covariance(
     generator.manual_seed(11)
     for numbers in normals.filled:  # its own numbers in their order: nothing was seeded anew
         if isinstance(numbers, int):
-            assert numbers == torch.randint(LARGEST_SEED, (), generator=generator)
+            assert numbers == torch.randint(LARGEST_KEY, (), generator=generator)
         else:
             assert numbers.equal(torch.randn(numbers.shape, dtype=numbers.dtype, generator=generator))
     assert generator.get_state().equal(used)

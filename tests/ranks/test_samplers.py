@@ -157,7 +157,7 @@ REFUSED = {
     "part of a shard": "ValueError: this batch has 3 of the ",
     "a filter": "ValueError: ekf is not for a log posterior over a process group",
     "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
-    "a checkpoint": "ValueError: checkpoint= is not for a log posterior over a process group",
+    "a checkpoint": "ValueError: checkpoint= is not for samplers over a process group",
     "messages of 5 steps of HMC": str(5 * 3 + 1),
     "messages of a step of SGLD": f"1, {(43 + 1 + 2) * 8} bytes",
 }

@@ -6,6 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.sharded import on_shards
@@ -30,19 +31,22 @@ def draw(
     (`Operator._draw`). A small matrix is factorised. For a large one tagged as positive semidefinite, noise is
     multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError
     for any other large operator. If the memory budget (of A's networks, or ``memories``) has no room for the working
-    vectors of all draws, some of them are made at a time: equal draws then need equal seeds and equal budgets.
+    vectors of all draws, some of them are made at a time, with the same numbers: a draw's noise depends on the seed and
+    the draw's position alone.
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
+    noise = ColumnNoise.of(generator, k, operator.device)
     with hold(held, beside):
-        first = draw_together(operator, min(width, k), generator)
+        first = draw_together(operator, min(width, k), noise.part(0, width))
         if width >= k:
             return first
         found = empty_block(first, k)
         put(found, 0, first)
         del first
         for start in range(width, k, width):
-            put(found, start, draw_together(operator, min(width, k - start), generator))
+            stop = min(start + width, k)
+            put(found, start, draw_together(operator, stop - start, noise.part(start, stop)))
     return found
 
 
@@ -64,11 +68,9 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
 def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
     """Return A^½ z for positive semidefinite A, with a relative error too small to show in any number of draws."""
     n, dtype, device = operator.shape[-1], operator.dtype, operator.device
-    parts = [
-        sqrt(operator, normal(n, count, dtype, device, generator), rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL)
-        for count in [DRAW_BLOCK] * (k // DRAW_BLOCK) + [k % DRAW_BLOCK] * bool(k % DRAW_BLOCK)
-    ]
-    return join(*(part.value for part in parts)) if parts else torch.empty(n, 0, dtype=dtype, device=device)
+    noise = normal(n, k, dtype, device, generator)
+    parts = [sqrt(operator, part, rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL) for part in noise.split(DRAW_BLOCK, 1)]
+    return join(*(part.value for part in parts)) if k else noise
 
 
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:
@@ -81,4 +83,8 @@ def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None
 
 def normal(n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> Tensor:
     """Draw k standard normal vectors as columns, (n, k)."""
+    if isinstance(generator, ColumnNoise) and len(generator.columns) == k:
+        rows = torch.empty(k, n, dtype=dtype, device=generator.device)
+        generator.fill(rows)
+        return rows.to(device).mT
     return random_block(Description(n, n, dtype, device), k, "gaussian", generator)

@@ -333,12 +333,12 @@ class Passes(JacobianRows):
         return total
 
     def draw(
-        self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None
+        self, draws: range, columns: int, normals: PointNormals, root: OutputFisher | None = None
     ) -> Float[Tensor, "D k"]:
-        """Draw k samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
-        normals, like = PointNormals.drawn(generator), self.model.theta
+        """Draw samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
+        like = self.model.theta
         seed = torch.tensor([normals.seed], device=like.device)
-        return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root, seed)
+        return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, seed)
 
     def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None) -> Tensor:
         """Add up the parts of all batches, and of all ranks; every sum over data ends here.

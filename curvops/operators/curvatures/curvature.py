@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import OutputFisher, Passes, Plan, Sampled
+from curvops.network import OutputFisher, Passes, Plan, PointNormals, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import UserOperator
 
@@ -68,10 +69,12 @@ class Curvature(UserOperator, NetworkOperator):
 
         Equal seeds give equal draws, however the data are batched.
         """
-        columns = self.output.num_columns(self.lin.num_outputs)
+        per_point = self.output.num_columns(self.lin.num_outputs)
+        noise = ColumnNoise.of(generator, k, self.device)
+        normals = PointNormals(noise.key)
         if (rows := self.rows) is not None:
-            return rows.draw(k, columns, generator)
-        return self.lin.passes.draw(k, columns, generator, self.output)
+            return rows.draw(noise.columns, per_point, normals)
+        return self.lin.passes.draw(noise.columns, per_point, normals, self.output)
 
 
 class CurvatureRoot(NetworkOperator):

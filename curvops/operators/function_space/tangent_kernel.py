@@ -14,6 +14,7 @@ from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
 from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.draws import normal
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_matrix
@@ -151,7 +152,7 @@ class TangentKernel(UserOperator, Operator):
         left, _, prior = self._args
         if not self.psd:
             raise ValueError("a kernel between two sets of inputs is no covariance: draw from the kernel of one set.")
-        z = torch.randn(k, left.shape[-1], dtype=self.dtype, device=self.device, generator=generator).mT
+        z = normal(left.shape[-1], k, self.dtype, self.device, generator)
         return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:

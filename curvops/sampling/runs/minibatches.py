@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset, default_collate
 
 from curvops.checks import check_generator, checked_whole
-from curvops.network.data.batches import holds_all, parts_of
-from curvops.network.data.inputs import normalise, take
+from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.core.log_density import LogPosterior, Share
 
 
 class Minibatches:
     """Passes over the points of all ranks in random order, cut into minibatches; see `co.sampling.minibatches`."""
 
-    def __init__(
-        self,
-        choose: Callable[[Tensor], Any],
-        points: range,
-        count: int,
-        size: int,
-        seed: int,
-        shared: bool,
-    ) -> None:
-        self._choose, self._points, self._count, self._size, self._shared = choose, points, count, size, shared
+    def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
+        self._points, self._size, self._shared = points, size, shared
         self.generator = torch.Generator().manual_seed(seed)
         """The source of the orders, which `co.sampling.run` saves in checkpoints."""
 
     def __len__(self) -> int:
         """Return the number of minibatches of a pass."""
-        return -(-self._count // self._size)
+        return -(-self._points.total // self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        first, last = self._points.start, self._points.stop
-        for chosen in torch.randperm(self._count, generator=self.generator).split(self._size):
-            own = self._choose(chosen[(chosen >= first) & (chosen < last)] - first)
-            yield Share(own, len(chosen)) if self._shared else own
+        for own, points in self._points.minibatches(self._size, self.generator):
+            yield Share(own, points) if self._shared else own
 
 
 def minibatches(
@@ -78,36 +64,9 @@ def minibatches(
     size = checked_whole("size", size)
     if size > count:
         raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")
-    held, choose = _reader(data, log_posterior.weighted)
-    expected = count if shard is None else shard.num_own
-    if held != expected:
-        whose = "N" if shard is None else f"those of this rank ({shard.ranks.names})"
-        raise ValueError(f"data have {held} points, but the log posterior was built for {expected}, {whose}.")
+    points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
     device = None if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    if shard is None:
-        return Minibatches(choose, range(count), count, size, seed, False)
-    shard.ranks.require_equal({"the size of minibatches": size, "the seed of minibatches": seed})
-    return Minibatches(choose, range(shard.start, shard.start + held), count, size, seed, True)
-
-
-def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
-    """Return the number of points, and a function that reads those at some positions as a batch."""
-    if holds_all(data):
-        given, targets, w = parts_of(data, weights)
-        inputs, rest = normalise(given), (targets,) if w is None else (targets, w)
-        return len(targets), lambda chosen: (take(inputs, chosen), *(each[chosen] for each in rest))
-    if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
-        raise TypeError(
-            "data must be tensors (X, y) or a Dataset with a length, whose points can be read in any order, got "
-            f"{type(data).__name__}."
-        )
-
-    def read(chosen: Tensor) -> Any:
-        if not len(data):
-            return None
-        if not len(chosen):  # of the form that other batches have
-            return tree_map_only(Tensor, lambda each: each[:0], default_collate([data[0]]))
-        return default_collate([data[i] for i in chosen.tolist()])
-
-    return len(data), read
+    if shard is not None:
+        shard.ranks.require_equal({"the size of minibatches": size, "the seed of minibatches": seed})
+    return Minibatches(points, size, seed, shard is not None)

@@ -1,0 +1,57 @@
+"""Noise of columns, each drawn by its own number, so that a block can be drawn in parts of any width."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_generator
+
+LARGEST_KEY = 2**62
+OF_COLUMNS, OF_OTHERS = 0, 1
+
+
+class ColumnNoise(torch.Generator):
+    """A source of noise for some columns among many, the same for each whatever the others.
+
+    The n-th block that is asked of it takes the numbers of column j from a generator seeded by (key, n, j), with the
+    seed from Philox, whose counter is (n, j). It is a `torch.Generator`, seeded by its key and first column, for
+    operators with a `_draw` of their own that draw from it as from any other.
+    """
+
+    def __new__(cls, key: int, columns: range, device: torch.device) -> ColumnNoise:
+        return super().__new__(cls, device)  # type: ignore[call-arg]
+
+    def __init__(self, key: int, columns: range, device: torch.device) -> None:
+        self.key, self.columns, self._asked = key, columns, 0
+        self.manual_seed(key + columns.start)
+
+    @classmethod
+    def of(cls, generator: torch.Generator | None, k: int, device: torch.device) -> ColumnNoise:
+        """Return a source for k columns, its key drawn from a generator, by default torch's own; or from a source."""
+        if isinstance(generator, ColumnNoise) and len(generator.columns) == k:
+            return cls(generator.draw_key(), generator.columns, generator.device)
+        check_generator(generator)
+        home = None if generator is None else generator.device
+        key = int(torch.randint(LARGEST_KEY, (), generator=generator, device=home))
+        return cls(key, range(k), device if home is None else home)
+
+    def part(self, start: int, stop: int) -> ColumnNoise:
+        """Return a new source for some of the columns, as if nothing had been asked of this one."""
+        return ColumnNoise(self.key, self.columns[start:stop], self.device)
+
+    def fill(self, rows: Float[Tensor, "k n"]) -> None:
+        """Fill each row with the standard normal numbers of its column."""
+        words = self._philox(OF_COLUMNS).random_raw(self.columns.stop)[self.columns.start :]
+        for row, word in zip(rows, words.tolist()):
+            row.normal_(generator=self.manual_seed(word >> 2))
+
+    def draw_key(self) -> int:
+        """Draw the key of another source, the same for all columns."""
+        return int(self._philox(OF_OTHERS).random_raw(1)[0]) >> 2
+
+    def _philox(self, kind: int) -> np.random.Philox:
+        self._asked += 1
+        return np.random.Philox(key=self.key, counter=[0, self._asked, kind, 1])

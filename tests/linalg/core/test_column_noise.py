@@ -1,0 +1,126 @@
+"""Noise by columns: draws do not depend on how many are made at a time, nor on how many there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.linalg import draw
+from curvops.linalg.core import memory
+from curvops.linalg.core.column_noise import ColumnNoise
+from curvops.linalg.operators import draws
+
+N = 12
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Rooted(co.linalg.Operator):
+    """A matrix S Sᵀ with a root of its own, as users write it: it draws from the generator that it is given."""
+
+    symmetric = psd = True
+
+    def __init__(self, root: Tensor) -> None:
+        super().__init__(root)
+        self.root = root
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self.root),) * 2)
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self.root @ (self.root.mT @ block)
+
+    def _draw(self, k: int, source: torch.Generator | None) -> Tensor:
+        return self.root @ torch.randn(self.root.shape[1], k, generator=source, dtype=self.root.dtype)
+
+
+def operators() -> dict[str, co.linalg.Operator]:
+    torch.manual_seed(0)
+    A, root = torch.randn(N, N, dtype=torch.float64), torch.randn(N, 3, dtype=torch.float64)
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.arange(6) % 2
+    lin = co.linearize(nn.Linear(2, 2).double(), (x, y), "classification")
+    dense, low = co.linalg.Dense(A @ A.mT, psd=True), co.linalg.LowRank(root, torch.ones(3, dtype=torch.float64))
+    kfac = co.KFAC(lin)
+    return {
+        "dense": dense,
+        "a sum": dense + low,
+        "a low rank and a diagonal": low.add_diagonal(torch.linspace(1, 2, N, dtype=torch.float64)),
+        "its inverse": low.add_diagonal(torch.linspace(1, 2, N, dtype=torch.float64)).inverse(),
+        "a product": dense @ low @ dense,
+        "GGN": co.GGN(lin),
+        "GGN and a diagonal": co.GGN(lin).add_diagonal(0.5),
+        "empirical Fisher": co.EmpiricalFisher(lin),
+        "KFAC": kfac,
+        "KFAC and GGN": 0.3 * co.GGN(lin) + kfac,
+        "inverse of KFAC": kfac.add_diagonal(0.5).inverse(),
+        "tangent kernel": co.TangentKernel(lin, 2.0),
+        "tangent kernel and noise": co.TangentKernel(lin, 2.0).add_diagonal(0.5),
+        "blocks": co.linalg.DirectSum(dense, low, positions=(torch.arange(N), torch.arange(N, 2 * N))),
+        "a part": dense[2:5, 2:5],
+    }
+
+
+@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_draws_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, name: str, width: int) -> None:
+    whole = draw(operators()[name], 5, generator())
+    fewer = draw(operators()[name], 3, generator())
+    monkeypatch.setattr(draws, "solve_width", lambda A, k, memories=None: (width, 0))
+    parts = draw(operators()[name], 5, generator())
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(fewer, whole[:, :3], rtol=1e-10, atol=1e-12)
+
+
+def test_draws_by_products_are_the_same_to_their_accuracy(monkeypatch) -> None:
+    """Of a large matrix without a root, whose square root is taken to a relative error of 1e-5."""
+    entries = torch.linspace(1, 3, 600, dtype=torch.float64)
+
+    class Bare(co.linalg.Operator):
+        symmetric = psd = True
+
+        def _size(self) -> torch.Size:
+            return torch.Size((600, 600))
+
+        def _product(self, block: Tensor) -> Tensor:
+            return self._args[0].unsqueeze(1) * block
+
+    whole = draw(Bare(entries), 5, generator())
+    monkeypatch.setattr(draws, "solve_width", lambda A, k, memories=None: (2, 0))
+    torch.testing.assert_close(draw(Bare(entries), 5, generator()), whole, rtol=0, atol=1e-4)
+
+
+def test_columns_are_independent_and_standard_normal() -> None:
+    """Of 4,096 numbers the means of products are within 5 standard errors: false alarms in 1e-3 of seeds."""
+    rows = torch.empty(64, 4096, dtype=torch.float64)
+    source = ColumnNoise.of(generator(), 64, torch.device("cpu"))
+    source.fill(rows)
+    again = torch.empty_like(rows)
+    source.fill(again)
+    both = torch.cat([rows, again])
+    gram = both @ both.mT / both.shape[1] - torch.eye(len(both), dtype=both.dtype)
+    assert float(gram.abs().max()) < 5 * 2**0.5 / both.shape[1] ** 0.5
+    assert float(both.mean(1).abs().max()) < 5 / both.shape[1] ** 0.5
+
+
+def test_an_operator_of_yours_draws_from_it_as_from_a_generator(monkeypatch) -> None:
+    S = torch.randn(N, 3, dtype=torch.float64, generator=generator())
+    assert torch.equal(draw(Rooted(S), 5, generator()), draw(Rooted(S), 5, generator()))
+    assert not torch.equal(draw(Rooted(S), 5, generator()), draw(Rooted(S), 5, generator(4)))
+    monkeypatch.setattr(draws, "solve_width", lambda A, k, memories=None: (2, 0))
+    parts = draw(Rooted(S), 6, generator())
+    assert torch.linalg.matrix_rank(parts) == 3 and len({tuple(column) for column in parts.mT.tolist()}) == 6
+
+
+def test_without_a_generator_draws_follow_torchs_own_seed() -> None:
+    A = operators()["dense"]
+
+    def drawn(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return draw(A, 2)
+
+    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    assert memory.solve_width(A, 2)[0] == 2
