@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.likelihoods.output_fisher import Sampled
 from curvops.posterior.draws.noise import Noise
@@ -148,7 +149,8 @@ def matrix_of(prior):
 def matrix_of_draws(post, method, monkeypatch):
     """M (D, m) for the m standard normal numbers that a draw is made of, times an orthogonal matrix."""
     streams, places, seeds, of_points = {}, {}, [], {}
-    made, normal, randn, drawn = Noise._generator, Tensor.normal_, torch.randn, PointNormals.drawn
+    made, normal, randn = Noise._generator, Tensor.normal_, torch.randn
+    columns_drawn, key_drawn, fill_columns = ColumnNoise.of, ColumnNoise.draw_key, ColumnNoise.fill
 
     def generator(self, column, part, device):
         found = made(self, column, part, device)
@@ -175,14 +177,27 @@ def matrix_of_draws(post, method, monkeypatch):
         values[: taken.shape[0], : taken.shape[1]] = taken
         return values
 
-    def normals(generator):
-        found = drawn(generator)
-        if id(generator) not in streams:  # the noise's own
-            return found
-        _, column, stream, position = known = streams[id(generator)]
-        known[3] += 1
-        of_points[found.seed] = (stream, position), column
+    def column_noise(generator, k, device):
+        found = columns_drawn(generator, k, device)
+        if id(generator) in streams:
+            _, column, stream, position = known = streams[id(generator)]
+            known[3] += 1
+            of_points[found.key] = (stream, position), column
         return found
+
+    def derived(self):
+        key = key_drawn(self)
+        if self.key in of_points:
+            stream, column = of_points[self.key]
+            of_points[key] = (stream, self._asked), column
+        return key
+
+    def fill(self, rows):
+        fill_columns(self, rows)
+        if self.key in of_points:
+            stream, column = of_points[self.key]
+            place = ((stream, self._asked), 0, rows.shape[1])
+            rows.copy_(columns_of(place, column + self.columns.start, len(rows)))
 
     def block(self, draws, points, outputs, like):
         stream, column = of_points.get(self.seed, ("points of the noise", 0))
@@ -192,7 +207,9 @@ def matrix_of_draws(post, method, monkeypatch):
 
     monkeypatch.setattr(Noise, "_generator", generator)
     monkeypatch.setattr(Tensor, "normal_", numbers)
-    monkeypatch.setattr(PointNormals, "drawn", normals)
+    monkeypatch.setattr(ColumnNoise, "of", column_noise)
+    monkeypatch.setattr(ColumnNoise, "draw_key", derived)
+    monkeypatch.setattr(ColumnNoise, "fill", fill)
     monkeypatch.setattr(PointNormals, "block", block)
 
     def filled(*size, generator=None, **options):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import curvops as co
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.operators.draws import normal
 from tests.posterior.trained import problem
 
@@ -89,7 +90,7 @@ def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
     with nothing_iterates():
         found = post.deviations(60, generator=generator())
     white = torch.linalg.cholesky(post.precision.to_dense()).mT @ found.draws.mT
-    seeded = found.noise.generator(lin.theta.device)
+    seeded = ColumnNoise.of(found.noise.generator(lin.theta.device), 60, lin.theta.device)
     torch.testing.assert_close(white, normal(51, 60, DOUBLE, lin.theta.device, seeded), **TIGHT)
     few = co.laplace(lin, co.GGN, PRIORS[prior](lin), check_mode=False).sample(3, generator())
     _ = post.predict(X).variance

@@ -135,7 +135,6 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "part of a shard": outcome(lambda: f(f.params, (X[:3], y[:3]))),
         "a filter": outcome(lambda: S.ekf(f)),
         "a linearised batch": outcome(lambda: f.linearize(lin.theta, (X, y))),
-        "a checkpoint": outcome(lambda: run(S.sgld(f, 0.1), checkpoint="nowhere")),
     }
     before = ranks.messages
     S.run(S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2), f.params, [(X, y)], steps=5, generator=seeded())
@@ -157,7 +156,6 @@ REFUSED = {
     "part of a shard": "ValueError: this batch has 3 of the ",
     "a filter": "ValueError: ekf is not for a log posterior over a process group",
     "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
-    "a checkpoint": "ValueError: checkpoint= is not for samplers over a process group",
     "messages of 5 steps of HMC": str(5 * 3 + 1),
     "messages of a step of SGLD": f"1, {(43 + 1 + 2) * 8} bytes",
 }
@@ -169,6 +167,40 @@ def test_what_differs_is_named() -> None:
         assert found.keys() == REFUSED.keys()
         wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
         assert not wrong, (rank, wrong)
+
+
+class Stop(Exception):
+    """An interruption."""
+
+
+def kept_runs(group: dist.ProcessGroup, size: int, folder: str, stop: int | None) -> dict[str, np.ndarray | str]:
+    """Runs with a checkpoint, interrupted after so many steps, or gone on with."""
+    rank = dist.get_rank(group)
+    X, y = own_points("labels", size, rank)
+    f = S.log_posterior(linearise("labels", SHARDS[size], group, rank), prior_precision=2.0)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done == stop:
+            raise Stop
+
+    found: dict[str, Any] = {}
+    for name, sampler, minibatches in (("sgld", S.sgld(f, 0.1), True), ("hmc", S.hmc(f, 0.1), False)):
+        batches = S.minibatches(f, (X, y), 4, seeded(6)) if minibatches else [(X, y)]
+        given = {"steps": 12, "generator": seeded(), "checkpoint": f"{folder}/{name}", "progress": interrupt}
+        try:
+            found[name] = S.run(sampler, f.params, batches, **given).theta.numpy()
+        except Stop:
+            found[name] = "stopped"
+    return found
+
+
+def test_a_checkpoint_goes_on_with_other_ranks(tmp_path) -> None:
+    whole = run_on_ranks(2, kept_runs, 2, str(tmp_path / "whole"), None)[0]
+    assert set(run_on_ranks(2, kept_runs, 2, str(tmp_path / "stopped"), 5)[1].values()) == {"stopped"}
+    for rank, own in run_on_ranks(3, kept_runs, 3, str(tmp_path / "stopped"), None).items():
+        assert not isinstance(own, str), own
+        for name, theta in own.items():
+            np.testing.assert_allclose(theta, whole[name], rtol=0, atol=1e-10, err_msg=f"{name} on rank {rank}")
 
 
 class Fragile(nn.Linear):

@@ -134,7 +134,7 @@ REFUSED = {
     "other starts": "RanksDiffer: the params to start from",
     "chains of chains": "ValueError: the sampler runs ",
     "data shared by the same ranks": "ValueError: the ranks of process_group share the data of log_posterior",
-    "a checkpoint": "ValueError: checkpoint= is not for samplers over a process group",
+    "a checkpoint": "ValueError: checkpoint= is not for chains that ranks share",
     "rhat of one rank's chains": "ValueError: draws are the chains of rank ",
     "predictions of one rank's chains": "ValueError: draws are the chains of rank ",
     "other projections": "RanksDiffer: the projections, from count and generator",

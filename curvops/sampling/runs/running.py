@@ -87,16 +87,17 @@ def run(
     random = digest([start.random]) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
+    ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
     if checkpoint is not None:
-        if sampler.spread is not None or getattr(sampler.log_posterior, "ranks", None) is not None:
-            raise ValueError("checkpoint= is not for samplers over a process group: leave it out.")
+        if sampler.spread is not None:
+            raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         require_repeatable(batches)
 
     def problem() -> dict[str, Any]:
         return {f"the sampler's {name}": text for name, text in _options(sampler).items()}
 
     told, theta = {"start": digest([state.theta]), "generator": random, "batches": None}, state.theta
-    kept = begin("a sampler", checkpoint, problem, theta.device, False, None, **told)
+    kept = begin("a sampler", checkpoint, problem, theta.device, False, ranks, **told)
     known = kept.outcome if kept.done else kept.state
     reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
     if known is not None:
