@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice
 from curvops.gp.points import OUTPUTS, as_points, own_outputs
-from curvops.network.model.weight_vectors import read_vector
+from curvops.network.model.weight_vectors import read_mean
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import require_linearized
 
@@ -39,7 +39,7 @@ class LinearizedMean(Mean):
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)
         self._outputs = outputs
-        self.lin, self._prior_mean = lin, read_vector("prior_mean", prior_mean, lin.model, "a number").detach()
+        self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model).detach()
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "..."]:
         """Return the mean at x: (*b, n) of one output, else (*b, n, C), or of independent outputs (..., C, n)."""

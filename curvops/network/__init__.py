@@ -14,7 +14,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.shards import holds_shards
 from curvops.network.model.tangent_space import TangentSpace
-from curvops.network.model.weight_vectors import read_precision, read_vector
+from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.first_points import NoCurvature
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.sharded_network import ShardedNetwork
@@ -58,8 +58,8 @@ __all__ = [
     "holds_shards",
     "likelihoods",
     "own_randomness",
+    "read_mean",
     "read_precision",
-    "read_vector",
     "record_of_network",
     "recorded_network",
     "row_blocks",

@@ -101,7 +101,7 @@ class Cache:
         """
         if carries_graph(tensors):
             return compute()
-        watched = [*_short_vectors(tensors), *watched]
+        watched = _short_vectors(tensors, watched)
         with self.lock:
             entry = self._entries.get(name)
             if entry is None or not entry.fits(tensors, watched):
@@ -125,8 +125,10 @@ class Cache:
         return Cache, ()
 
 
-def _short_vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
+def _short_vectors(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return the short ones of these tensors, and others that are not among them."""
+    found = [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
+    return [*found, *(other for other in others if not any(other is tensor for tensor in found))]
 
 
 def _version(tensor: Tensor) -> int:

@@ -263,9 +263,7 @@ class Estimate(Summarised):
         Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default of the value (2-norms).
         """
         error = torch.as_tensor(error).detach().to(value).expand_as(value)
-        whole = torch.as_tensor(value.detach() if size is None else size, dtype=torch.float64)
-        goal = rtol * torch.linalg.vector_norm(whole)
-        small = bool(torch.linalg.vector_norm(error.double()) <= goal)
+        small = _norm(error) <= rtol * _norm(value if size is None else size)
         return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
@@ -319,6 +317,12 @@ class Estimate(Summarised):
 
     __radd__ = __add__
     __rmul__ = __mul__
+
+
+def _norm(value: Tensor | float) -> float:
+    """Return the 2-norm of a tensor, the absolute value of a number."""
+    single = not isinstance(value, Tensor) or value.ndim == 0
+    return abs(float(value)) if single else float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
 
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:

@@ -92,10 +92,12 @@ class EigenKroneckerForm(Spectral):
     @cached_property
     def definite_spectrum(self) -> Tensor:
         found = self.spectrum.detach().reshape(self.eigen.values.shape[0], -1)
-        # Without a shift, eigenvalues at the rounding level of the largest one are not known to be positive.
-        floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
-        if not bool((found > floor).all()):
-            raise not_definite(self.base, float((found - floor).min()))
+        least, largest = torch.stack(found.aminmax()).tolist()
+        if not torch.finfo(found.dtype).eps * largest < least:
+            # Without a shift, eigenvalues at the rounding level of their group's largest are not known to be positive.
+            floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
+            if not bool((found > floor).all()):
+                raise not_definite(self.base, float((found - floor).min()))
         if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # only estimates report rounding in float64
             largest = self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
             warn_of_rounding(self.base, float((self.eigen.rounding * largest / found).max()))
@@ -115,18 +117,19 @@ class EigenKroneckerForm(Spectral):
         """
         _ = self.definite_spectrum
         values = self.eigen.values.detach().double().flatten(1)
-        # An indefinite matrix in an eigenbasis is not a sum of squares.
-        squares, sizes = values.clamp_min(0), values.abs()
+        squares, sizes = (values, values) if self.base.psd else (values.clamp_min(0), values.abs())
         roots, moved = squares.sqrt(), self.eigen.of_rows * squares.sum(1, keepdim=True).sqrt()
         noise = self.eigen.rounding * sizes.amax(1, keepdim=True) + torch.finfo(self.eigen.dtype).eps * sizes
-        below = torch.where(values > 0, ((roots - moved).clamp_min(0).square() - noise).clamp_min(0), values - noise)
-        above = (roots + moved).square() + values.clamp_max(0) + noise
+        below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
+        above = (roots + moved).square() + noise
+        if squares is not values:  # an indefinite matrix in an eigenbasis is not a sum of squares
+            below, above = torch.where(values > 0, below, values - noise), above + values.clamp_max(0)
         level = self.level.detach().double()
         return (below + level).clamp_min(torch.finfo(self.eigen.dtype).tiny).flatten(), (above + level).flatten()
 
     def logdet_error(self) -> float:
         found, (below, above) = self.definite_spectrum.detach().double(), self.bounds
-        return float(torch.maximum((above / found).log(), (found / below).log()).sum())
+        return float(torch.maximum(above / found, found / below).log().sum())
 
     def inverse_diagonal_error(self) -> Tensor:
         found, (below, above) = self.definite_spectrum.detach().double().reciprocal(), self.bounds
@@ -500,8 +503,8 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     elif details.root is not None and details.root.shape[1] < m:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = to_double(factor, details)
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        matrix = to_double(factor, details)  # of which the lower triangle is read
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2 if matrix.requires_grad else matrix)
         values, vectors = values.double(), vectors.to(factor.dtype)
     known = values.detach()
     least, largest = known.aminmax(dim=1, keepdim=True)

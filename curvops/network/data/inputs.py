@@ -138,8 +138,18 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
 
     Waits for the device once.
     """
+    if tensor.numel() == 1:
+        return (only := tensor.item()), only
     low, high = torch.stack(tensor.detach().aminmax()).tolist()
     return low, high
+
+
+def within(x: Tensor, low: float, strict: bool = False) -> bool:
+    """Return whether all entries are finite and above ``low``. Waits for the device."""
+    if x.numel() == 0:
+        return True
+    least, largest = extremes(x)
+    return (low < least if strict else low <= least) and largest < math.inf
 
 
 def _kind(x: object) -> str:

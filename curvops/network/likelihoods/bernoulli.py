@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh, within
+from curvops.network.data.inputs import within
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh
 
 
 class Bernoulli(Independent):

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, within
+from curvops.network.data.inputs import within
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights
 
 
 class Categorical(Likelihood):

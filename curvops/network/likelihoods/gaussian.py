@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.inputs import require_finite
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh, within
+from curvops.network.data.inputs import require_finite, within
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
 
 
 class Gaussian(Independent):
@@ -26,6 +26,8 @@ class Gaussian(Independent):
     Raises:
         ValueError: noise that is not positive and finite.
     """
+
+    always_curved = True
 
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)

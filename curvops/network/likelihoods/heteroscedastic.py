@@ -20,6 +20,8 @@ class HeteroscedasticGaussian(Independent):
     eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
     """
 
+    always_curved = True
+
     def __repr__(self) -> str:
         return "HeteroscedasticGaussian()"
 

@@ -9,15 +9,15 @@ log-likelihood, or None for ones; they enter residuals and curvature alike. All 
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.inputs import extremes, move_tensor, own
+from curvops.network.data.inputs import move_tensor, own
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -30,6 +30,9 @@ class Likelihood(ABC):
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
+
+    always_curved: ClassVar[bool] = False
+    """Whether H is positive at some outputs whatever the targets, so that this need not be tried."""
 
     @property
     def of_position(self) -> Likelihood:
@@ -102,9 +105,12 @@ class Likelihood(ABC):
         """Raise an error for outputs and targets of the first points that do not fit each other."""
         self.log_prob(f, y)
 
-    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"]:
-        """Return a mask of the points (for sequences: positions) that count: weight not zero, target not ignored."""
-        return torch.ones(len(y), dtype=torch.bool, device=y.device) if w is None else w != 0
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
+        """Return a mask of the points (for sequences: positions) that count, None if all do.
+
+        Those count whose weight is not zero and whose target is not ignored.
+        """
+        return None if w is None else w != 0
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:
@@ -139,14 +145,6 @@ class Likelihood(ABC):
             elif isinstance(given, Tensor):
                 setattr(new, name, used.detach().clone())
         return new
-
-
-def within(x: Tensor, low: float, strict: bool = False) -> bool:
-    """Return whether all entries are finite and above ``low``. Waits for the device."""
-    if x.numel() == 0:
-        return True
-    least, largest = extremes(x)
-    return (low < least if strict else low <= least) and largest < math.inf
 
 
 class Independent(Likelihood):

@@ -16,6 +16,8 @@ class Poisson(Independent):
     the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.
     """
 
+    always_curved = True
+
     def __repr__(self) -> str:
         return "Poisson()"
 

@@ -100,9 +100,10 @@ class Sequences(Likelihood):
     def check_scores(self, f: Outputs, y: Tensor) -> None:
         self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
 
-    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"]:
-        """Return a mask of the positions that count."""
-        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions))
+    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
+        """Return a mask of the positions that count, None if all do."""
+        each = self.likelihood.counted(y.flatten(0, 1), self._each(w))
+        return None if each is None else each.unflatten(0, (-1, self.positions))
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.inputs import own
+from curvops.network.data.inputs import is_finite, own, within
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
 
@@ -19,12 +19,21 @@ def read_precision(name: str, given: Any, network: Model, others: str = "") -> T
     """Read a diagonal precision, 0-d or (D,). Raises TypeError or ValueError unless it is positive and finite."""
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
     precision = read_vector(name, given, network, "a positive number", others, hint)
-    if not bool(((precision > 0) & precision.isfinite()).all()):
+    if not within(precision, 0.0, strict=True):
         raise ValueError(
             f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior the "
             "posterior is improper in every direction that the data leave undetermined."
         )
     return precision
+
+
+def read_mean(given: Any, network: Model) -> Tensor:
+    """Read a prior mean, 0-d or (D,). Raises TypeError or ValueError unless it is finite."""
+    hint = "lin.flatten(mapping) makes a vector of named tensors"
+    mean = read_vector("prior_mean", given, network, "a number", hint=hint)
+    if not is_finite(mean):
+        raise ValueError("prior_mean holds NaN or Inf.")
+    return mean
 
 
 def read_vector(name: str, given: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:

@@ -60,7 +60,7 @@ class BlockSums:
         return f"{', '.join(self.names)}: {what}"
 
     def join(self, passes: Passes) -> None:
-        """End the walk: the sums now cover all its points."""
+        """Add up or line up the sums of all ranks."""
         self.left.join(passes)
         self.right.join(passes)
         self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
@@ -126,8 +126,8 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             block.left.add(left)
     if lin.passes.shard is not None:
         lin.passes.shard.ranks.require_equal({"the layers that ran": [block.kind for block in blocks.values()]})
-    for block in blocks.values():
-        block.join(lin.passes)
+        for block in blocks.values():
+            block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
     return [part for block in found for part in block.kronecker_blocks(bias == "separate")]

@@ -93,7 +93,7 @@ class CurvatureCache:
             if known is None or (fits is not None and not fits(known)):
                 known = compute()
                 if known is not None:
-                    self.put(name, known, nbytes)
+                    self._store(name, known, nbytes)
             found: Known = known
             return found
 
@@ -111,9 +111,12 @@ class CurvatureCache:
         """Store this value with the present hyperparameters."""
         with self.lock:
             self.known(name)
-            self._values[name] = value
-            if nbytes:
-                keep(self.curvature, value, nbytes)
+            self._store(name, value, nbytes)
+
+    def _store(self, name: str, value: object, nbytes: int) -> None:
+        self._values[name] = value
+        if nbytes:
+            keep(self.curvature, value, nbytes)
 
     @cached_property
     def gram_cost(self) -> float:

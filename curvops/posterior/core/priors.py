@@ -18,7 +18,7 @@ from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.network import Model, read_precision, read_vector
+from curvops.network import Model, read_mean, read_precision
 from curvops.operators import Linearization
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.core.arguments import check_operator
@@ -130,17 +130,9 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior:
     positive semidefinite or that belongs to other parameters or other weights.
     """
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, network, posterior), _read_mean(prior_mean, network))
+        return Prior(_checked_operator(prior_precision, network, posterior), read_mean(prior_mean, network))
     precision = read_precision("prior_precision", prior_precision, network, ", an operator or an earlier posterior")
-    return Prior(precision, _read_mean(prior_mean, network))
-
-
-def _read_mean(given: Any, network: Model) -> Tensor:
-    hint = "lin.flatten(mapping) makes a vector of named tensors"
-    mean = read_vector("prior_mean", given, network, "a number", hint=hint)
-    if not bool(mean.isfinite().all()):
-        raise ValueError("prior_mean holds NaN or Inf.")
-    return mean
+    return Prior(precision, read_mean(prior_mean, network))
 
 
 def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> LinearOperator:

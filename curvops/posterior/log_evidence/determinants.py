@@ -53,8 +53,8 @@ def log_determinant(terms: PrecisionTerms, rtol: float, generator: torch.Generat
 
 def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
     cache, P, reference = terms.cache, terms.precision, _log_diagonal(terms, A)
-    if terms.closed_form is not None:
-        return terms.closed_form.logdet_estimate(rtol) + (-reference)
+    if (form := terms.closed_form) is not None:
+        return form.logdet_estimate(rtol) + (-reference)
     system, taken = _route(terms, rtol)
     if taken == "spectrum":
         return _ratio_from(decompose(cache), A, P, rtol)

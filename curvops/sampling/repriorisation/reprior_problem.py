@@ -58,7 +58,7 @@ class RepriorProblem:
     def root(self) -> Float[Tensor, "N 1"] | None:
         """√w for each point, 0 for points that do not count; None if all have weight 1."""
         counted = self.likelihood.counted(self.targets, self.weights)
-        if self.weights is None and bool(counted.all()):
+        if counted is None or (self.weights is None and bool(counted.all())):
             return None
         weights = counted.to(self.model.theta.dtype) if self.weights is None else self.weights * counted
         return weights.sqrt().unsqueeze(1)
@@ -71,6 +71,7 @@ class RepriorProblem:
         C, targets = self.model.layout.num_outputs, self.targets
         if not targets.is_floating_point():
             known = self.likelihood.counted(targets)
+            assert known is not None  # of classes
             targets = torch.nn.functional.one_hot(targets.long().masked_fill(~known, 0), C)
         return targets.to(self.model.theta.dtype) - 1 / C
 
