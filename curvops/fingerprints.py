@@ -34,13 +34,12 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     Shapes and dtypes do not enter. Costs one pass over the data, at about 5 GB/s on a core for 32- and 64-bit numbers.
     """
     on_cpu, weights = tensors[0].device.type == "cpu", _odd_weights(tensors[0].device)
-    with torch.no_grad():
-        words = [_words(tensor) for tensor in tensors]
-        if on_cpu and all(len(each) <= SMALL for each in words):
-            return _of_few_words([each.numpy() for each in words], weights.numpy())
-        chunk_sums = _chunk_sums_in_cache if on_cpu else _chunk_sums_at_once
-        sums = torch.cat([chunk_sums(each, weights[:CHUNK]) for each in words])
-        return (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
+    words = [_words(tensor.detach()) for tensor in tensors]
+    if on_cpu and max(each.numel() for each in words) <= SMALL:
+        return _of_few_words([each.numpy() for each in words], weights.numpy())
+    chunk_sums = _chunk_sums_in_cache if on_cpu else _chunk_sums_at_once
+    sums = torch.cat([chunk_sums(each, weights[:CHUNK]) for each in words])
+    return (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
 
 
 def point_prints(tensors: Sequence[Tensor]) -> Tensor:

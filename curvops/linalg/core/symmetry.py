@@ -67,6 +67,8 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
 def mirror(total: Tensor) -> Tensor:
     """Copy the entries above the diagonals of (g, p, p) below them, in place; return diagonals (g, p) unchanged."""
     p = total.shape[-1]
+    if total.ndim == 3 and p <= TILE:
+        return total.copy_(total.triu() + total.triu(1).mT)
     for start in range(0, p if total.ndim == 3 else 0, TILE):
         here, after = slice(start, start + TILE), slice(start + TILE, None)
         corner = total[:, here, here].triu()

@@ -23,6 +23,9 @@ from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
 """From this many operations on, eigendecompositions run in parallel: LAPACK gains little from threads."""
+VALUES_ALONE = 2**22
+"""Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
+needed; beyond, to do both would take noticeably longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,16 @@ class EigenKroneckerForm(Spectral):
         return cast(EigenKronecker, self.base)
 
     @cached_property
+    def values(self) -> Tensor:
+        """The eigenvalues of the operand, (g, p, q)."""
+        return self.eigen.values
+
+    @cached_property
+    def accuracy(self) -> tuple[float, float]:
+        """Errors of the eigenvalues and of their roots; see `EigenKronecker`."""
+        return self.eigen.rounding, self.eigen.of_rows
+
+    @cached_property
     def level(self) -> Tensor:
         """The shift of each group, (g, 1) or 0-d."""
         if self.shift.ndim == 0:
@@ -87,26 +100,26 @@ class EigenKroneckerForm(Spectral):
 
     @cached_property
     def spectrum(self) -> Tensor:
-        return (self.eigen.values.flatten(1) + self.level).flatten()
+        return (self.values.flatten(1) + self.level).flatten()
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        found = self.spectrum.detach().reshape(self.eigen.values.shape[0], -1)
+        found, (rounding, _) = self.spectrum.detach().reshape(self.base.sizes[0], -1), self.accuracy
         least, largest = torch.stack(found.aminmax()).tolist()
         if not torch.finfo(found.dtype).eps * largest < least:
             # Without a shift, eigenvalues at the rounding level of their group's largest are not known to be positive.
             floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
             if not bool((found > floor).all()):
                 raise not_definite(self.base, float((found - floor).min()))
-        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # only estimates report rounding in float64
-            largest = self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
-            warn_of_rounding(self.base, float((self.eigen.rounding * largest / found).max()))
+        if rounding >= torch.finfo(torch.float32).eps:  # only estimates report rounding in float64
+            largest = self.values.detach().flatten(1).amax(1, keepdim=True)
+            warn_of_rounding(self.base, float((rounding * largest / found).max()))
         return self.spectrum
 
     @cached_property
     def weights(self) -> Tensor:
         """The reciprocal of the spectrum, (g, p, q)."""
-        return self.definite_spectrum.reshape(self.eigen.values.shape).reciprocal()
+        return self.definite_spectrum.reshape(self.base.sizes).reciprocal()
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -116,16 +129,16 @@ class EigenKroneckerForm(Spectral):
         less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         _ = self.definite_spectrum
-        values = self.eigen.values.detach().double().flatten(1)
+        values, (rounding, of_rows) = self.values.detach().double().flatten(1), self.accuracy
         squares, sizes = (values, values) if self.base.psd else (values.clamp_min(0), values.abs())
-        roots, moved = squares.sqrt(), self.eigen.of_rows * squares.sum(1, keepdim=True).sqrt()
-        noise = self.eigen.rounding * sizes.amax(1, keepdim=True) + torch.finfo(self.eigen.dtype).eps * sizes
+        roots, moved = squares.sqrt(), of_rows * squares.sum(1, keepdim=True).sqrt()
+        noise = rounding * sizes.amax(1, keepdim=True) + torch.finfo(self.base.dtype).eps * sizes
         below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
         above = (roots + moved).square() + noise
         if squares is not values:  # an indefinite matrix in an eigenbasis is not a sum of squares
             below, above = torch.where(values > 0, below, values - noise), above + values.clamp_max(0)
         level = self.level.detach().double()
-        return (below + level).clamp_min(torch.finfo(self.eigen.dtype).tiny).flatten(), (above + level).flatten()
+        return (below + level).clamp_min(torch.finfo(self.base.dtype).tiny).flatten(), (above + level).flatten()
 
     def logdet_error(self) -> float:
         found, (below, above) = self.definite_spectrum.detach().double(), self.bounds
@@ -160,6 +173,14 @@ class KroneckerForm(EigenKroneckerForm):
     @cached_property
     def eigen(self) -> EigenKronecker:
         return cast(Kronecker, self.base).eigen()
+
+    @cached_property
+    def values(self) -> Tensor:
+        return cast(Kronecker, self.base).eigenvalues()
+
+    @cached_property
+    def accuracy(self) -> tuple[float, float]:
+        return self.base.rounding, self.base.of_rows
 
 
 class _GroupedBlocks(Operator):
@@ -282,6 +303,15 @@ class Kronecker(_GroupedBlocks):
         """
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
+    def eigenvalues(self) -> Float[Tensor, "g p q"]:
+        """Return the eigenvalues, and keep them; see `VALUES_ALONE`.
+
+        They are the same whether or not the vectors are known, so that results do not depend on earlier questions.
+        """
+        if carries_graph(self._args) or sum(map(_operations, self.factors)) > VALUES_ALONE:
+            return self.eigen().values
+        return self._kwargs["cache"].get_or_compute("eigenvalues", self._args, self._eigenvalues)
+
     @property
     def known_eigen(self) -> EigenKronecker | None:
         """The eigendecomposition, if it was computed before."""
@@ -301,14 +331,23 @@ class Kronecker(_GroupedBlocks):
         """The largest error of the computed eigenvalues, relative to the largest."""
         return sum(_noise(known, factor) for known, factor in zip(self.details, (self.left, self.right)))
 
+    @property
+    def of_rows(self) -> float:
+        """The largest error of the eigenvalues' roots, relative to the root of their sum."""
+        return sum(known.of_rows for known in self.details)
+
     def _eigen(self) -> EigenKronecker:
         return self._assemble(*_decompositions(self.factors))
 
     def _assemble(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
-        (left_values, left_vectors), (right_values, right_vectors), (of_left, of_right) = left, right, self.details
-        values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
-        of_rows = of_left.of_rows + of_right.of_rows
-        return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), self.rounding, of_rows)
+        values = self._products(left[0], right[0])
+        return EigenKronecker(left[1], right[1], values, self.rounding, self.of_rows)
+
+    def _eigenvalues(self) -> Tensor:
+        return self._products(*(_eigenvalues(*factor) for factor in self.factors))
+
+    def _products(self, left: Float[Tensor, "g p"], right: Float[Tensor, "g q"]) -> Float[Tensor, "g p q"]:
+        return (left.unsqueeze(2) * right.unsqueeze(1)).to(self.dtype)
 
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
@@ -448,10 +487,14 @@ Factor = tuple[Tensor, Details, str]
 
 
 def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
-    """Compute the missing eigendecompositions of Kronecker blocks in parallel; each block keeps its own."""
-    wanted = [
-        b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not carries_graph((b.left, b.right))
-    ]
+    """Compute the missing eigendecompositions of Kronecker blocks in parallel, if that pays; each block keeps its own.
+
+    Others are computed when they are asked for.
+    """
+    blocks = [block for block in blocks if isinstance(block, Kronecker)]
+    if sum(_operations(factor) for block in blocks for factor in block.factors) < AT_ONCE:
+        return
+    wanted = [block for block in blocks if block.known_eigen is None and not carries_graph((block.left, block.right))]
     found = _decompositions([factor for block in wanted for factor in block.factors], progress)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))
@@ -459,7 +502,7 @@ def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
 
 def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> list[tuple[Tensor, Tensor]]:
     """Run `_eigh` on each factor; on a CPU large ones run in parallel, sharing torch's threads."""
-    costs = [factor.shape[0] * factor.shape[1] ** 3 if factor.ndim == 3 else 0 for factor, *_ in factors]
+    costs = list(map(_operations, factors))
     tensors = [factor for factor, *_ in factors]
     if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
         return [_eigh(*factor) for factor in factors]
@@ -493,19 +536,43 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
         torch.set_num_threads(threads)  # for later threads
 
 
+def _operations(factor: Factor) -> int:
+    """Return the order of the operations that an eigendecomposition takes."""
+    tensor = factor[0]
+    return tensor.shape[0] * tensor.shape[1] ** 3 if tensor.ndim == 3 else 0
+
+
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     """Return eigenvalues (g, m) in float64, zero within rounding, and vectors in the factor's dtype, or ones."""
-    m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
-    # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
-    slack, noise = max(eps**0.5, 10 * m * eps), _noise(details, factor)
     if factor.ndim == 2:
-        values, vectors, slack = factor.double(), torch.ones_like(factor), 0.0
-    elif details.root is not None and details.root.shape[1] < m:
+        values, vectors = factor.double(), torch.ones_like(factor)
+    elif details.root is not None and details.root.shape[1] < factor.shape[1]:
         values, vectors = _eigh_of_root(details.root)
     else:
         matrix = to_double(factor, details)  # of which the lower triangle is read
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2 if matrix.requires_grad else matrix)
-        values, vectors = values.double(), vectors.to(factor.dtype)
+        vectors = vectors.to(factor.dtype)
+    return _without_rounding(values, factor, details, name), vectors
+
+
+def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
+    """Return the eigenvalues that `_eigh` returns, up to rounding, without the vectors."""
+    if factor.ndim == 2:
+        values = factor.double()
+    elif details.root is not None and details.root.shape[1] < factor.shape[1]:
+        rows = details.root.double()
+        values = torch.linalg.eigvalsh(rows @ rows.mT)
+        values = torch.cat([values.new_zeros(len(values), factor.shape[1] - values.shape[1]), values], 1)
+    else:
+        values = torch.linalg.eigvalsh(to_double(factor, details))
+    return _without_rounding(values, factor, details, name)
+
+
+def _without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
+    """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
+    m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
+    # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
+    slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), _noise(details, factor)
     known = values.detach()
     least, largest = known.aminmax(dim=1, keepdim=True)
     if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
@@ -513,7 +580,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
             f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
-    return values - known.masked_fill(known > noise * largest, 0), vectors
+    return values - known.masked_fill(known > noise * largest, 0)
 
 
 def _noise(details: Details, factor: Tensor) -> float:

@@ -372,10 +372,10 @@ class TrainedNetwork:
         known, count = self._known_now(), 0
         total: Tensor | None = None
 
-        @torch.no_grad()
         def score(f: Tensor, batch: Batch) -> None:
             nonlocal total, count
-            total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
+            with torch.no_grad():
+                total = accumulate(total, self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
             count += batch.num_points
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class Group:
         given = {name: rows for name, rows in self.given.items() if name in names}
         return replace(self, names=tuple(names), parts=tuple(parts), given=given)
 
-    @property
+    @cached_property
     def layer(self) -> Layer | None:
         """The one layer to which these rows belong, if there is just one with an outer-product structure."""
         paths = {part.layer.path for part in self.parts}

@@ -62,7 +62,7 @@ class UserOperator(LinearOperator):
                 super(cls, self).__init__(*args, **kwargs)
                 return
             bound = self._bound(args, kwargs)
-            written(self, *bound.args, **bound.kwargs)
+            written(self, *args, **kwargs)
             self.asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
 
         return init
@@ -92,7 +92,7 @@ class UserOperator(LinearOperator):
     @classmethod
     def _bound(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Return the arguments of a user's call by name, after the checks that all classes share."""
-        signature = inspect.signature(cls)
+        signature = cls.__signature__
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

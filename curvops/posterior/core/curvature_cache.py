@@ -147,7 +147,8 @@ class CurvatureCache:
 
         if carries_graph([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
             return compute()
-        return self.get("log likelihood", torch.no_grad()(compute))
+        with torch.no_grad():
+            return self.get("log likelihood", compute)
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"] | None:
