@@ -81,6 +81,12 @@ def check_generator(generator: object) -> None:
         )
 
 
+def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -> None:
+    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
+    checked_number(name, rtol)
+    check_generator(generator)
+
+
 def check_flag(name: str, given: object, hint: str = "") -> None:
     """Raise TypeError unless ``given`` is True or False; the ``hint`` ends the message."""
     if not isinstance(given, bool):

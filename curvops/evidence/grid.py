@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.posterior.core.arguments import check_accuracy
+from curvops.checks import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence

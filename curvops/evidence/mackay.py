@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest, resumable
-from curvops.checks import check_choice, check_flag, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.core.arguments import check_accuracy, checked_count
+from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise

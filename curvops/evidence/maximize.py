@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from curvops.checks import checked_whole
+from curvops.checks import check_accuracy, checked_whole
 from curvops.evidence.ascent import Ascent
 from curvops.evidence.hyperparameters import (
     FURTHEST,
@@ -18,7 +18,6 @@ from curvops.evidence.hyperparameters import (
     check_noise_scales,
     precision_groups,
 )
-from curvops.posterior.core.arguments import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import find_evidence

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.checks import check_flag
+from curvops.checks import check_accuracy, check_flag
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise
 from curvops.network.data.randomness import items
-from curvops.posterior.core.arguments import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
 from curvops.posterior.predictions.held_out import targets_by_position

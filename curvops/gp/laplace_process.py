@@ -12,7 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import checked_whole
+from curvops.checks import check_accuracy, checked_whole
 from curvops.linalg import Estimate, NotConverged, Reason
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import keep
@@ -23,7 +23,7 @@ from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
-from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
+from curvops.posterior.core.arguments import check_linearization, checked_count
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, read_prior
 from curvops.posterior.draws.deviations import draw_deviations

@@ -321,8 +321,9 @@ class Estimate(Summarised):
 
 def _norm(value: Tensor | float) -> float:
     """Return the 2-norm of a tensor, the absolute value of a number."""
-    single = not isinstance(value, Tensor) or value.ndim == 0
-    return abs(float(value)) if single else float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
+    if isinstance(value, Tensor) and value.ndim:
+        return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
+    return abs(float(value))
 
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:

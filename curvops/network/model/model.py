@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -23,8 +22,6 @@ from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 
-NORMALISATION = re.compile(r"Norm(\d+d)?$")
-"""BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()
 _PROCESS_LOCK = threading.RLock()
@@ -135,11 +132,6 @@ class Model:
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
         return any(part.training for part in self.paths)
-
-    @property
-    def normalises(self) -> bool:
-        """Whether a part of the module normalises activations or weights, judged by the names of its classes."""
-        return any(NORMALISATION.search(kind.__name__) for part in self.paths for kind in type(part).__mro__)
 
     def place_of(self, variable: Tensor) -> int:
         """Return a number that tells this leaf of a graph from others of the model, in every pass."""

@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_generator, checked_number, checked_whole
+from curvops.checks import checked_whole
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
@@ -20,12 +20,6 @@ from curvops.operators import KNOWN_OF_SHARDS, Linearization, ShardedLinearizati
 def checked_count(k: Any) -> int:
     """Return a number of draws as an int; raise TypeError unless it is whole, ValueError below 1."""
     return checked_whole("k", k, kind="a whole number of draws")
-
-
-def check_accuracy(rtol: Any, generator: Any = None, name: str = "rtol") -> None:
-    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
-    checked_number(name, rtol)
-    check_generator(generator)
 
 
 def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int | None = None) -> Tensor:

@@ -16,13 +16,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
+from curvops.checks import check_accuracy
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.operators.draws import draw
 from curvops.network import accumulate
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import (
-    check_accuracy,
     check_linearization,
     check_operator,
     checked_count,

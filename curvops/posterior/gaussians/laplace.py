@@ -5,6 +5,7 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -15,13 +16,12 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.checks import check_accuracy, check_choice, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.operators import GGN, Linearization
 from curvops.posterior.core.arguments import (
-    check_accuracy,
     check_linearization,
     checked_count,
     checked_curvature,
@@ -49,6 +49,9 @@ from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
+
+NORMALISATION = re.compile(r"Norm(\d+d)?$")
+"""Names of classes that normalise activations or weights: BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, …"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -437,11 +440,12 @@ def laplace(
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:
-    """Return "map" or "linear", as given or, for "auto", as the network's layers require."""
+    """Return "map" or "linear", as given or, for "auto", "linear" where a layer normalises activations or weights."""
     check_choice("mode", mode, ("auto", "map", "linear"))
-    if mode == "auto":
-        return "linear" if lin.model.normalises else "map"
-    return str(mode)
+    if mode != "auto":
+        return str(mode)
+    kinds = {kind.__name__ for part in lin.model.paths for kind in type(part).__mro__}
+    return "linear" if any(map(NORMALISATION.search, kinds)) else "map"
 
 
 def check_posterior(post: Any, function: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from curvops.checks import check_flag
+from curvops.checks import check_accuracy, check_flag
 from curvops.network import Model
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_curvature
+from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians import continual

@@ -15,12 +15,12 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_flag, check_generator, checked_whole
+from curvops.checks import check_accuracy, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_accuracy, checked_count, checked_draws
+from curvops.posterior.core.arguments import checked_count, checked_draws
 from curvops.posterior.predictions import held_out, links
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (

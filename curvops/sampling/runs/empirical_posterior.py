@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice
+from curvops.checks import check_accuracy, check_choice
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
+from curvops.posterior.core.arguments import check_linearization, checked_count
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_drawn_numbers
