@@ -27,8 +27,6 @@ class Gaussian(Independent):
         ValueError: noise that is not positive and finite.
     """
 
-    always_curved = True
-
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
@@ -37,6 +35,10 @@ class Gaussian(Independent):
                 f"shape (C,); given {noise!r}."
             )
         self.noise = tensor
+
+    @property
+    def always_curved(self) -> bool:
+        return within(self.noise, 0.0, strict=True)  # a cast may have made it infinite
 
     def __repr__(self) -> str:
         return f"Gaussian(noise={self.noise.tolist()})"

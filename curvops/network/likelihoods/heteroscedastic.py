@@ -20,7 +20,9 @@ class HeteroscedasticGaussian(Independent):
     eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
     """
 
-    always_curved = True
+    @property
+    def always_curved(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return "HeteroscedasticGaussian()"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,8 +30,10 @@ class Likelihood(ABC):
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
 
-    always_curved: ClassVar[bool] = False
-    """Whether H is positive at some outputs whatever the targets, so that this need not be tried."""
+    @property
+    def always_curved(self) -> bool:
+        """Whether H is known to be positive at some outputs, whatever the targets, so that this need not be tried."""
+        return False
 
     @property
     def of_position(self) -> Likelihood:

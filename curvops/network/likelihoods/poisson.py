@@ -16,7 +16,9 @@ class Poisson(Independent):
     the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.
     """
 
-    always_curved = True
+    @property
+    def always_curved(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return "Poisson()"

@@ -107,7 +107,7 @@ class OuterSum:
     def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
         """Return the sum divided by a number, in a dtype, and what that dtype does not hold.
 
-        It ends the sum: call it once, after `join`.
+        It ends the sum: call it once, over ranks after `join`.
         """
         if self.rows:
             rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []

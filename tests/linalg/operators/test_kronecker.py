@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from curvops.linalg import Kronecker
+from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.operators.kronecker import Details
 from tests.linalg.operands import full, kron, positive, random, uniform
 
 
@@ -47,6 +49,24 @@ def test_the_eigenbasis_is_kept_and_dropped_by_copies():
         assert twin.eigen() is not eigen
         close(twin.eigen().to_dense(), K.to_dense())
     close(eigen.trace().value, K.trace().value)
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_small_eigenvalues_alone_are_those_of_the_eigenbasis_whatever_was_asked_before(rows):
+    """With a root of fewer and of more rows than columns, a diagonal factor, and groups."""
+    root = random(2, rows, 5)
+    details = (Details(root=root), Details())
+    factors = root.mT @ root, uniform(2, 3)
+    before, after = (Kronecker(*factors, details=details) for _ in range(2))
+    after.eigen()
+    found = before.eigenvalues()
+    assert before.known_eigen is None and torch.equal(found, after.eigenvalues())
+    close(found, before.eigen().values)
+    assert (found == 0).sum() == (before.eigen().values == 0).sum() == 2 * 3 * max(0, 5 - rows)
+    indefinite = Kronecker(-positive(1, 4), positive(1, 2))
+    for question in (indefinite.eigenvalues, indefinite.eigen, indefinite.add_diagonal(1e-3).logdet):
+        with pytest.raises(NotPositiveSemidefinite, match="left factor"):
+            question()
 
 
 def test_float32_solutions_keep_the_small_eigenvalues():
