@@ -77,7 +77,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> None:
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        if not isinstance(group, dist.ProcessGroup) or _is_destroyed(group) or dist.get_rank(group) < 0:
             raise TypeError(
                 "process_group must be a process group of torch.distributed that this process is in and that was not "
                 f"destroyed, such as torch.distributed.group.WORLD after init_process_group, got {group!r}."
@@ -411,6 +411,8 @@ class Ranks:
         """Wait for a collective call; raise RankFailed where another rank failed, ended or is too late."""
         if self._lost is not None:
             raise RankFailed(self._lost)
+        if _is_destroyed(self.group):
+            self._lose("the process group of this linearisation was destroyed: linearise again over another.")
         if self._failed:
             self._settle()
         self.messages += 1
@@ -526,6 +528,14 @@ class _Replicated(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks._reduced(gradient.detach()), None
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return True
+    return False
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

@@ -5,6 +5,7 @@ Tests `process_group.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -50,13 +51,14 @@ def outcome(function: Callable[[], Any]) -> str:
 class Disk:
     """Data whose reading fails once it has been read often enough."""
 
-    def __init__(self, rank: int, passes: int) -> None:
-        self.items, self.left = [shard(rank)], passes if rank == 1 else 10**6
+    def __init__(self, rank: int, passes: int, error: type[BaseException] = OSError) -> None:
+        self.items, self.left, self.error = [shard(rank)], passes if rank == 1 else 10**6, error
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.left -= 1
         if self.left < 0:
-            raise OSError("the disk is gone")
+            self.left = 10**6
+            raise self.error("the disk is gone")
         return iter(self.items)
 
 
@@ -91,12 +93,55 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "minibatches": outcome(lambda: post.deviations(1, method="sgd", generator=seeded())),
         "another dtype": outcome(lambda: lin.cast(torch.float32)),
         "a pickle": outcome(lambda: __import__("pickle").dumps(co.GGN(lin))),
+        "no group again": outcome(lambda: co.linearize(network(), shard(rank), "classification").num_data),
+        "another budget": outcome(lambda: linearize(memory_budget=10**8 + rank)),
+        "another device": outcome(lambda: linearize(model=network().to("meta") if rank else network())),
+        "shuffled on each rank": outcome(lambda: linearize(data=taken(torch.randperm(N, generator=seeded(rank))))),
+        "a shard within another": outcome(lambda: linearize(data=taken(torch.arange(5 if rank else N)))),
+        "shards that overlap": outcome(lambda: linearize(data=many(torch.arange(100)[35 * rank : 60 + 40 * rank]))),
+        "two points of both": outcome(lambda: linearize(data=many(torch.arange(60)[30 * rank : 32 + 28 * rank]))),
+        "repeated points, dealt out": outcome(
+            lambda: linearize(data=many(torch.randperm(60, generator=seeded()).repeat(4)[rank::SIZE] // 2)).num_data
+        ),
+        "repeated points in order": outcome(
+            lambda: linearize(data=many(torch.arange(60).repeat_interleave(2)[60 * rank :][:60])).num_data
+        ),
+        "a checkpoint on a file": outcome(lambda: co.low_rank(co.GGN(lin), 2, checkpoint=__file__)),
+        "a destroyed group": outcome(lambda: destroyed(group, rank)),
     }
     G, V = co.GGN(lin), torch.ones(lin.num_parameters, 3, dtype=DOUBLE)
     messages, sent = ranks.messages, ranks.bytes_sent
-    _ = G @ V
+    product = G @ V
     found["messages of a product"] = f"{ranks.messages - messages}, {ranks.bytes_sent - sent} bytes"
+    small = linearize(memory_budget=1, data=[shard(rank)])
+    found["a budget below one batch"] = f"{torch.allclose(co.GGN(small) @ V, product, rtol=1e-10, atol=1e-12)}"
+    with contextlib.suppress(OSError), ranks.guarded():
+        raise OSError("on all ranks")
+    time.sleep(1.5 * rank)  # long enough for the other one to look why
+    found["after an error on all"] = f"{torch.equal(G @ V, product)}"
+    x, y = shard(rank)
+    found["points of another form"] = outcome(lambda: linearize(data=(x[:, : 4 - rank], y)))
+    found["after an error on one"] = outcome(linearize)
     return found
+
+
+def taken(positions: Tensor) -> tuple[Tensor, Tensor]:
+    x, y = data("labels")
+    return x[positions], y[positions]
+
+
+def many(positions: Tensor) -> tuple[Tensor, Tensor]:
+    x = torch.randn(100, 4, dtype=DOUBLE, generator=seeded())
+    return x[positions], torch.arange(100)[positions] % 3
+
+
+def destroyed(group: dist.ProcessGroup, rank: int) -> Any:
+    """A product, and a new linearisation, over a group that is no more."""
+    own = dist.new_group(list(range(SIZE)))
+    lin = co.linearize(network(), shard(rank), "classification", process_group=own)
+    dist.destroy_process_group(own)
+    at_the_door = outcome(lambda: co.linearize(network(), shard(rank), "classification", process_group=own))
+    return f"{at_the_door}; {outcome(lambda: co.GGN(lin) @ lin.theta)}"
 
 
 REFUSED = {
@@ -116,6 +161,21 @@ REFUSED = {
     "minibatches": "ValueError: minibatches of data that are shared among the ranks",
     "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
+    "no group again": "7",
+    "another budget": "RanksDiffer: memory_budget: 100000000 on rank 0, but 100000001 on rank 1",
+    "another device": "RanksDiffer: the kind of device: ['cpu'] on rank 0, but ['meta'] on rank 1",
+    "shuffled on each rank": "RanksDiffer: ranks 0 and 1 hold the same data: 14 of the 14 compared points",
+    "a shard within another": "RanksDiffer: ranks 0 and 1 hold the same data: 5 of the 5 compared points of rank 1",
+    "shards that overlap": "RanksDiffer: ranks 0 and 1 hold the same data: 25 of the 60 compared points of rank 0",
+    "two points of both": "2 of the 30 compared points of rank 1 are also on rank 0, and would count twice",
+    "repeated points, dealt out": "240",
+    "repeated points in order": "120",
+    "a checkpoint on a file": "FileExistsError",
+    "a destroyed group": "RankFailed: the process group of this linearisation was destroyed",
+    "a budget below one batch": "True",
+    "after an error on all": "True",
+    "points of another form": "the model failed on inputs (2, 3)",
+    "after an error on one": "RankFailed: rank 1 of 2 raised",
     "messages of a product": f"1, {(43 * 3 + 2) * 8} bytes",
 }
 
@@ -131,15 +191,24 @@ def test_what_differs_is_named() -> None:
 def product_of(group: dist.ProcessGroup, how: str) -> str:
     """A product while rank 1 raises, ends or hangs; and how the next one ends."""
     rank = dist.get_rank(group)
-    lin = co.linearize(network(), Disk(rank, 5), "classification", engine="streamed", process_group=group)
+    disk = Disk(rank, 5, ERRORS.get(how, OSError))
+    lin = co.linearize(network(), disk, "classification", engine="streamed", process_group=group)
     ranks, V = lin.passes.shard.ranks, torch.ones(lin.num_parameters, 1, dtype=DOUBLE)
     ranks.timeout = 2
     if rank == 1 and how == "ends":
         os._exit(1)
+    if how == "out of memory":
+        return outcome(lambda: [co.linalg.nystrom(co.GGN(lin), 6, generator=seeded()) for _ in range(9)])
     if rank == 1 and how == "hangs":
         time.sleep(6)
         return "it woke up"
-    return outcome(lambda: [co.GGN(lin) @ V for _ in range(10)])
+    try:
+        return outcome(lambda: [co.GGN(lin) @ V for _ in range(10)])
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+ERRORS = {"out of memory": torch.OutOfMemoryError, "is interrupted": KeyboardInterrupt}
 
 
 @pytest.mark.parametrize(
@@ -148,13 +217,15 @@ def product_of(group: dist.ProcessGroup, how: str) -> str:
         ("raises", "RankFailed: rank 1 of 2 raised OSError: the disk is gone"),
         ("ends", "has ended: rank 1"),
         ("hangs", "missing: rank 1"),
+        ("is interrupted", "RankFailed: rank 1 of 2 raised KeyboardInterrupt: the disk is gone"),
+        ("out of memory", "RankFailed: rank 1 of 2 raised OutOfMemoryError: the disk is gone"),
     ],
 )
 def test_a_rank_that_fails_is_named(how, said) -> None:
     found = run_on_ranks(SIZE, product_of, how, expected=1 if how == "ends" else SIZE)
     assert said in found[0], found
-    if how == "raises":
-        assert found[1] == "OSError: the disk is gone"
+    own = {"raises": "OSError: the disk is gone", "is interrupted": "interrupted", "out of memory": said}
+    assert found.get(1, "it woke up").startswith(own.get(how, "it woke up")), found
 
 
 def saved(group: dist.ProcessGroup, folder: str) -> np.ndarray:
