@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import curvops as co
+from curvops.fingerprints import fingerprint
 from curvops.process_group import IN_PLACE, Ranks
 from tests.ranks.processes import run_on_ranks
-from tests.ranks.questions import DOUBLE, SHARDS, linearise
+from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
 NUMBER, CHECK = 8, 2
 """Bytes of a number in these tests; numbers that are sent beside a sum."""
@@ -59,6 +60,7 @@ def found_by_rank(group: dist.ProcessGroup, size: int) -> dict[str, Count]:
         "J": counted(ranks, lambda: J @ V),
         "J transposed": counted(ranks, lambda: J.mT @ U),
         "KFAC": counted(ranks, lambda: co.KFAC(lin)),
+        "bits of the wide product": (int(fingerprint([G @ (wide * torch.rand(D, 1, generator=seeded()))])), 0),
         "three products": counted(ranks, lambda: [G @ V for _ in range(3)]),
     }
 
@@ -88,8 +90,11 @@ def expected_of(size: int) -> dict[str, Count]:
 def test_messages_and_bytes_are_those_of_the_formulas(size) -> None:
     assert NUMBER * D * MANY > IN_PLACE
     expected = expected_of(size)
-    for rank, found in run_on_ranks(size, found_by_rank, size).items():
+    everywhere = run_on_ranks(size, found_by_rank, size)
+    for rank, found in everywhere.items():
         assert not isinstance(found, str), found
+        bits = "bits of the wide product"
+        assert found[bits] == everywhere[0][bits]
         messages, sent = found["linearize"]
         assert messages == 20 and sent < 4096 and found["linearize a wider network"] == (messages, sent)
         for name, count in expected.items():
