@@ -51,8 +51,7 @@ class ShardedModel(Model):
         self._require_selectable(tensors)
         chosen = {name: tensors[name] for name in self.selection.names}
         self.shards = ShardedParameters.of(ranks, chosen)
-        self._tensors = {**{name: _local(tensor) for name, tensor in tensors.items()}, **buffers}
-        self._snapshot = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        self._snapshot = {name: _local(tensor).clone() for name, tensor in {**tensors, **buffers}.items()}
         self._modes = {part: part.training for part in self.paths}
         own = {name: self._snapshot[name] for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in own.values()])
@@ -123,7 +122,6 @@ class ShardedModel(Model):
                     yield
                     return
                 self._reshard()
-                self._require_same_tensors()
                 before = self._exchanged(self._snapshot, self._modes)
                 try:
                     yield
@@ -137,9 +135,9 @@ class ShardedModel(Model):
     @torch.no_grad()
     def _exchanged(self, values: Blocks, modes: Mapping[nn.Module, bool]) -> tuple[Blocks, dict[nn.Module, bool]]:
         """Write values and modes where they differ, and return those before."""
-        tensors, modes_before = {}, {part: part.training for part in modes}
+        tensors, modes_before, held = {}, {part: part.training for part in modes}, self._held()
         for name, value in values.items():
-            present = self._tensors[name].data  # whose version no graph of the user's watches
+            present = held[name].data  # whose version no graph of the user's watches
             if not torch.equal(present, value):
                 tensors[name] = present.clone()
                 present.copy_(value)
@@ -147,11 +145,18 @@ class ShardedModel(Model):
             part.training = mode
         return tensors, modes_before
 
-    def _require_same_tensors(self) -> None:
+    def _held(self) -> Blocks:
+        """Return what the module holds now; fully_shard may move a slice in its first pass, and users tensors."""
+        found = {}
         for part, local, name in self.places:
             held = part._parameters.get(local, part._buffers.get(local))
-            if held is None or _memory(_local(held)) != _memory(self._tensors[name]):
-                raise ValueError(f"{name!r} is another tensor than when the model was linearised: linearise it again.")
+            value = self._snapshot[name]
+            if held is None or (_local(held).shape, held.dtype) != (value.shape, value.dtype):
+                raise ValueError(
+                    f"{name!r} is no longer what it was when the model was linearised: linearise it again."
+                )
+            found[name] = _local(held)
+        return found
 
     def _reshard(self) -> None:
         for part in self._sharded:
@@ -237,10 +242,6 @@ def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
 def _local(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return found.detach()
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _checked_spec(parameters: Any) -> Any:
