@@ -108,6 +108,15 @@ class Ranks:
         """Describe this rank among all, for messages."""
         return f"rank {self.rank} of {self.size}"
 
+    def require_ranks_of(self, other: Ranks) -> None:
+        """Raise ValueError unless another group has the same processes in the same order."""
+        ours, theirs = (dist.get_process_group_ranks(each.group) for each in (self, other))
+        if ours != theirs:
+            raise ValueError(
+                f"the data are shared among the processes {ours}, and the vectors among {theirs}: take the process "
+                "group of the vectors' mesh for the data, co.linearize(..., process_group=mesh.get_group())."
+            )
+
     def add_up(self, part: Tensor, told: Tensor | None = None) -> Tensor:
         """Return the sum of the parts of all ranks.
 
@@ -171,6 +180,8 @@ class Ranks:
 
     def gather_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows (n, K) of all ranks, of which each has so many. One all-gather; columns are contiguous."""
+        if self.size == 1:
+            return part
         padded = part.new_zeros(part.shape[1], max(counts))
         padded[:, : len(part)] = part.mT
         found = [torch.empty_like(padded) for _ in counts]

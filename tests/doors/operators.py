@@ -113,6 +113,7 @@ DOORS = [
                 ValueError,
                 "EKFAC",
             ),
+            "a number for a mesh": (lambda: co.GGN(lin()).sharded(2), TypeError, "device mesh.*int"),
             "a number": (lambda: co.KFAC(lin()) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
             "a count that is a word": (lambda: co.GGN(lin(), "mc"), TypeError, "mc_samples.*'mc'"),
             "a count that is a flag": (lambda: co.GGN(lin(), True), TypeError, "mc_samples.*True"),

@@ -13,17 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import curvops as co
 from curvops import linalg
 from curvops.linalg import cg, lsmr, minres
+from curvops.linalg.core import sharded
+from curvops.linalg.core.sharded import unwrapped
+from curvops.linalg.core.vectors import gram
+from curvops.process_group import Ranks, RanksDiffer
 from tests.linalg.matrices import symmetric
+from tests.memory import peak_of
 from tests.ranks.processes import run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
-N = 75
+N = 40
 SIZES = (2, 3)
 Question = tuple[str, Callable[[], Any]]
 
@@ -56,7 +61,7 @@ def matrices(lin: co.Linearization, few: bool = False) -> dict[str, Any]:
         "KFAC": co.KFAC(lin).add_diagonal(0.5),
         "sum": (0.5 * G + co.EmpiricalFisher(lin)).add_diagonal(0.5),
     }
-    return {name: known[name] for name in ("dense", "GGN")} if few else known
+    return {name: known[name] for name in ("GGN",)} if few else known
 
 
 def of_products(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
@@ -158,9 +163,12 @@ def projector(V: Any) -> Tensor:
     return V @ V.mT
 
 
-def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
+SHELVES = (of_products, of_solvers, of_functions, of_spectra, of_estimators, of_sketches)
+
+
+def answers(lin: co.Linearization, on: Mesh, shelves: Any = SHELVES) -> dict[str, np.ndarray]:
     found = {}
-    for shelf in (of_products, of_solvers, of_functions, of_spectra, of_estimators, of_sketches):
+    for shelf in shelves:
         for name, ask in shelf(lin, on):
             try:
                 value = ask()
@@ -176,15 +184,23 @@ def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
 def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     mesh = init_device_mesh("cpu", (size,))
     lin = linearise("labels", SHARDS[size], group, dist.get_rank(group))
-    return answers(lin, Mesh(mesh)) | refusals(mesh, lin)
+    large = linearise("more weights than outputs", SHARDS[size], group, dist.get_rank(group))
+    small_problems(mesh)
+    costs(mesh, lin)
+    refusals(mesh, lin)
+    found = answers(lin, Mesh(mesh)) | answers(large, Mesh(mesh), (solved_at_large,))
+    failures(mesh)
+    return found
 
 
-def refusals(mesh: Any, lin: co.Linearization) -> dict[str, np.ndarray]:
+def refusals(mesh: Any, lin: co.Linearization) -> None:
     """Refuse what is no block of this operator, on all ranks and by name."""
     G, whole = co.GGN(lin), right_hand_sides(lin.num_parameters)
-    other = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("rows", "copies"))
+    size, rank = mesh.size(), mesh.get_local_rank()
+    other = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "copies"))
+    backwards = DeviceMesh("cpu", list(range(size))[::-1])
     block = distribute_tensor(whole, mesh, [Shard(0)])
-    cut = DTensor.from_local(whole[: 3 + mesh.get_local_rank()], mesh, [Shard(0)], run_check=False)
+    cut = DTensor.from_local(whole[: 3 + rank], mesh, [Shard(0)], run_check=False)
     wrong = {
         "placements": distribute_tensor(whole, mesh, [Replicate()]),
         "sharded by rows": distribute_tensor(whole, mesh, [Shard(1)]),
@@ -192,21 +208,154 @@ def refusals(mesh: Any, lin: co.Linearization) -> dict[str, np.ndarray]:
         "shape": distribute_tensor(whole[1:], mesh, [Shard(0)]),
         "dtype|float32": distribute_tensor(whole.float(), mesh, [Shard(0)]),
         "rows of a DTensor|shape": cut,
+        "ascending": distribute_tensor(whole, backwards, [Shard(0)]),
     }
     for words, tensor in wrong.items():
-        for ask in (lambda t: G @ t, lambda t: cg(G, t), lambda t: cg(G, block, x0=t)):
+        asked = [lambda t: G @ t, lambda t: cg(G, t), lambda t: cg(G, block, x0=t), lambda t: G.sharded(mesh) @ t]
+        for ask in asked:
             with pytest.raises((ValueError, TypeError), match=words):
                 ask(tensor)
     with pytest.raises(TypeError, match="gradient"):
         _ = G @ distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     with pytest.raises(ValueError, match="checkpoint"):
         cg(G, block, checkpoint="nowhere")
-    return {}
+    with pytest.raises(ValueError, match="checkpoint"):
+        linalg.nystrom(G.sharded(mesh), 3, checkpoint="nowhere")
+    with pytest.raises(ValueError, match="one dimension"):
+        G.sharded(other)
+    with pytest.raises(TypeError, match="device mesh"):
+        G.sharded(size)
+    with pytest.raises(ValueError, match="draws"):
+        linalg.draw(co.low_rank(G.sharded(mesh), 4, generator=seeded()), 2)
+    with pytest.raises(RanksDiffer, match="generators"):
+        linalg.nystrom(G.sharded(mesh), 3, generator=seeded(rank))
+
+
+class Broken(linalg.Operator):
+    """A matrix whose products fail on rank 1."""
+
+    psd = True
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]),) * 2)
+
+    def _product(self, block: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no more paper")
+        return block
+
+
+def failures(mesh: Any) -> None:
+    """Tell all ranks of an error on one; the group is of no further use."""
+    b = right_hand_sides(20)
+    block = distribute_tensor(b, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="no more paper"):
+        cg(Broken(b[:, 0].clone()), block)
+
+
+def costs(mesh: Any, lin: co.Linearization) -> None:
+    """Count messages and bytes: a gather and a scatter of a product, one message of a Gram matrix."""
+    K, D, size = 4, lin.num_parameters, mesh.size()
+    block = unwrapped(distribute_tensor(right_hand_sides(D)[:, :K], mesh, [Shard(0)]))
+    ranks, most = block.rows.ranks, -(-D // size)
+
+    def spent(work: Callable[[], Any], *groups: Ranks) -> list[int]:
+        before = [(each.messages, each.bytes_sent) for each in groups]
+        work()
+        return [
+            now - then for each, old in zip(groups, before) for now, then in zip((each.messages, each.bytes_sent), old)
+        ]
+
+    data = lin.passes.shard.ranks
+    for A, scattered in ((co.GGN(lin), D), (co.KFAC(lin), 0)):
+        expected = [1 + bool(scattered), 8 * K * (most + scattered), 0, 0]
+        assert spent(lambda A=A: A._matmul(block), ranks, data) == expected
+    assert spent(lambda: gram(block, block), ranks) == [1, 8 * (K * K + 2)]
+
+
+def small_problems(mesh: Any) -> None:
+    """Fewer rows than ranks, no columns, single precision, and data that every rank holds."""
+    size = mesh.size()
+    for n in (1, 2, size):
+        A = torch.diag(torch.arange(1.0, n + 1, dtype=DOUBLE))
+        b = right_hand_sides(n)
+        found = cg(A, distribute_tensor(b, mesh, [Shard(0)]), rtol=1e-13).x.full_tensor()
+        torch.testing.assert_close(found, b / A.diagonal()[:, None], rtol=1e-12, atol=0)
+        operator = linalg.Dense(A, psd=True).sharded(mesh)
+        diagonal = linalg.diagonal(operator, generator=seeded()).value
+        torch.testing.assert_close(diagonal, A.diagonal(), rtol=1e-12, atol=0)
+        pairs = linalg.eigsh(operator, 1, generator=seeded())
+        torch.testing.assert_close(pairs.values, torch.tensor([float(n)], dtype=DOUBLE), rtol=1e-12, atol=0)
+    lin = linearise("labels")
+    G, V = co.GGN(lin), right_hand_sides(lin.num_parameters)
+    nothing = distribute_tensor(V[:, :0], mesh, [Shard(0)])
+    assert (G @ nothing).shape == (lin.num_parameters, 0)
+    torch.testing.assert_close(
+        (G @ distribute_tensor(V, mesh, [Shard(0)])).full_tensor(), G @ V, rtol=1e-12, atol=1e-14
+    )
+    low = co.low_rank(G.to(torch.float32).sharded(mesh), 8, generator=seeded())
+    assert low.dtype == torch.float32
+    expected = co.low_rank(G.to(torch.float32), 8, generator=seeded())
+    torch.testing.assert_close(low.values, expected.values, rtol=1e-4, atol=0)
+    single = distribute_tensor(V.float(), mesh, [Shard(0)])
+    found = cg(G.to(torch.float32).add_diagonal(0.5), single).x.full_tensor()
+    torch.testing.assert_close(found, cg(G.add_diagonal(0.5), V).x.float(), rtol=0, atol=1e-4)
+
+
+def solved_at_large(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+    """Ask of a problem that is too large for the dense matrix, so that it is sketched and iterated."""
+    for prior in (0.05, torch.linspace(0.05, 0.2, lin.num_parameters, dtype=DOUBLE)):
+        P = co.GGN(lin).add_diagonal(prior)
+        B = on.place(right_hand_sides(lin.num_parameters))
+        yield f"large: solve {type(prior)}", lambda P=P, B=B: linalg.solve(P, B, rtol=1e-12)
+        yield f"large: product with the inverse {type(prior)}", lambda P=P, B=B: P.inverse(1e-12) @ B
+        yield f"large: logdet {type(prior)}", lambda P=P: linalg.logdet(on.over(P), generator=seeded()).value
+        yield f"large: root {type(prior)}", lambda P=P, B=B: linalg.inverse_sqrt(P, B, rtol=1e-12).value
+    H = co.Hessian(lin)
+    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "both", rtol=1e-12, generator=seeded()).values
+
+
+def peak_of_sketch(mesh: Any = None) -> int:
+    """The most bytes of a rank while a sketch of 40 columns is made and solved with."""
+    A = Whole(torch.linspace(1, 0, 120_000, dtype=DOUBLE).square())
+    B = Mesh(mesh).place(right_hand_sides(120_000)[:, :1].contiguous())
+
+    def work() -> None:
+        low = co.low_rank(A if mesh is None else A.sharded(mesh), 40, generator=seeded())
+        low.add_diagonal(0.1).solve(B)
+
+    work()
+    return peak_of(work)[0]
+
+
+class Whole(linalg.Operator):
+    """A diagonal matrix that takes whole vectors, as a network does."""
+
+    psd = True
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]),) * 2)
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self._args[0].unsqueeze(1) * block
+
+
+def peak_of_rank(group: Any, size: int) -> int:
+    sharded.PANEL_BYTES = 0
+    return peak_of_sketch(init_device_mesh("cpu", (size,)))
+
+
+def test_the_memory_of_a_rank_falls_with_their_number() -> None:
+    one, found = peak_of_sketch(), run_on_ranks(2, peak_of_rank, 2)
+    for rank, peak in found.items():
+        assert not isinstance(peak, str), f"rank {rank}: {peak}"
+        assert peak < 0.65 * one, (rank, peak, one)  # half, panels of two columns, and temporaries of 8 MB
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, np.ndarray]:
-    return answers(linearise("labels"), Mesh())
+    small, large = linearise("labels"), linearise("more weights than outputs")
+    return answers(small, Mesh()) | answers(large, Mesh(), (solved_at_large,))
 
 
 @pytest.mark.parametrize("size", SIZES)

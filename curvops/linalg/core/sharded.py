@@ -30,6 +30,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PANEL_BYTES = 2**24
 """The bytes that whole columns may take beside a block, whatever its size."""
+PANEL_COPIES = 8
+"""Arrays of a panel's size that may be there at once: sent, received, multiplied, found, and copies of these."""
 ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "true_divide")
 
 
@@ -52,13 +54,18 @@ class RowLayout:
     def on(cls, mesh: Any, length: int) -> RowLayout:
         """Return the layout of `Shard(0)` on a device mesh.
 
-        Raises ValueError where the mesh has several dimensions.
+        Raises TypeError for something else, and ValueError where the mesh has several dimensions.
         """
-        if getattr(mesh, "ndim", None) != 1:
+        if not hasattr(mesh, "get_group"):
+            raise TypeError(f"mesh must be a device mesh (torch.distributed.device_mesh), got {type(mesh).__name__}.")
+        if mesh.ndim != 1:
             raise ValueError(
                 f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
             )
-        return cls.even(_ranks_of(mesh), length, mesh)
+        ranks = _ranks_of(mesh)
+        if list(mesh.get_coordinate()) != [ranks.rank]:
+            raise ValueError(f"the processes of a mesh of sharded vectors must come in ascending order, got {mesh}.")
+        return cls.even(ranks, length, mesh)
 
     def beside(self, length: int) -> RowLayout:
         """Return the layout of other vectors on these ranks: this one for as many rows, otherwise an even one."""
@@ -137,6 +144,11 @@ class Sharded(_Block):
         """The bytes of a column on the rank that has most of it."""
         return max(self.rows.counts) * self.dtype.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes on this rank."""
+        return self.local.nbytes
+
     def __repr__(self) -> str:
         return f"Sharded({tuple(self.shape)}, {self.dtype}, rows {self.rows.counts})"
 
@@ -200,21 +212,23 @@ class Sharded(_Block):
         """Return A V for the map V -> A V of plain blocks, some columns at a time.
 
         A panel of columns is gathered, multiplied, and each rank keeps its rows; if the products of the ranks are
-        `partial`, they are added up on the way (reduce-scatter). A panel takes no more than this rank's part of the
-        block, or one column, or `PANEL_BYTES`. The rows of A lie in the given layout, otherwise as V's or evenly.
+        `partial`, they are added up on the way (reduce-scatter). A panel with its copies takes no more than this
+        rank's part of the block, or it is one column, or of `PANEL_BYTES`. The rows of A lie in the given layout,
+        otherwise as V's or evenly.
         """
         if self.ndim == 1:
             return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
         ranks, K, result = self.rows.ranks, self.shape[1], None
-        width = max(1, -(-K // ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
-        for start in range(0, max(K, 1), width):
-            panel = slice(start, start + width)
-            found = multiply(self.like(self.local[:, panel]).whole())
-            if result is None:
-                result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
-            rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
-            result.local[:, panel] = rows
-            del found, rows
+        width = max(1, K // (PANEL_COPIES * ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
+        with ranks.guarded():
+            for start in range(0, max(K, 1), width):
+                panel = slice(start, start + width)
+                found = multiply(self.like(self.local[:, panel]).whole())
+                if result is None:
+                    result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
+                rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
+                result.local[:, panel] = rows
+                del found, rows
         assert result is not None
         return result
 

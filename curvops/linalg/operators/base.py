@@ -39,8 +39,8 @@ from curvops.linalg.core.sharded import (
     is_dtensor,
     layouts_of,
     over_ranks,
+    stored,
     unwrapped,
-    wrapped,
 )
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
@@ -48,8 +48,11 @@ from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import (
     Description,
     Vectors,
+    as_columns,
     describe,
+    product,
     require_precision,
+    shaped_as,
     unit_columns,
 )
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
@@ -194,6 +197,8 @@ class Operator(LinearOperator):
             return algebra.Product(self, other)
         if is_dtensor(other):
             return self._times_shards(unwrapped(other))
+        if isinstance(other, Sharded):
+            return self._matmul(other)
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector of named tensors." if isinstance(other, Mapping) else ""
             raise TypeError(
@@ -208,8 +213,8 @@ class Operator(LinearOperator):
     def _times_shards(self, block: Sharded) -> Any:
         """Multiply a block that was a DTensor; the result is one, too."""
         self._require_fit(block)
-        with torch.no_grad():
-            return wrapped(over_ranks(self, block.rows)._matmul(block))
+        found = product(over_ranks(self, block.rows))(as_columns(block))
+        return stored(shaped_as(found, block))
 
     def _require_fit(self, other: Vectors) -> None:
         """Raise ValueError where this cannot be multiplied."""

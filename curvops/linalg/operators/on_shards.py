@@ -140,7 +140,7 @@ class Agreed:
 
     def room(self) -> int:
         """Return the bytes left on each rank. One all-reduce."""
-        own = torch.tensor([self.memory.room()], dtype=torch.float64)
+        own = torch.tensor([self.memory.room()], dtype=torch.float64, device=self.layout.mesh.device_type)
         return int(self.layout.stacked(own).min())
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:

@@ -69,8 +69,12 @@ class Shard(Batches):
 
     def add_up(self, total: Tensor, told: Tensor | None = None) -> Tensor:
         """Return the sum over the points of all ranks; see `Ranks.add_up`."""
+        return self.ranks.add_up(self.own_part(total), told)
+
+    def own_part(self, total: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the points of all ranks."""
         # Not zeros: backward passes, too, need every rank.
-        return self.ranks.add_up(total * 0 if self.borrows else total, told)
+        return total * 0 if self.borrows else total
 
     def line_up(self, rows: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
         """Return the rows of the points of all ranks, in the order of the points; see `Ranks.add_up`."""

@@ -273,22 +273,25 @@ class Passes(JacobianRows):
         columns: int,
         root: OutputFisher | None = None,
         told: Tensor | None = None,
+        own: bool = False,
     ) -> Tensor:
         """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J.
 
-        `told` are the vectors, which the ranks of a group compare.
+        `told` are the vectors, which the ranks of a group compare. With `own` it is the part of this rank.
         """
-        return self.add_up((term(label, J) for label, J in self._each(columns, root)), told)
+        return self.add_up((term(label, J) for label, J in self._each(columns, root)), told, own)
 
-    def curvature_product(self, block: Float[Tensor, "D K"], fisher: OutputFisher) -> Float[Tensor, "D K"]:
-        """Return Σ over batches of Jᵀ H J V."""
+    def curvature_product(
+        self, block: Float[Tensor, "D K"], fisher: OutputFisher, own: bool = False
+    ) -> Float[Tensor, "D K"]:
+        """Return Σ over batches of Jᵀ H J V; `own` as in `total`."""
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
             pushed = J.push(block)  # first: a streamed push finds the outputs on its way
             return J.pull(fisher.product(J.outputs, pushed, batch))
 
-        return self.total(term, block.shape[1], told=block)
+        return self.total(term, block.shape[1], told=block, own=own)
 
     def rows(
         self,
@@ -340,8 +343,8 @@ class Passes(JacobianRows):
         seed = torch.tensor([normals.seed], device=like.device)
         return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, seed)
 
-    def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None) -> Tensor:
-        """Add up the parts of all batches, and of all ranks; every sum over data ends here.
+    def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None, own: bool = False) -> Tensor:
+        """Add up the parts of all batches, and ranks (not for its `own` part); every sum over data ends here.
 
         It adds in place if no gradient is recorded: the first part becomes the sum.
         """
@@ -351,7 +354,9 @@ class Passes(JacobianRows):
                 total = accumulate(total, part)
                 del part  # before the next is made
         assert total is not None  # linearize rejects empty data
-        return total if self.shard is None else self.shard.add_up(total, told)
+        if self.shard is None:
+            return total
+        return self.shard.own_part(total) if own else self.shard.add_up(total, told)
 
     def line_up(self, parts: list[Tensor], dim: int = 0, told: Tensor | None = None) -> Tensor:
         """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.column_noise import ColumnNoise
+from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Spaces
 from curvops.network import OutputFisher, Passes, Plan, PointNormals, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
@@ -53,10 +55,21 @@ class Curvature(UserOperator, NetworkOperator):
         return walk.product_error
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return self._summed(block)
+
+    def _summed(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
+        """Return the product, the sum over all points, or over this rank's own."""
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
-            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block)
-        return self.lin.products.curvature_product(block, self.output)
+            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
+        return self.lin.products.curvature_product(block, self.output, own)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        ends_in_sum = self.lin.passes.shard is not None and type(self)._product is Curvature._product
+        if isinstance(rhs, Sharded) and ends_in_sum:
+            self._require_our_ranks(rhs)
+            return rhs.multiplied(partial(self._summed, own=True), partial=True)
+        return super()._matmul(rhs)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products where a hyperparameter's gradient is recorded."""

@@ -10,10 +10,11 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.operators.base import Operator, convert
-from curvops.network import likelihoods
+from curvops.network import Passes, likelihoods
 from curvops.progress import Progress
 
 
@@ -67,6 +68,12 @@ class NetworkOperator(Operator):
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})
 
     @property
+    def passes(self) -> Passes:
+        """The walk over the points of this operator."""
+        walk: Passes = self.lin.passes
+        return walk
+
+    @property
     def memories(self) -> Memories:
         return frozenset((self.lin.memory,))
 
@@ -76,10 +83,17 @@ class NetworkOperator(Operator):
         return progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
+        self._require_our_ranks(rhs)
         return self._attached(super()._matmul(rhs))
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
+        self._require_our_ranks(rhs)
         return self._attached(super()._t_matmul(rhs))
+
+    def _require_our_ranks(self, rhs: Tensor) -> None:
+        """Raise ValueError where vectors are sharded among other processes than the data."""
+        if isinstance(rhs, Sharded) and (shard := self.passes.shard) is not None:
+            shard.ranks.require_ranks_of(rhs.rows.ranks)
 
     def _attached(self, result: Tensor) -> Tensor:
         """Return the result with a zero gradient for θ, where autograd needs one."""

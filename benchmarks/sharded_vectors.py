@@ -1,0 +1,99 @@
+"""How the memory of a rank falls when vectors are sharded: a Nyström sketch and a low-rank solve.
+
+    .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, 50 columns, one and two processes
+
+Prints, for each number of processes, the largest resident set of a rank above that before the sketch, in bytes of
+D·K numbers, and the bytes that a rank gave to messages. The matrix multiplies whole vectors, and takes little memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import curvops as co
+from curvops.linalg.core.sharded import RowLayout
+from tests.ranks.processes import run_on_ranks
+
+
+class Decaying(co.linalg.Operator):
+    """A diagonal matrix that takes whole vectors, as a network does."""
+
+    @property
+    def psd(self) -> bool:
+        return True
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]),) * 2)
+
+    def _product(self, block: torch.Tensor) -> torch.Tensor:
+        return self._args[0].unsqueeze(1) * block
+
+
+def resident() -> int:
+    """The bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+class Peak:
+    """The largest resident set while this runs, by a thread that looks every millisecond."""
+
+    def __enter__(self) -> Peak:
+        self.least = self.most = resident()
+        self.ended = False
+        self.watcher = threading.Thread(target=self._watch)
+        self.watcher.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.ended:
+            self.most = max(self.most, resident())
+            time.sleep(1e-3)
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self.watcher.join()
+
+    @property
+    def bytes(self) -> int:
+        """The growth."""
+        return self.most - self.least
+
+
+def sketch(group: Any, rows: int, columns: int) -> tuple[int, int]:
+    """The peak of a sketch with a solve, and the bytes that this rank sent."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    ranks = RowLayout.on(mesh, rows).ranks
+    A = Decaying(torch.linspace(1, 0, rows).square()).sharded(mesh)
+    sent = ranks.bytes_sent
+    with Peak() as peak:
+        low = co.low_rank(A, columns, generator=torch.Generator().manual_seed(0))
+        low.add_diagonal(0.1).logdet()
+    return peak.bytes, ranks.bytes_sent - sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--columns", type=int, default=50)
+    given = parser.parse_args()
+    block = 4 * given.rows * given.columns
+    for size in (1, 2):
+        found = run_on_ranks(size, sketch, given.rows, given.columns)
+        errors = [answer for answer in found.values() if isinstance(answer, str)]
+        if errors:
+            sys.exit(errors[0])
+        peak, sent = (max(answer[i] for answer in found.values()) for i in (0, 1))
+        print(f"{size} processes: {peak / block:.2f} blocks at most on a rank, {sent / block:.2f} sent")
+
+
+if __name__ == "__main__":
+    main()
