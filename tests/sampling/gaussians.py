@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.linalg.operators import draws
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.sampling.core.state import NoiseSource
 
 TEMPERATURE, POINTS = 0.7, 5
@@ -96,9 +96,9 @@ class Given:
             rows = self._next(like.shape[-1], slice(None))
             return torch.empty_like(like).copy_(rows if like.ndim > 1 else rows[0])
 
-        def block(described: Any, columns: int, kind: str, generator: Any = None) -> Tensor:
-            assert columns == 1
-            return self._next(described.columns, slice(self._chain, self._chain + 1)).mT
+        def fill(source: Any, rows: Tensor) -> None:
+            assert len(rows) == 1
+            rows.copy_(self._next(rows.shape[1], slice(self._chain, self._chain + 1)))
 
         def each(source: Any, draw: Any) -> Tensor:
             found, begun = [], self.taken
@@ -111,7 +111,7 @@ class Given:
             patch.object(NoiseSource, "normal", normal),
             patch.object(NoiseSource, "uniform", lambda source, like: torch.zeros((), dtype=torch.float64)),
             patch.object(NoiseSource, "each", each),
-            patch.object(draws, "random_block", block),
+            patch.object(ColumnNoise, "fill", fill),
         ]
         for one in self._patches:
             one.start()
