@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ MAX_CHUNKS = 2**16
 GENERATOR = 0x2545F4914F6CDD1D
 """A number whose powers modulo 2^64 repeat after 2^62 steps only."""
 
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
+
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 0-d int64 fingerprint of the values of some tensors on one device, without waiting for the device.
@@ -34,7 +37,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     Shapes and dtypes do not enter. Costs one pass over the data, at about 5 GB/s on a core for 32- and 64-bit numbers.
     """
     on_cpu, weights = tensors[0].device.type == "cpu", _odd_weights(tensors[0].device)
-    words = [_words(tensor.detach()) for tensor in tensors]
+    words = [_words(tensor) for tensor in tensors]
     if on_cpu and max(each.numel() for each in words) <= SMALL:
         return _of_few_words([each.numpy() for each in words], weights.numpy())
     chunk_sums = _chunk_sums_in_cache if on_cpu else _chunk_sums_at_once
@@ -48,18 +51,19 @@ def point_prints(tensors: Sequence[Tensor]) -> Tensor:
     Shapes and dtypes do not enter. Bits are mixed, so that sums over points tell apart what points exchange. Costs one
     pass over the data, as `fingerprint` does.
     """
-    device = tensors[0].device
+    device, n = tensors[0].device, len(tensors[0])
     weights = _odd_weights(device)
-    with torch.no_grad():
-        found = torch.zeros(len(tensors[0]), dtype=torch.int64, device=device)
-        for tensor in tensors:
-            rows = _words(tensor)
-            # Halves of 32 bits: numbers that differ in their highest bits alone leave few bits of a sum to differ.
-            rows = (rows if rows.element_size() == 1 else rows.view(torch.int16)).view(len(tensor), -1)
-            for i, part in enumerate(rows.split(CHUNK, 1) if rows.shape[1] else ()):
-                found = found * weights[CHUNK + i] + _row_sums(part, weights[: part.shape[1]])
-            found = _mixed(found)
-        return found
+    # Halves of 32 bits: numbers that differ in their highest bits alone leave few bits of a sum to differ.
+    words = [each if each.element_size() == 1 else each.view(torch.int16) for each in map(_words, tensors)]
+    if device.type == "cpu" and n and max(each.numel() for each in words) <= SMALL:
+        return torch.from_numpy(_points_of_few_words([each.numpy().reshape(n, -1) for each in words], weights.numpy()))
+    found = torch.zeros(n, dtype=torch.int64, device=device)
+    for each in words:
+        rows = each.view(n, -1)
+        for i, part in enumerate(rows.split(CHUNK, 1) if rows.shape[1] else ()):
+            found = found * weights[CHUNK + i] + _row_sums(part, weights[: part.shape[1]])
+        found = _mixed(found)
+    return found
 
 
 def ordered_sum(prints: Tensor, start: int = 0) -> Tensor:
@@ -99,6 +103,16 @@ def _of_few_words(words: Sequence[np.ndarray], weights: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(sums @ weights[CHUNK : CHUNK + len(sums)]))
 
 
+def _points_of_few_words(words: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    """Return the `point_prints` of rows of one chunk each."""
+    found = np.zeros(len(words[0]), np.int64)
+    for rows in words:
+        if rows.shape[1]:
+            found = found * weights[CHUNK] + rows.astype(np.int64) @ weights[: rows.shape[1]]
+        found = _mixed(found)
+    return found
+
+
 def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each chunk, on a CPU through one small buffer: a new one takes five times as long."""
     wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)
@@ -124,7 +138,7 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def _mixed(numbers: Numbers) -> Numbers:
     """Return 64-bit numbers whose bits each depend on all of the given one's (shifts without the sign, odd factors)."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # of MurmurHash3 and SplitMix64, as signed numbers
         numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * factor
@@ -137,7 +151,7 @@ def _words(tensor: Tensor) -> Tensor:
     Not 64: floats often differ in their highest bits only, which products modulo 2^64 would push out.
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = real.reshape(-1)
+    flat = real.detach().reshape(-1)
     if flat.stride(0) != 1:  # a single number is contiguous whatever its stride, but is not viewed with another dtype
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view({1: torch.int8, 2: torch.int16}.get(real.element_size(), torch.int32))

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from curvops.fingerprints import (
     CHUNK,
+    SMALL,
     _chunk_sums_at_once,
     _chunk_sums_in_cache,
     _odd_weights,
     fingerprint,
+    point_prints,
 )
 
 DTYPES = [
@@ -98,3 +100,12 @@ def test_columns_of_a_larger_tensor_are_their_values(dtype: torch.dtype) -> None
 def test_a_single_number_between_others_is_that_number() -> None:
     numbers = torch.arange(6)
     assert int(fingerprint([numbers[2::6]])) == int(fingerprint([torch.tensor([2])]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64])
+def test_points_have_the_same_fingerprint_among_few_and_among_many(dtype: torch.dtype) -> None:
+    """Few words go through NumPy, many through torch."""
+    x, y = torch.randn(3 * SMALL, 2, dtype=torch.float64).to(dtype), torch.arange(3 * SMALL) % 7
+    many = point_prints([x, y])
+    assert torch.equal(point_prints([x[:9], y[:9]]), many[:9])
+    assert len(many.unique()) > len(many) // 100
