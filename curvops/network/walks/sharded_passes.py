@@ -122,14 +122,14 @@ class ShardedPasses:
         return total.squeeze(1)
 
     @torch.no_grad()
-    def draw(self, k: int, output: OutputFisher, generator: torch.Generator | None) -> Float[Tensor, "d k"]:
-        """Draw k samples of Σ over the data of Jᵀ L z, z standard normal, by the position of each point among all."""
-        normals, like = PointNormals.drawn(generator), self.model.theta
+    def draw(self, draws: range, output: OutputFisher, normals: PointNormals) -> Float[Tensor, "d k"]:
+        """Draw samples of Σ over the data of Jᵀ L z, z standard normal, by the position of each point among all."""
+        like = self.model.theta
         self.shard.ranks.require_equal({"the seed of a draw": normals.seed})
-        columns, total = output.num_columns(self.layers.num_outputs), self._zeros(k)
+        columns, total = output.num_columns(self.layers.num_outputs), self._zeros(len(draws))
         for engines in self._engines(output):
             noise = [
-                normals.block(range(k), slice(start, start + len(engine.J.outputs)), columns, like)
+                normals.block(draws, slice(start, start + len(engine.J.outputs)), columns, like)
                 for engine in engines
                 for start in [0 if engine.labels is None else engine.labels.start]
             ]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from curvops.linalg import Diagonal, Operator
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sharded import Layouts, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import OutputFisher
+from curvops.network import OutputFisher, PointNormals
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 
 
@@ -79,7 +80,9 @@ class ShardedCurvature(Operator):
         return Sharded(self.lin.passes.diagonal(self.output), self.lin.layout).whole()
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Any:
-        return Sharded(self.lin.passes.draw(k, self.output, generator), self.lin.layout)
+        noise = ColumnNoise.of(generator, k, self.device)
+        found = self.lin.passes.draw(noise.columns, self.output, PointNormals(noise.key))
+        return Sharded(found, self.lin.layout)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
