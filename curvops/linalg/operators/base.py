@@ -213,6 +213,11 @@ class Operator(LinearOperator):
     def _times_shards(self, block: Sharded) -> Any:
         """Multiply a block that was a DTensor; the result is one, too."""
         self._require_fit(block)
+        if carries_graph(self.representation()):
+            raise TypeError(
+                f"no gradient passes through sharded vectors, and {type(self).__name__} has one: detach() its tensors, "
+                "or multiply under torch.no_grad()."
+            )
         found = product(over_ranks(self, block.rows))(as_columns(block))
         return stored(shaped_as(found, block))
 
