@@ -170,7 +170,7 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
     }
     if mesh.size() > 1:
         small = DeviceMesh.from_group(alone, "cpu")
-        wrong["the process group of the mesh"] = distribute_tensor(whole, small, [Shard(0)])
+        wrong["mesh.get_group"] = distribute_tensor(whole, small, [Shard(0)])
     for words, tensor in wrong.items():
         for multiply in (lambda t: K @ t, lambda t: J.mT @ t, lambda t: K.add_diagonal(0.1) @ t):
             with pytest.raises(ValueError, match=words):
@@ -179,7 +179,7 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
         K.formed(square)
     recorded = co.TangentKernel(lin, torch.tensor(2.0, requires_grad=True))
     for call, error, match in (
-        (lambda: K.formed(None), ValueError, "one dimension"),
+        (lambda: K.formed(None), TypeError, "a device mesh"),
         (lambda: linalg.BlockRows(whole, layout=None), ValueError, "BlockRows.of"),
         (lambda: linalg.BlockRows.of(whole), TypeError, "a DTensor"),
         (lambda: linalg.BlockRows.of(distribute_tensor(whole[:, 0], mesh, [Shard(0)])), ValueError, "a matrix"),

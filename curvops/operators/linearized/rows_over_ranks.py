@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,12 +22,7 @@ def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
     """
     shard = passes.shard
     assert shard is not None
-    points, vectors = (dist.get_process_group_ranks(ranks.group) for ranks in (shard.ranks, beside.ranks))
-    if points != vectors:
-        raise ValueError(
-            f"the vectors lie on the processes {vectors} of a device mesh, and the data on {points}: give co.linearize "
-            "the process group of the mesh, mesh.get_group()."
-        )
+    shard.ranks.require_ranks_of(beside.ranks)
     return RowLayout(
         beside.ranks, tuple(count * passes.engines.plan.num_outputs for count in shard.counts), beside.mesh
     )
