@@ -128,8 +128,8 @@ class TangentKernel(UserOperator, Operator):
         numbers. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its own points,
         and those of one other rank at a time.
 
-        Raises TypeError for what is no mesh, ValueError for one of several dimensions or other ranks than those of the data, for a kernel of two
-        sets of inputs, and where a gradient in the inputs or in A is required.
+        Raises TypeError for what is no mesh; ValueError for one of several dimensions or of other ranks than those of
+        the data, for a kernel of two sets of inputs, and where a gradient in the inputs or in A is required.
         """
         layout = RowLayout.on(mesh, self.shape[-2])
         if not self.psd:
