@@ -63,7 +63,7 @@ class RowLayout:
                 f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
             )
         ranks = _ranks_of(mesh)
-        if list(mesh.get_coordinate()) != [ranks.rank]:
+        if mesh.mesh.tolist() != sorted(mesh.mesh.tolist()):  # decided alike on all of them
             raise ValueError(f"the processes of a mesh of sharded vectors must come in ascending order, got {mesh}.")
         return cls.even(ranks, length, mesh)
 
