@@ -13,6 +13,9 @@ from curvops.fingerprints import (
     _chunk_sums_in_cache,
     _odd_weights,
     fingerprint,
+    in_64_bits,
+    join_sums,
+    ordered_sum,
     point_prints,
 )
 
@@ -109,3 +112,39 @@ def test_points_have_the_same_fingerprint_among_few_and_among_many(dtype: torch.
     many = point_prints([x, y])
     assert torch.equal(point_prints([x[:9], y[:9]]), many[:9])
     assert len(many.unique()) > len(many) // 100
+
+
+def of_points(tensors: list[Tensor], cuts: list[int]) -> tuple[int, int]:
+    """The sum of the points' fingerprints and the one of their order, from parts of so many points."""
+    parts = zip(*(tensor.split(cuts) for tensor in tensors))
+    prints = [point_prints(list(part)) for part in parts]
+    return in_64_bits(sum(int(part.sum()) for part in prints)), join_sums([int(ordered_sum(p)) for p in prints], cuts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_points_are_known_in_any_parts_and_each_change_is_seen(dtype: torch.dtype) -> None:
+    x, y = bits(84).view(12, 7).to(dtype), torch.arange(12) % 3
+    known = of_points([x, y], [12])
+    assert of_points([x, y], [5, 1, 6]) == known and of_points([x.clone(), y], [1] * 12) == known
+    whole = ordered_sum(point_prints([x[:5], y[:5]])) + ordered_sum(point_prints([x[5:], y[5:]]), 5)
+    assert int(whole) == known[1]
+    turned = of_points([x.flip(0), y.flip(0)], [12])
+    assert turned[0] == known[0] and turned[1] != known[1]
+    for i in range(12):
+        changed, exchanged = x.clone(), x.clone()
+        changed[i, 3] = changed[i, 3] == 0
+        exchanged[[i, i - 1], 2] = x[[i - 1, i], 2]  # one number of two points
+        assert of_points([changed, y], [12])[0] != known[0]
+        assert (of_points([exchanged, y], [12])[0] == known[0]) == torch.equal(exchanged, x)
+    assert of_points([x, y.roll(1)], [12])[0] != known[0]
+    assert of_points([x[:, :0], y], [12])[0] != known[0]
+
+
+def test_rows_longer_than_a_chunk_are_seen_to_their_end() -> None:
+    rows = bits(2 * (CHUNK + 5)).to(torch.int16).view(2, -1)
+    changed = rows.clone()
+    changed[1, -1] += 1
+    before, after = point_prints([rows]), point_prints([changed])
+    assert before[0] == after[0] and before[1] != after[1]
+    by_sums, weights = (rows[:, :9] * _odd_weights(torch.device("cpu"))[:9]).sum(1), _odd_weights(torch.device("cpu"))
+    assert torch.equal(by_sums, rows[:, :9].to(torch.int64).mv(weights[:9]))  # as an accelerator computes it
