@@ -1,11 +1,9 @@
-"""Processes that call one function each as the ranks of a group: gloo on the CPU, found by a file."""
+"""Processes that call one function each as the ranks of a group: gloo on the CPU, found by a store of their parent."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +15,10 @@ SECONDS = 240
 
 
 @contextlib.contextmanager
-def group(rank: int, size: int, path: str) -> Iterator[dist.ProcessGroup]:
-    """The group of so many processes that meet at a file."""
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+def group(rank: int, size: int, port: int) -> Iterator[dist.ProcessGroup]:
+    """The group of so many processes that meet at a store of the process that started them, as under torchrun."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         yield dist.group.WORLD
     finally:
@@ -31,26 +30,34 @@ def run_on_ranks(size: int, function: Callable[..., Any], *given: Any, expected:
 
     Of `expected` ranks, where some are meant to end without a word.
     """
+    with running_on_ranks(size, function, *given) as (_, answers):
+        return dict(answers.get(timeout=SECONDS) for _ in range(size if expected is None else expected))
+
+
+@contextlib.contextmanager
+def running_on_ranks(size: int, function: Callable[..., Any], *given: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the processes, and the queue of their answers as `(rank, answer)`; they end with the `with` block."""
     spawned = multiprocessing.get_context("forkserver")
     spawned.set_forkserver_preload(["tests.ranks.questions"])  # imports once what all processes need
     answers = spawned.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "meeting point")
-        processes = [spawned.Process(target=_work, args=(r, size, path, answers, function, given)) for r in range(size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (size, store.port, answers, function, given)
+    processes = [spawned.Process(target=_work, args=(rank, *given)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        yield processes, answers
+    finally:
         for process in processes:
-            process.start()
-        try:
-            return dict(answers.get(timeout=SECONDS) for _ in range(size if expected is None else expected))
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-                process.join()
+            process.join(5)
+            process.kill()
+            process.join()
+        del store
 
 
-def _work(rank: int, size: int, path: str, answers: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _work(rank: int, size: int, port: int, answers: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    with group(rank, size, path) as ours:
+    with group(rank, size, port) as ours:
         try:
             answer = function(ours, *given)
         except Exception as error:

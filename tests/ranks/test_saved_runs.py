@@ -6,7 +6,10 @@ Tests `checkpoint.py`.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import random
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch.distributed as dist
 
 import curvops as co
 from curvops import checkpoint, storage
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import run_on_ranks, running_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
 Run = Callable[[co.Linearization, Any], torch.Tensor]
@@ -102,3 +105,46 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None
                 if size == 2 and name in ("cg", "eigsh", "linear mode", "MacKay"):
                     messages = f"messages of {name}"
                     assert own[messages] < whole[0][messages], f"{what}: products were made twice"
+
+
+KILLS = 10
+
+
+def told_run(group: dist.ProcessGroup, folder: str, name: str, saves: Any) -> np.ndarray:
+    """A run that tells of each save."""
+    checkpoint.PAUSE, checkpoint.SHARE, storage._flush = 0.0, float("inf"), lambda path: None
+    lin, plain = linearise("labels", SHARDS[2], group, dist.get_rank(group)), storage.save
+    assert lin.ranks is not None
+    lin.ranks.timeout = 10
+
+    def save(*given: Any) -> None:
+        saves.release()
+        plain(*given)
+
+    storage.save = save
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", co.evidence.StepsSpent)
+        return RUNS[name](lin, folder).numpy()
+
+
+def test_a_run_killed_at_random_moments_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """A random one of two processes ends within, before or after a random save; the other one names it in time."""
+    chance, context = random.Random(0), multiprocessing.get_context("forkserver")
+    whole = run_on_ranks(2, told_run, str(tmp_path / "whole"), "eigsh", context.Semaphore(0))
+    folder = str(tmp_path / "killed")
+    for moment in [chance.randrange(1, 3) for _ in range(KILLS)]:
+        victim, saves = chance.randrange(2), context.Semaphore(0)
+        with running_on_ranks(2, told_run, folder, "eigsh", saves) as (processes, answers):
+            assert all(saves.acquire(timeout=120) for _ in range(moment))
+            time.sleep(0.01 * chance.random())
+            processes[victim].kill()
+            killed = time.monotonic()
+            rank, said = answers.get(timeout=60)
+            took = time.monotonic() - killed
+            processes[rank].kill()  # at its end it would wait for the other one
+        assert rank != victim and isinstance(said, str) and f"it has ended: rank {victim}" in said, said
+        assert took < 30
+        for each in Path(folder).rglob("curvops.json"):
+            storage.load(each.parent, checkpoint.KIND, checkpoint.VERSION)
+    found = run_on_ranks(2, told_run, folder, "eigsh", context.Semaphore(0))
+    assert all(np.array_equal(found[rank], whole[rank]) for rank in range(2))
