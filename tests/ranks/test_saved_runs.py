@@ -145,6 +145,8 @@ def test_a_run_killed_at_random_moments_goes_on_to_the_same_bits(tmp_path: Path)
         assert rank != victim and isinstance(said, str) and f"it has ended: rank {victim}" in said, said
         assert took < 30
         for each in Path(folder).rglob("curvops.json"):
+            if each.parent.name.startswith(storage.SCRATCH):
+                continue  # what a kill left of a save, which does no harm
             storage.load(each.parent, checkpoint.KIND, checkpoint.VERSION)
     found = run_on_ranks(2, told_run, folder, "eigsh", context.Semaphore(0))
     assert all(np.array_equal(found[rank], whole[rank]) for rank in range(2))
