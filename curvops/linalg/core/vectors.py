@@ -145,9 +145,9 @@ def as_columns(B: Vectors) -> Vectors:
     return B.unsqueeze(1) if B.ndim == 1 else B
 
 
-def shaped_as(X: Float[Vectors, "n k"], B: Vectors) -> Vectors:
-    """Return X, or its only column as a vector (n,) if B is one."""
-    return X if B.ndim == 2 else X.squeeze(1)
+def shaped_as(X: Float[Vectors, "*batch n k"], B: Vectors) -> Vectors:
+    """Return X, or its only column as a vector (..., n) if B is one."""
+    return X.squeeze(-1) if B.ndim == 1 else X
 
 
 def _length(like: Vectors | Description) -> int:

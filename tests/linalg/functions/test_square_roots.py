@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from curvops.linalg import Reason, inverse_sqrt, sqrt
+from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.results import FunctionNotConverged, NotPositiveSemidefinite
 from curvops.linalg.functions.contour import MultiShift, inverse_root_quadrature
 from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL
@@ -197,12 +198,12 @@ def test_sqrt_inv_matmul_of_a_vector_and_through_linear_operator(products_only):
 
 
 def test_samples_of_an_operator_without_a_root_are_its_square_root_times_normal_vectors(products_only):
-    X, counts = symmetric(torch.linspace(0.1, 2, 12).double()), (DRAW_BLOCK, 3)
+    X, noise = symmetric(torch.linspace(0.1, 2, 12).double()), torch.empty(DRAW_BLOCK + 3, 12, dtype=torch.float64)
     torch.manual_seed(5)
-    draws = Known(X, is_psd=True).zero_mean_mvn_samples(sum(counts))
+    draws = Known(X, is_psd=True).zero_mean_mvn_samples(len(noise))
     torch.manual_seed(5)
-    Z = torch.cat([torch.randn(count, 12, dtype=torch.float64) for count in counts]).mT
-    exact = dense(X, torch.sqrt, Z).mT
+    ColumnNoise.of(None, len(noise), X.device).fill(noise)
+    exact = dense(X, torch.sqrt, noise.mT).mT
     assert ((draws - exact).norm(dim=1) <= DRAW_RTOL * exact.norm(dim=1)).all()
     with pytest.raises(NotPositiveSemidefinite):
         Known(-X, is_psd=True).zero_mean_mvn_samples(2)

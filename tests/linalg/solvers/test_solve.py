@@ -77,6 +77,19 @@ def test_every_method_can_be_asked_for(method):
         )
 
 
+@pytest.mark.parametrize("method", ["dense", "cg", "minres", "lsmr"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_batches_keep_their_dimensions_even_of_one_row(n, method):
+    matrices = torch.stack([symmetric(torch.linspace(1, last, n).double()) + torch.eye(n) for last in (2, 3, 4, 5)])
+    shapes = [(n,), (n, 1), (n, 2), (4, n, 1), (4, n, 2)]
+    for A, more in ((matrices[0], [(2, 4, n, 1)]), (matrices, [])):
+        for shape in shapes + more:
+            B = right_hand_sides(torch.Size(shape).numel(), 1).reshape(shape)
+            exact = torch.linalg.inv(A) @ B
+            x = solve(A, B, method=method, rtol=1e-10)
+            torch.testing.assert_close(x, exact, rtol=1e-8, atol=1e-8)
+
+
 def test_op_solve_takes_the_same_path(monkeypatch):
     module, seen = import_module("curvops.linalg.solvers.solve"), []
 
