@@ -32,6 +32,8 @@ CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
 TOGETHER = 16
 """The numbers that torch makes normal together on a CPU: pieces of so many are those of one call."""
+DRAWN_AT_ONCE = ("cpu",)
+"""The types of device that draw a normal block by one call; the others, whose pieces differ from it, by vectors."""
 
 if TYPE_CHECKING:
     Vectors: TypeAlias = Tensor
@@ -210,7 +212,7 @@ def random_block(
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
-    if kind == "gaussian" and home.type == "cpu":
+    if kind == "gaussian" and home.type in DRAWN_AT_ONCE:
         rows.normal_(generator=generator)
     else:
         for row in rows:
@@ -229,7 +231,7 @@ def random_columns(
     like, rest = torch.empty(0, dtype=facts.dtype, device=home), torch.empty(0, dtype=facts.dtype, device=home)
     for j in range(k):
         more = n - len(rest)
-        if kind == "gaussian" and home.type == "cpu" and j < k - 1:
+        if kind == "gaussian" and home.type in DRAWN_AT_ONCE and j < k - 1:
             more = -(-more // TOGETHER) * TOGETHER
         drawn = torch.cat([rest, _fill(like.new_empty(more), kind, generator)])
         rest = drawn[n:]

@@ -69,6 +69,17 @@ def test_parts_share_memory_and_are_written_in_place(monkeypatch):
     assert torch.equal(X[:, 3:], before[:, 3:])
 
 
+@pytest.mark.parametrize("at_once", [("cpu",), ()], ids=["by one call", "by vectors"])
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("n", [5, 31, 33, 48, 4000])
+def test_columns_drawn_one_at_a_time_are_those_of_the_block(n, kind, at_once, monkeypatch):
+    monkeypatch.setattr(vectors, "DRAWN_AT_ONCE", at_once)
+    facts = vectors.describe(torch.empty(3, n, dtype=torch.float64))
+    block = vectors.random_block(facts, 3, kind, torch.Generator().manual_seed(0))
+    columns = vectors.random_columns(facts, 3, kind, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.stack(list(columns), 1), block)
+
+
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_random_blocks_follow_their_generator(kind):
     def draw(seed):
