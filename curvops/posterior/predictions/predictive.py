@@ -323,9 +323,12 @@ class Predictive(ABC):
         targets: Callable[[], Tensor] | None = None,
     ) -> SplitPoints:
         """Return how these points are split over ranks; `all_points` where the result is of all of them together."""
-        of_data = isinstance(outputs, NormalOutputs) and needs_all_ranks(self.precision)
         told = call if normals is None else f"{call}, seed={normals.seed}"
-        return split_points(self.lin, x, gather, told, of_data or all_points, targets)
+
+        def needs_data() -> bool:
+            return all_points or (isinstance(outputs, NormalOutputs) and needs_all_ranks(self.precision))
+
+        return split_points(self.lin, x, gather, told, needs_data, targets)
 
     def _target(self) -> Likelihood:
         """Return the likelihood of one position's target."""

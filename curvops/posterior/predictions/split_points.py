@@ -144,7 +144,7 @@ def split_points(
     x: Any,
     gather: bool,
     call: str,
-    of_data: bool = False,
+    needs_data: Callable[[], bool] = lambda: False,
     targets: Callable[[], Tensor] | None = None,
 ) -> SplitPoints:
     """Return how test points are split over the ranks, who tell each other how many they have and what they ask.
@@ -154,7 +154,7 @@ def split_points(
         x: this rank's inputs, as the model takes them.
         gather: whether each rank is to have the results for the points of all.
         call: what is computed, with all options in which ranks may not differ.
-        of_data: whether it needs the training data (`needs_all_ranks`), or all points at once.
+        needs_data: a function that says whether it needs the training data of all ranks, or all points at once.
         targets: a function that checks and returns what else belongs to the points.
 
     Raises:
@@ -191,7 +191,7 @@ def split_points(
     if not gather and all(each == points for _, each, _ in every):
         return SplitPoints(inputs, targets=own)
     counts = tuple(each[0] for _, each, _ in every)
-    if not of_data:
+    if not needs_data():
         start, ranks = sum(counts[: shard.ranks.rank]), shard.ranks if gather else None
         return SplitPoints(inputs, ranks, counts, start, gather=gather, targets=own)
     for rank, (_, each, _) in enumerate(every):
