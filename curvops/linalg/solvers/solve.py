@@ -158,6 +158,12 @@ class Request:
         square = operator.shape[-1] == operator.shape[-2]
         if not square and (operator.ndim != 2 or rhs.ndim > 2):
             raise ValueError(f"least squares need one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
+        if operator.ndim > 2:
+            if rhs.ndim == 1:
+                return self.solve(operator, rhs.unsqueeze(-1)).squeeze(-1)
+            batch = torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2])
+            operator = operator if batch == operator.batch_shape else operator.expand(*batch, *operator.shape[-2:])
+            rhs = rhs.expand(*batch, *rhs.shape[-2:])
         tensors = operator.representation()
         if not carries_graph((rhs, *tensors)):
             return self(operator, rhs)
@@ -165,9 +171,8 @@ class Request:
         return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """Solve without a graph, a batch of operators one by one; raise NotConverged if a column failed."""
+        """Solve without a graph, a batch of operators and its B one by one; raise NotConverged if a column failed."""
         if operator.ndim > 2:
-            rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
         block = rhs.movedim(-2, 0).flatten(1) if rhs.ndim > 2 else as_columns(rhs)
         with at_work("solve", None, self.progress, operator):

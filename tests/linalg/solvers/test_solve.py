@@ -3,6 +3,7 @@
 Tests `systems.py`.
 """
 
+import math
 from importlib import import_module
 
 import pytest
@@ -79,15 +80,17 @@ def test_every_method_can_be_asked_for(method):
 
 @pytest.mark.parametrize("method", ["dense", "cg", "minres", "lsmr"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_batches_keep_their_dimensions_even_of_one_row(n, method):
-    matrices = torch.stack([symmetric(torch.linspace(1, last, n).double()) + torch.eye(n) for last in (2, 3, 4, 5)])
-    shapes = [(n,), (n, 1), (n, 2), (4, n, 1), (4, n, 2)]
-    for A, more in ((matrices[0], [(2, 4, n, 1)]), (matrices, [])):
-        for shape in shapes + more:
-            B = right_hand_sides(torch.Size(shape).numel(), 1).reshape(shape)
-            exact = torch.linalg.inv(A) @ B
-            x = solve(A, B, method=method, rtol=1e-10)
-            torch.testing.assert_close(x, exact, rtol=1e-8, atol=1e-8)
+def test_batches_of_matrices_and_of_right_hand_sides_broadcast(n, method):
+    matrices = torch.stack([symmetric(torch.linspace(1, last, n).double()) + torch.eye(n) for last in range(2, 14)])
+    for A in (matrices[0], matrices[:3], matrices.view(4, 3, n, n)):
+        for shape in ((n,), (n, 1), (n, 2), (3, n, 1), (1, n, 2), (3, 3, n, 2)[A.ndim > 3 :], (4, 3, n, 1)):
+            leaves = (A.clone().requires_grad_(), right_hand_sides(math.prod(shape), 1).view(shape).requires_grad_())
+            found, exact = solve(*leaves, method=method, rtol=1e-10), torch.linalg.inv(leaves[0]) @ leaves[1]
+            torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(solve(*map(torch.detach, leaves), method=method, rtol=1e-10), found)
+            pairs = zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (found, exact)))
+            for mine, theirs in pairs:
+                torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-7)
 
 
 def test_op_solve_takes_the_same_path(monkeypatch):
