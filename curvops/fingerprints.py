@@ -28,7 +28,7 @@ MAX_CHUNKS = 2**16
 GENERATOR = 0x2545F4914F6CDD1D
 """A number whose powers modulo 2^64 repeat after 2^62 steps only."""
 
-Numbers = TypeVar("Numbers", Tensor, np.ndarray)
+Integers = TypeVar("Integers", Tensor, np.ndarray)
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -138,7 +138,7 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mixed(numbers: Integers) -> Integers:
     """Return 64-bit numbers whose bits each depend on all of the given one's (shifts without the sign, odd factors)."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # of MurmurHash3 and SplitMix64, as signed numbers
         numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * factor

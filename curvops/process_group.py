@@ -1,8 +1,12 @@
-"""The processes of a `torch.distributed` group, each with a shard of the data: sums, rows and facts of all of them."""
+"""The processes of a `torch.distributed` group, each with a shard of the data: sums, rows and facts of all of them.
+
+What tells tensors and modules that are shared among them stands here, too.
+"""
 
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -62,6 +66,27 @@ def warn_without_group() -> None:
 
 
 _warned: list[bool] = []
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor, without importing the module before anyone has one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_fully_sharded(part: nn.Module) -> bool:
+    """Return whether `torch.distributed.fsdp.fully_shard` was applied to a module itself."""
+    return any(is_fsdp(kind, "FSDPModule") for kind in type(part).__mro__)
+
+
+def holds_shards(model: Any) -> bool:
+    """Return whether `fully_shard` was applied to a model or to a part of it."""
+    return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+
+
+def is_fsdp(kind: type, name: str) -> bool:
+    """Return whether a class is one of this name of torch.distributed."""
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
 
 
 class Ranks:

@@ -12,7 +12,6 @@ from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.model.shards import holds_shards
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.first_points import NoCurvature
@@ -23,7 +22,7 @@ from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
 from curvops.network.walks.rounded_passes import LowerPrecision
-from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
+from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
 from curvops.process_group import RankFailed, RanksDiffer, WithoutGroup
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
     "LowerPrecision",
     "Model",
     "NoCurvature",
+    "OuterRows",
     "OutputFisher",
     "Passes",
     "Plan",
@@ -55,16 +55,13 @@ __all__ = [
     "SharedPoints",
     "WithoutGroup",
     "accumulate",
-    "holds_shards",
     "likelihoods",
     "own_randomness",
     "read_mean",
     "read_precision",
     "record_of_network",
     "recorded_network",
-    "row_blocks",
     "saved_bytes",
     "score_and_diagonal",
-    "second_moments",
     "squared_columns",
 ]

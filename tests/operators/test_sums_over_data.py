@@ -93,7 +93,7 @@ ROWS: dict[str, Callable[[co.Linearization], Any]] = {
 @pytest.fixture
 def doubled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     add_up = Passes.add_up
-    return lambda: monkeypatch.setattr(Passes, "add_up", lambda self, parts, told=None: 2 * add_up(self, parts, told))
+    return lambda: monkeypatch.setattr(Passes, "add_up", lambda self, parts, *rest: 2 * add_up(self, parts, *rest))
 
 
 @pytest.mark.parametrize("problem", [dense, tokens])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
-from curvops.process_group import Ranks
+from curvops.process_group import Ranks, is_dtensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -429,12 +429,6 @@ def block_of(tensor: Tensor) -> Any:
 
 
 # The doors between DTensors and blocks.
-
-
-def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without importing the module before anyone has one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def unwrapped(tensor: Any) -> Sharded:

@@ -36,7 +36,6 @@ from curvops.linalg.core.sharded import (
     Layouts,
     RowLayout,
     Sharded,
-    is_dtensor,
     layouts_of,
     over_ranks,
     stored,
@@ -67,6 +66,7 @@ from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_o
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
+from curvops.process_group import is_dtensor
 from curvops.progress import Progress, progress_of
 
 # Unit vectors are multiplied in blocks of this many columns to read single entries or the diagonal.

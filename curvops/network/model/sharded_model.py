@@ -18,9 +18,9 @@ from curvops.network.model.calls import Calls
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.model import Model, check_deterministic_modules, form_of, places, require_all_finite
 from curvops.network.model.parameters import Blocks, Selection, select
-from curvops.network.model.shards import ShardedParameters, is_dtensor, is_fully_sharded
+from curvops.network.model.shards import ShardedParameters
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
-from curvops.process_group import Ranks
+from curvops.process_group import Ranks, is_dtensor, is_fully_sharded
 
 
 class ShardedModel(Model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,28 +13,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.network.model.parameters import Blocks, FlatLayout
-from curvops.process_group import Ranks
-
-
-def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without importing the module before anyone has one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def is_fully_sharded(part: nn.Module) -> bool:
-    """Return whether `torch.distributed.fsdp.fully_shard` was applied to a module itself."""
-    return any(_is_fsdp(kind, "FSDPModule") for kind in type(part).__mro__)
-
-
-def holds_shards(model: Any) -> bool:
-    """Return whether `fully_shard` was applied to a model or to a part of it."""
-    return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+from curvops.process_group import Ranks, is_dtensor, is_fsdp, is_fully_sharded
 
 
 def unsharded_class(kind: type) -> type:
     """Return the class that a module had before `fully_shard`, which derives one from it."""
-    marked = len(kind.__bases__) == 2 and _is_fsdp(kind.__bases__[0], "FSDPModule")
+    marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
     return kind.__bases__[1] if marked else kind
 
 
@@ -46,16 +29,12 @@ def has_hooks(part: Any) -> bool:
     return any(own is None or getattr(hook, "__self__", None) is not own for hook in hooks)
 
 
-def _is_fsdp(kind: type, name: str) -> bool:
-    return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
-
-
 def require_whole(source: Any) -> None:
     """Raise ValueError where a model's parameters are shared among processes."""
     if isinstance(source, nn.Module):
         for path, part in source.named_modules():
             where = f"the module {path!r}" if path else "the model"
-            if any(_is_fsdp(kind, "FullyShardedDataParallel") for kind in type(part).__mro__):
+            if any(is_fsdp(kind, "FullyShardedDataParallel") for kind in type(part).__mro__):
                 raise ValueError(
                     f"{where} is a FullyShardedDataParallel, which keeps the parameters of all its layers as one "
                     "vector: linearise the module inside, on each process, with a shard of the data and process_group=."

@@ -335,13 +335,11 @@ class Passes(JacobianRows):
         assert total is not None
         return total
 
-    def draw(
-        self, draws: range, columns: int, normals: PointNormals, root: OutputFisher | None = None
-    ) -> Float[Tensor, "D k"]:
+    def draw(self, draws: range, columns: int, seed: int, root: OutputFisher | None = None) -> Float[Tensor, "D k"]:
         """Draw samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
         like = self.model.theta
-        seed = torch.tensor([normals.seed], device=like.device)
-        return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, seed)
+        normals, told = PointNormals(seed), torch.tensor([seed], device=like.device)
+        return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, told)
 
     def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None, own: bool = False) -> Tensor:
         """Add up the parts of all batches, and ranks (not for its `own` part); every sum over data ends here.

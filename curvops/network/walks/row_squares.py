@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -105,28 +105,52 @@ def squares_of(group: Group, chunk_bytes: int) -> Blocks:
     matrices = group.matrices()
     if matrices is not None:
         assert group.layer is not None
-        return group.layer.from_matrix(second_moments(matrices, group.layer.width, chunk_bytes))
+        return group.layer.from_matrix(OuterRows(matrices).second_moments(group.layer.width, chunk_bytes))
     total: Blocks = {}
     for rows in group.pieces(chunk_bytes):
         _add(total, {name: row.flatten(0, 1).square().sum(0) for name, row in rows.items()})
     return total
 
 
-def second_moments(
-    matrices: Sequence[tuple[Tensor, Tensor]], width: int, most_bytes: int
-) -> Float[Tensor, "g p {width}"]:
-    """Return Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.left`, with several calls added up first.
+@dataclass(frozen=True, eq=False)
+class OuterRows:
+    """The rows Σ_t left ⊗ right of some points, by the sides (see `Rule.left`) of each call of a layer, added up."""
 
-    At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
-    blocks of at most `most_bytes`, at least one point's R·q numbers. `width` is q, which indices do not show.
-    """
-    left, right = matrices[0]
-    if len(matrices) == 1 and not right.is_floating_point():
-        return embedding_squares(left, right, width)
-    if len(matrices) == 1 and right.shape[2] == 1:
-        return torch.einsum("ngp,ngq->gpq", sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
-    pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
-    return _squares_by_blocks(pairs, most_bytes)
+    sides: Sequence[tuple[Tensor, Tensor]]
+
+    def second_moments(self, width: int, most_bytes: int) -> Float[Tensor, "g p {width}"]:
+        """Return Σ_n Σ_r of the rows' squares, elementwise.
+
+        At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
+        blocks of at most `most_bytes`, at least one point's R·q numbers. `width` is q, which indices do not show.
+        """
+        left, right = self.sides[0]
+        if len(self.sides) == 1 and not right.is_floating_point():
+            return embedding_squares(left, right, width)
+        if len(self.sides) == 1 and right.shape[2] == 1:
+            return torch.einsum("ngp,ngq->gpq", sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
+        pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in self.sides]
+        total = left.new_zeros(left.shape[2], left.shape[4], width)
+        for _, lines, block in OuterRows(pairs).blocks(most_bytes):
+            total[:, lines] += block.square_().sum((0, 2))
+        return total
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
+        """Yield the rows in blocks: (points, lines of p, block).
+
+        A block takes at most `most_bytes`, on a CPU at most its cache, but at least one point's and line's R·q numbers.
+        The next block overwrites it.
+        """
+        left, right = self.sides[0]
+        most_bytes = most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES)
+        (n, r, g, _, p), q = left.shape, right.shape[-1]
+        line = r * g * q * left.element_size()  # of one point and one of p
+        points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
+        memory = left.new_empty(min(points, n) * lines * r * g * q)  # one memory for all: new pages cost more than sums
+        for start in range(0, n, points):
+            for first in range(0, p, lines):
+                some, part = slice(start, start + points), slice(first, first + lines)
+                yield some, part, _block([(a[some, ..., part], b[some]) for a, b in self.sides], memory)
 
 
 def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
@@ -137,34 +161,6 @@ def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
     for column in left.unbind(1)[1:]:
         total.addcmul_(column, column)
     return total
-
-
-def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Tensor:
-    g, p, q = pairs[0][0].shape[2], pairs[0][0].shape[4], pairs[0][1].shape[-1]
-    total = pairs[0][0].new_zeros(g, p, q)
-    for _, lines, block in row_blocks(pairs, most_bytes):
-        total[:, lines] += block.square_().sum((0, 2))
-    return total
-
-
-def row_blocks(
-    pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int
-) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
-    """Yield the rows Σ_t left ⊗ right, summed over all calls, in blocks: (points, lines of p, block).
-
-    A block takes at most `most_bytes`, on a CPU at most its cache, but at least one point's and line's R·q numbers. The
-    next block overwrites it.
-    """
-    left, right = pairs[0]
-    most_bytes = most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES)
-    (n, r, g, _, p), q = left.shape, right.shape[-1]
-    line = r * g * q * left.element_size()  # of one point and one of p
-    points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
-    memory = left.new_empty(min(points, n) * lines * r * g * q)  # one memory for all: new pages cost more than sums
-    for start in range(0, n, points):
-        for first in range(0, p, lines):
-            some, part = slice(start, start + points), slice(first, first + lines)
-            yield some, part, _block([(a[some, ..., part], b[some]) for a, b in pairs], memory)
 
 
 def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tensor, "n g r w q"]:

@@ -122,10 +122,10 @@ class ShardedPasses:
         return total.squeeze(1)
 
     @torch.no_grad()
-    def draw(self, draws: range, output: OutputFisher, normals: PointNormals) -> Float[Tensor, "d k"]:
+    def draw(self, draws: range, output: OutputFisher, seed: int) -> Float[Tensor, "d k"]:
         """Draw samples of Σ over the data of Jᵀ L z, z standard normal, by the position of each point among all."""
-        like = self.model.theta
-        self.shard.ranks.require_equal({"the seed of a draw": normals.seed})
+        like, normals = self.model.theta, PointNormals(seed)
+        self.shard.ranks.require_equal({"the seed of a draw": seed})
         columns, total = output.num_columns(self.layers.num_outputs), self._zeros(len(draws))
         for engines in self._engines(output):
             noise = [

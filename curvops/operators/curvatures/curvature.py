@@ -14,7 +14,7 @@ from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import OutputFisher, Passes, Plan, PointNormals, Sampled
+from curvops.network import OutputFisher, Passes, Plan, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import UserOperator
 
@@ -84,10 +84,9 @@ class Curvature(UserOperator, NetworkOperator):
         """
         per_point = self.output.num_columns(self.lin.num_outputs)
         noise = ColumnNoise.of(generator, k, self.device)
-        normals = PointNormals(noise.key)
         if (rows := self.rows) is not None:
-            return rows.draw(noise.columns, per_point, normals)
-        return self.lin.passes.draw(noise.columns, per_point, normals, self.output)
+            return rows.draw(noise.columns, per_point, noise.key)
+        return self.lin.passes.draw(noise.columns, per_point, noise.key, self.output)
 
 
 class CurvatureRoot(NetworkOperator):

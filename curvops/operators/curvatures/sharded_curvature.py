@@ -13,7 +13,7 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sharded import Layouts, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
-from curvops.network import OutputFisher, PointNormals
+from curvops.network import OutputFisher
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 
 
@@ -81,7 +81,7 @@ class ShardedCurvature(Operator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Any:
         noise = ColumnNoise.of(generator, k, self.device)
-        found = self.lin.passes.draw(noise.columns, self.output, PointNormals(noise.key))
+        found = self.lin.passes.draw(noise.columns, self.output, noise.key)
         return Sharded(found, self.lin.layout)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

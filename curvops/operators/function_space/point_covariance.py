@@ -30,7 +30,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
-from curvops.network import Group, JacobianRows, Layer, row_blocks
+from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, members, rotate
@@ -399,7 +399,7 @@ def _add_rows(
     """Add by the layer's own Jacobian in the eigenbasis, divided by √p, a few lines at a time (in cache)."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
-    for points, lines, rows in row_blocks([(left, right)], most_bytes):
+    for points, lines, rows in OuterRows([(left, right)]).blocks(most_bytes):
         rows.mul_(roots[:, lines].unsqueeze(1))
         flat = rows.flatten(3).unflatten(2, (blocks, outputs)).flatten(0, 2)
         products = flat @ flat.mT if target.ndim == 3 else flat.square().sum(-1)

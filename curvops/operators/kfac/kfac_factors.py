@@ -15,7 +15,7 @@ from curvops.checkpoint import digest, part_of_rank
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
-from curvops.network import Group, Layer, OutputFisher, Passes, second_moments
+from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
@@ -60,7 +60,7 @@ class BlockSums:
         return f"{', '.join(self.names)}: {what}"
 
     def join(self, passes: Passes) -> None:
-        """Add up or line up the sums of all ranks."""
+        """End the walk: what is added up or lined up is of all its points, over all ranks."""
         self.left.join(passes)
         self.right.join(passes)
         self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
@@ -126,8 +126,8 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             block.left.add(left)
     if lin.passes.shard is not None:
         lin.passes.shard.ranks.require_equal({"the layers that ran": [block.kind for block in blocks.values()]})
-        for block in blocks.values():
-            block.join(lin.passes)
+    for block in blocks.values():
+        block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
     return [part for block in found for part in block.kronecker_blocks(bias == "separate")]
@@ -297,7 +297,7 @@ def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tupl
 def _second_moments(matrices: list[FactorPair], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
     """Return Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
     rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
-    return second_moments(rotated, base.values.shape[2], chunk_bytes)
+    return OuterRows(rotated).second_moments(base.values.shape[2], chunk_bytes)
 
 
 def rotate(side: Tensor, vectors: Tensor) -> Tensor:

@@ -100,8 +100,10 @@ class OuterSum:
             beta = 1
 
     def join(self, passes: Passes) -> None:
-        """Add up the sums of all ranks."""
-        self._add_kept()  # ranks of many points have none
+        """End the walk: what is added up, or kept, is of all its points."""
+        if passes.shard is not None:
+            self._add_kept()  # ranks of many points have none
+        self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up([self.total])
 
     def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
