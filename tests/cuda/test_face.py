@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
@@ -577,10 +578,10 @@ def rows_of_a_mesh(w: World) -> Any:
     backend = "gloo" if w.device.type == "cpu" else on_device
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = dist.device_mesh.init_device_mesh(w.device.type, (1,))
-        A = linalg.BlockRows.of(distribute_tensor(w.dense, mesh, [Shard(0)]), psd=True)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, w.device.type)
+        A = linalg.BlockRows.of(DTensor.from_local(w.dense, mesh, [Shard(0)]), psd=True)
         kernel = co.TangentKernel(w.lin).formed(mesh)
-        solved = linalg.cg(A, distribute_tensor(w.b, mesh, [Shard(0)]), rtol=1e-12).x
+        solved = linalg.cg(A, DTensor.from_local(w.b, mesh, [Shard(0)]), rtol=1e-12).x
         return A.to_dense(), A @ w.b, A.diagonal(), kernel.to_dense(), solved.to_local()
     finally:
         dist.destroy_process_group()
