@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,8 +49,9 @@ def running_on_ranks(size: int, function: Callable[..., Any], *given: Any) -> It
     try:
         yield processes, answers
     finally:
+        end = time.monotonic() + 1  # of all: after a failure they would wait for each other, and the answers are here
         for process in processes:
-            process.join(5)
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
         del store

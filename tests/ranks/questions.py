@@ -190,9 +190,9 @@ def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndar
 
 
 def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """The answers of this rank to each problem; of one rank to the first alone."""
+    """The answers of one rank of two to each problem; of one alone to the first, of one of three to the second."""
     rank = dist.get_rank(group)
     return {
         problem: answers(*(linearise(problem, SHARDS[size], group, rank, seed) for seed in (1, 2)))
-        for problem in list(WIDTHS)[: 1 if size == 1 else None]
+        for problem in list(WIDTHS)[{1: slice(1), 2: slice(None), 3: slice(1, 2)}[size]]
     }

@@ -194,13 +194,13 @@ def product_of(group: dist.ProcessGroup, how: str) -> str:
     disk = Disk(rank, 5, ERRORS.get(how, OSError))
     lin = co.linearize(network(), disk, "classification", engine="streamed", process_group=group)
     ranks, V = lin.passes.shard.ranks, torch.ones(lin.num_parameters, 1, dtype=DOUBLE)
-    ranks.timeout = 2
+    ranks.timeout = 1
     if rank == 1 and how == "ends":
         os._exit(1)
     if how == "out of memory":
         return outcome(lambda: [co.linalg.nystrom(co.GGN(lin), 6, generator=seeded()) for _ in range(9)])
     if rank == 1 and how == "hangs":
-        time.sleep(6)
+        time.sleep(3)
         return "it woke up"
     try:
         return outcome(lambda: [co.GGN(lin) @ V for _ in range(10)])

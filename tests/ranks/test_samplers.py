@@ -22,6 +22,8 @@ from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 
 S, STEPS = co.sampling, 20
+PROBLEMS = {1: ("labels",), 2: ("labels", "numbers"), 3: ("numbers",)}
+"""What each number of ranks is asked of: the whole table is for two; three, one of them without data, hear a part."""
 STOCHASTIC = {
     "sgld": partial(S.sgld, step_size=0.05),
     "sghmc": partial(S.sghmc, step_size=0.1),
@@ -93,7 +95,7 @@ def answers(problem: str, size: int = 1, rank: int = 0, group: Any = None) -> di
 
 
 def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
-    return {problem: answers(problem, size, dist.get_rank(group), group) for problem in ("labels", "numbers")}
+    return {problem: answers(problem, size, dist.get_rank(group), group) for problem in PROBLEMS[size]}
 
 
 @pytest.fixture(scope="module")

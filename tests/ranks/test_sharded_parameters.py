@@ -98,7 +98,8 @@ def answers(lin: Any, mesh: Any = None) -> dict[str, np.ndarray]:
 
 def on_rank(group: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
-    return {problem: answers(linearise(problem, mesh), mesh) for problem in PROBLEMS}
+    problems = PROBLEMS if mesh.size() == 2 else ["tied"]  # three ranks: unequal batches, a parameter of two modules
+    return {problem: answers(linearise(problem, mesh), mesh) for problem in problems}
 
 
 @pytest.fixture(scope="module")

@@ -164,6 +164,8 @@ def projector(V: Any) -> Tensor:
 
 
 SHELVES = (of_products, of_solvers, of_functions, of_spectra, of_estimators, of_sketches)
+OF_THREE_RANKS = (of_products, of_spectra, of_sketches)
+"""What is asked of three ranks, one without data: what depends on where rows lie. Two ranks are asked for all."""
 
 
 def answers(lin: co.Linearization, on: Mesh, shelves: Any = SHELVES) -> dict[str, np.ndarray]:
@@ -188,7 +190,9 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     small_problems(mesh)
     costs(mesh, lin)
     refusals(mesh, lin)
-    found = answers(lin, Mesh(mesh)) | answers(large, Mesh(mesh), (solved_at_large,))
+    found = answers(lin, Mesh(mesh), SHELVES if size == 2 else OF_THREE_RANKS)
+    if size == 2:
+        found |= answers(large, Mesh(mesh), (solved_at_large,))
     failures(mesh)
     return found
 
@@ -365,7 +369,7 @@ def test_answers_are_those_of_whole_vectors(expected, size) -> None:
     wrong = []
     for rank, own in found.items():
         assert not isinstance(own, str), f"rank {rank}: {own}"
-        assert own.keys() == expected.keys()
+        assert own.keys() == expected.keys() if size == 2 else own.keys() < expected.keys()
         for name, value in own.items():
             assert np.array_equal(value, found[0][name]), (rank, name)
             error = np.abs(value - expected[name]).max() / np.abs(expected[name]).max()
