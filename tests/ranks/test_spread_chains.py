@@ -34,7 +34,10 @@ def density() -> Any:
 def of_chains(group: Any) -> Iterator[tuple[str, Any]]:
     f, P = density(), co.KFAC(linearise("labels")).add_diagonal(0.5)
     chains = partial(S.chains, k=K, process_group=group)
-    run = partial(S.run, start=f.params, batches=DATA, steps=STEPS, generator=seeded())
+
+    def run(sampler: Any, **given: Any) -> Any:  # each from the same seed, so that a part of the list can be asked
+        return S.run(sampler, **({"start": f.params, "batches": DATA, "steps": STEPS, "generator": seeded()} | given))
+
     few = group is not None and dist.get_world_size(group) != 2  # chains of one kind of sampler run as of another
     for name, make in (STOCHASTIC | EXACT).items():
         if name != "vi" and (not few or name in ("sgnht", "hmc")):
