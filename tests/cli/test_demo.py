@@ -92,7 +92,7 @@ def test_two_processes_give_the_numbers_of_one_and_write_once(tmp_path):
             "--output",
             str(tmp_path / str(size)),
         ]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         ran = subprocess.run(
             [sys.executable, *torchrun, *program], env=variables, capture_output=True, text=True, timeout=240
