@@ -106,7 +106,9 @@ def test_two_processes_give_the_numbers_of_one_and_write_once(tmp_path):
     one, two = (json.loads((tmp_path / size / "results.json").read_text()) for size in "12")
     for name in ("settings", "summary", "seeds", "evidence_curve"):
         assert _near(one[name], two[name]), name
-    assert [stage["products"] for stage in one["stages"]] == [stage["products"] for stage in two["stages"]]
+    # In single precision a solve of other rounding may take a step more or less.
+    for first, second in zip(one["stages"], two["stages"], strict=True):
+        assert abs(first["products"] - second["products"]) <= 0.05 * first["products"], first
     assert sorted(each.name for each in (tmp_path / "1").iterdir()) == sorted(
         each.name for each in (tmp_path / "2").iterdir()
     )
