@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import curvops as co
 from curvops import linalg
 from curvops.linalg import cg, dual_descent, minres
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import LONGEST, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
 PROBLEMS = ("labels", "more weights than outputs")
@@ -223,7 +223,7 @@ def expected():
     return {problem: answers(linearise(problem), Mesh()) for problem in PROBLEMS}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", LONGEST)
 def test_answers_are_those_of_one_process(expected, size) -> None:
     found, wrong = run_on_ranks(size, on_rank, size), []
     for rank, by_problem in found.items():

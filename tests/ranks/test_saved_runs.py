@@ -108,7 +108,7 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None
                     assert own[messages] < whole[0][messages], f"{what}: products were made twice"
 
 
-KILLS = int(os.environ.get("KILLS", "5"))
+KILLS = int(os.environ.get("KILLS", "3"))
 
 
 def told_run(group: dist.ProcessGroup, folder: str, name: str, saves: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import curvops as co
 from curvops import linalg
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import LONGEST, run_on_ranks
 from tests.ranks.questions import DOUBLE, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
@@ -107,7 +107,7 @@ def expected() -> dict[str, Any]:
     return {problem: answers(linearise(problem)) for problem in PROBLEMS}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", LONGEST)
 def test_answers_are_those_of_one_process_with_all_parameters(expected, size) -> None:
     wrong = []
     for rank, by_problem in run_on_ranks(size, on_rank).items():

@@ -25,11 +25,10 @@ from curvops.linalg.core.vectors import gram
 from curvops.process_group import Ranks, RanksDiffer
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import LONGEST, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
 N = 40
-SIZES = (2, 3)
 Question = tuple[str, Callable[[], Any]]
 
 
@@ -363,7 +362,7 @@ def expected() -> dict[str, np.ndarray]:
     return answers(small, Mesh()) | answers(large, Mesh(), (solved_at_large,))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", LONGEST)
 def test_answers_are_those_of_whole_vectors(expected, size) -> None:
     found = run_on_ranks(size, answers_of_rank, size)
     wrong = []
