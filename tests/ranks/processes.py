@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,43 @@ LONGEST = tuple(map(int, os.environ.get("RANKS", "2").split()))
 """The sizes of groups that the three longest tables ask: with `RANKS="2 3"` three ranks, too, a minute more."""
 
 SECONDS = 240
+
+
+def largest(truth: np.ndarray) -> float:
+    """The largest absolute number."""
+    return float(np.abs(truth).max())
+
+
+def by_problem(found: dict[int, Any]) -> dict[str, dict[int, Any]]:
+    """The answers of all ranks to each problem."""
+    for rank, own in found.items():
+        assert not isinstance(own, str), f"rank {rank}: {own}"
+        assert own.keys() == found[0].keys(), rank
+    return {problem: {rank: own[problem] for rank, own in found.items()} for problem in found[0]}
+
+
+def assert_those_of_one_process(
+    found: dict[int, Any],
+    expected: dict[str, np.ndarray],
+    in_part: bool = False,
+    size_of: Callable[[np.ndarray], float] = largest,
+) -> None:
+    """The answers of all ranks are equal to the bit, and to 1e-10 of their size those of one process.
+
+    To some of its questions only, if they were asked `in_part`.
+    """
+    wrong = []
+    for rank, own in found.items():
+        assert not isinstance(own, str), f"rank {rank}: {own}"
+        assert own.keys() < expected.keys() if in_part else own.keys() == expected.keys(), rank
+        for name, value in own.items():
+            truth = expected[name]
+            assert value.shape == truth.shape, (rank, name)
+            assert np.array_equal(value, found[0][name]), (rank, name)
+            error = np.abs(value - truth).max() / max(1e-300, size_of(truth))
+            if not error < 1e-10:
+                wrong.append(f"rank {rank} of {len(found)}: {name} is off by {error:.2g}")
+    assert not wrong, "\n".join(wrong)
 
 
 @contextlib.contextmanager

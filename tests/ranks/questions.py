@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.process_group import is_dtensor
 
 DOUBLE = torch.float64
 N = 14
@@ -174,19 +175,29 @@ def of_tasks(first: co.Linearization, second: co.Linearization) -> Iterator[tupl
         yield f"{curvature.__name__}: its draws", lambda p=post: p.sample(2, seeded(), rtol=1e-12)
 
 
+def answered(questions: Iterable[tuple[str, Question]]) -> dict[str, np.ndarray]:
+    """The answers, as NumPy arrays by the question's name, DTensors as a whole; an error says which question it was."""
+    found = {}
+    for name, ask in questions:
+        try:
+            value = ask()
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        if is_dtensor(value):
+            assert len(value.placements) == 1 and value.placements[0].is_shard(0), name
+            value = value.full_tensor()
+        found[name] = torch.as_tensor(value).detach().numpy().copy()
+    return found
+
+
 def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndarray]:
     """All answers, as NumPy arrays by the question's name; `later` has the data of a second task."""
     B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
     shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_processes, of_tuning)]
-    found: dict[str, np.ndarray] = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", co.evidence.StepsSpent)
-        for name, ask in chain(*shelves, of_tasks(lin, later)):
-            try:
-                found[name] = torch.as_tensor(ask()).numpy().copy()
-            except Exception as error:
-                raise RuntimeError(f"{name}: {error}") from error
-    return found | {name: ask().numpy().copy() for name, ask in of_gradients(lin, B)}
+        found = answered(chain(*shelves, of_tasks(lin, later)))
+    return found | answered(of_gradients(lin, B))
 
 
 def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:

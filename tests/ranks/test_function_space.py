@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import curvops as co
 from curvops import linalg
 from curvops.linalg import cg, dual_descent, minres
-from tests.ranks.processes import LONGEST, run_on_ranks
-from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
+from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 PROBLEMS = ("labels", "more weights than outputs")
 NOISE = 0.4
@@ -194,19 +194,8 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
 
 
 def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
-    found = {}
     with torch.no_grad():
-        for shelf in (of_jacobians, of_kernels):
-            for name, ask in shelf(lin, on):
-                try:
-                    value = ask()
-                except Exception as error:
-                    raise RuntimeError(f"{name}: {error}") from error
-                if isinstance(value, DTensor):
-                    assert value.placements == (Shard(0),)
-                    value = value.full_tensor()
-                found[name] = torch.as_tensor(value).numpy().copy()
-    return found
+        return answered(question for shelf in (of_jacobians, of_kernels) for question in shelf(lin, on))
 
 
 def on_rank(group: dist.ProcessGroup, size: int) -> dict[str, Any]:
@@ -225,20 +214,11 @@ def expected():
 
 @pytest.mark.parametrize("size", LONGEST)
 def test_answers_are_those_of_one_process(expected, size) -> None:
-    found, wrong = run_on_ranks(size, on_rank, size), []
-    for rank, by_problem in found.items():
-        assert not isinstance(by_problem, str), f"rank {rank}: {by_problem}"
-        largest = by_problem.pop("largest")
+    problems = by_problem(run_on_ranks(size, on_rank, size))
+    for largest in problems.pop("largest").values():
         assert largest["forming"] == OUTPUTS**2 // size
         assert largest["solving"] < OUTPUTS**2 // size
         assert largest["messages of a product"] == (size > 1)
         assert not largest["inputs of others kept"]
-        for problem, own in by_problem.items():
-            assert own.keys() == expected[problem].keys()
-            for name, value in own.items():
-                truth = expected[problem][name]
-                assert np.array_equal(value, found[0][problem][name]), (rank, problem, name)
-                error = np.abs(value - truth).max() / np.abs(truth).max()
-                if not error < 1e-10:
-                    wrong.append(f"rank {rank} of {size}, {problem}: {name} is off by {error:.2g}")
-    assert not wrong, "\n".join(wrong)
+    for problem, found in problems.items():
+        assert_those_of_one_process(found, expected[problem])

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import curvops as co
 from tests.ranks.processes import run_on_ranks
-from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
+from tests.ranks.questions import DOUBLE, SHARDS, answered, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 
 N = 14
@@ -91,15 +91,9 @@ def quantities(lin: co.Linearization) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 def answers(lin: co.Linearization) -> dict[str, np.ndarray]:
-    found = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        for name, ask in quantities(lin):
-            try:
-                found[name] = torch.as_tensor(ask()).numpy().copy()
-            except Exception as error:
-                raise RuntimeError(f"{name}: {error}") from error
-    return found
+        return answered(quantities(lin))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 
@@ -105,17 +105,8 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_chains_are_those_of_one_process(expected, size) -> None:
-    found, wrong = run_on_ranks(size, answers_of_rank, size), []
-    for rank, by_problem in found.items():
-        assert not isinstance(by_problem, str), f"rank {rank}: {by_problem}"
-        for problem, own in by_problem.items():
-            assert own.keys() == expected[problem].keys()
-            for name, value in own.items():
-                error = np.abs(value - expected[problem][name]).max()
-                if not error < 1e-10:
-                    wrong.append(f"rank {rank} of {size}, {problem}: {name} is off by {error:.2g}")
-                assert np.array_equal(value, found[0][problem][name]), (rank, problem, name)
-    assert not wrong, "\n".join(wrong)
+    for problem, found in by_problem(run_on_ranks(size, answers_of_rank, size)).items():
+        assert_those_of_one_process(found, expected[problem], size_of=lambda truth: 1.0)
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import curvops as co
 from curvops import linalg
-from tests.ranks.processes import LONGEST, run_on_ranks
-from tests.ranks.questions import DOUBLE, seeded
+from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.questions import DOUBLE, answered, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
 from tests.ranks.test_faults import network as perceptron
@@ -87,38 +87,21 @@ def _column(V: Any) -> Tensor:
     return V.full_tensor()[:, 0].contiguous()
 
 
-def answers(lin: Any, mesh: Any = None) -> dict[str, np.ndarray]:
-    found = {}
-    for name, ask in questions(lin, mesh):
-        answer = ask()
-        answer = answer.full_tensor() if isinstance(answer, DTensor) else answer
-        found[name] = torch.as_tensor(answer).detach().numpy()
-    return found
-
-
 def on_rank(group: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
     problems = PROBLEMS if mesh.size() == 2 else ["tied"]  # three ranks: unequal batches, a parameter of two modules
-    return {problem: answers(linearise(problem, mesh), mesh) for problem in problems}
+    return {problem: answered(questions(linearise(problem, mesh), mesh)) for problem in problems}
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    return {problem: answers(linearise(problem)) for problem in PROBLEMS}
+    return {problem: answered(questions(linearise(problem))) for problem in PROBLEMS}
 
 
 @pytest.mark.parametrize("size", LONGEST)
 def test_answers_are_those_of_one_process_with_all_parameters(expected, size) -> None:
-    wrong = []
-    for rank, by_problem in run_on_ranks(size, on_rank).items():
-        assert not isinstance(by_problem, str), f"rank {rank}: {by_problem}"
-        for problem, own in by_problem.items():
-            assert own.keys() == expected[problem].keys()
-            for name, truth in expected[problem].items():
-                error = np.abs(own[name] - truth).max() / max(1e-300, np.abs(truth).max())
-                if not error < 1e-10:
-                    wrong.append(f"rank {rank} of {size}, {problem}: {name} is off by {error:.2g}")
-    assert not wrong, "\n".join(wrong)
+    for problem, found in by_problem(run_on_ranks(size, on_rank)).items():
+        assert_those_of_one_process(found, expected[problem])
 
 
 def variations(mesh: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

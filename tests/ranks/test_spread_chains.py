@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import curvops as co
-from tests.ranks.processes import run_on_ranks
+from tests.ranks.processes import assert_those_of_one_process, largest, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 from tests.ranks.test_samplers import EXACT, STOCHASTIC, own_points
@@ -87,17 +87,8 @@ def expected() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_chains_are_those_of_one_process(expected, size) -> None:
-    wrong, found = [], run_on_ranks(size, answers)
-    for rank, own in found.items():
-        assert not isinstance(own, str), f"rank {rank}: {own}"
-        assert own.keys() == expected.keys() if size == 2 else own.keys() < expected.keys()
-        for name, value in own.items():
-            assert value.shape == expected[name].shape, (rank, name)
-            error = np.abs(value - expected[name]).max() / max(1.0, np.abs(expected[name]).max())
-            if not error < 1e-10:
-                wrong.append(f"rank {rank} of {size}: {name} is off by {error:.2g}")
-            assert np.array_equal(value, found[0][name]), (rank, name)
-    assert not wrong, "\n".join(wrong)
+    found = run_on_ranks(size, answers)
+    assert_those_of_one_process(found, expected, size != 2, lambda truth: max(1.0, largest(truth)))
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
