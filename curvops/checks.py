@@ -81,6 +81,13 @@ def check_generator(generator: object) -> None:
         )
 
 
+def drawn_seed(generator: torch.Generator | None) -> int:
+    """Return a seed drawn from a generator, by default torch's own; raise TypeError for anything else."""
+    check_generator(generator)
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
 def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -> None:
     """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
     checked_number(name, rtol)

@@ -89,6 +89,12 @@ def is_fsdp(kind: type, name: str) -> bool:
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
 
 
+def even_share(length: int, ranks: int, rank: int) -> range:
+    """Return a rank's positions as `Shard` has them: ⌈n/ranks⌉ each, fewer or none at the end."""
+    step = -(-length // ranks)
+    return range(min(length, rank * step), min(length, (rank + 1) * step))
+
+
 class Ranks:
     """The ranks of a process group that share one linearisation, this one among them.
 
@@ -177,9 +183,14 @@ class Ranks:
         counts = self._reduced(lengths, told).tolist()
         padded = moved.new_zeros(max(counts), *moved.shape[1:])
         padded[: len(moved)] = moved
-        found = [torch.empty_like(padded) for _ in counts]
-        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
-        return torch.cat([rows[:count] for rows, count in zip(found, counts)]).movedim(0, dim), counts
+        found = zip(self._gathered(padded), counts)
+        return torch.cat([rows[:count] for rows, count in found]).movedim(0, dim), counts
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which are of one shape. One all-gather."""
+        found = [torch.empty_like(part) for _ in range(self.size)]
+        self._wait(lambda: dist.all_gather(found, part, group=self.group, async_op=True), part)
+        return found
 
     def broadcast(self, part: Tensor, rank: int) -> Tensor:
         """Return the tensor of one rank; the others give a tensor of its shape, which is overwritten."""
@@ -209,9 +220,7 @@ class Ranks:
             return part
         padded = part.new_zeros(part.shape[1], max(counts))
         padded[:, : len(part)] = part.mT
-        found = [torch.empty_like(padded) for _ in counts]
-        self._wait(lambda: dist.all_gather(found, padded, group=self.group, async_op=True), padded)
-        return torch.cat([rows[:, :count] for rows, count in zip(found, counts)], 1).mT
+        return torch.cat([rows[:, :count] for rows, count in zip(self._gathered(padded), counts)], 1).mT
 
     def scatter_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum of a block (n, K) over ranks, so many on each. One all-to-all."""
@@ -262,7 +271,7 @@ class Ranks:
         data = pickle.dumps(answer) if self.rank == 0 else b""
         length = self._reduced(torch.tensor([len(data)], device=self._device))
         buffer = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8).to(self._device)
-        self._wait(lambda: dist.broadcast(buffer, group=self.group, group_src=0, async_op=True), buffer)
+        buffer = self.broadcast(buffer, 0)
         value, problem = answer if self.rank == 0 else pickle.loads(buffer.cpu().numpy().tobytes())
         if problem is not None:
             raise problem

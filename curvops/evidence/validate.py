@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.checks import check_accuracy, check_flag
+from curvops.checks import check_accuracy, check_flag, drawn_seed
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import as_source, holds_all, parts_of
@@ -127,8 +127,7 @@ class _Search:
     trials: list[_Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        device = None if self.generator is None else self.generator.device
-        self.seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
+        self.seed = drawn_seed(self.generator)
 
     def score(self, post: Laplace) -> float:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""

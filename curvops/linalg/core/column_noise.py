@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_generator
+from curvops.checks import drawn_seed
 
-LARGEST_KEY = 2**62
 OF_COLUMNS, OF_OTHERS = 0, 1
 
 
@@ -33,10 +32,7 @@ class ColumnNoise(torch.Generator):
         """Return a source for k columns, its key drawn from a generator, by default torch's own; or from a source."""
         if isinstance(generator, ColumnNoise) and len(generator.columns) == k:
             return cls(generator.draw_key(), generator.columns, generator.device)
-        check_generator(generator)
-        home = None if generator is None else generator.device
-        key = int(torch.randint(LARGEST_KEY, (), generator=generator, device=home))
-        return cls(key, range(k), device if home is None else home)
+        return cls(drawn_seed(generator), range(k), device if generator is None else generator.device)
 
     def part(self, start: int, stop: int) -> ColumnNoise:
         """Return a new source for some of the columns, as if nothing had been asked of this one."""

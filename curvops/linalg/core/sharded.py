@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
-from curvops.process_group import Ranks, is_dtensor
+from curvops.process_group import Ranks, even_share, is_dtensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,9 +46,7 @@ class RowLayout:
     @classmethod
     def even(cls, ranks: Ranks, length: int, mesh: Any = None) -> RowLayout:
         """Return the layout of `Shard(0)`: ⌈n/ranks⌉ rows each, fewer or none at the end."""
-        step = -(-length // ranks.size)
-        ends = [min(length, rank * step) for rank in range(ranks.size + 1)]
-        return cls(ranks, tuple(stop - start for start, stop in pairwise(ends)), mesh)
+        return cls(ranks, tuple(len(even_share(length, ranks.size, rank)) for rank in range(ranks.size)), mesh)
 
     @classmethod
     def on(cls, mesh: Any, length: int) -> RowLayout:
@@ -205,6 +203,16 @@ class Sharded(_Block):
         if not self.local.shape[1]:
             return self.local.new_empty(self.shape)
         return self.rows.ranks.gather_rows(self.local, self.rows.counts)
+
+    def moved(self, layout: RowLayout) -> Sharded:
+        """Return the block with its rows so over the same ranks; itself where they lie so. One all-to-all."""
+        if self.rows.counts == layout.counts:
+            return self
+        if self.ndim == 1:
+            return self.unsqueeze(1).moved(layout).squeeze(1)
+        if not self.shape[1]:
+            return self._placed(layout, 0)
+        return Sharded(layout.ranks.move_rows(self.local, self.rows.counts, layout.counts), layout)
 
     def multiplied(
         self, multiply: Callable[[Tensor], Tensor], partial: bool = False, layout: RowLayout | None = None
@@ -461,10 +469,8 @@ def wrapped(block: Sharded) -> Any:
     """Return a block as a DTensor with `Shard(0)`; rows that lie otherwise are moved."""
     from torch.distributed.tensor import DTensor, Shard
 
-    layout, ranks = block.rows, block.rows.ranks
-    even = RowLayout.even(ranks, layout.length, layout.mesh)
-    if even.counts != layout.counts:
-        block = block.multiplied(lambda whole: whole, layout=even)
+    layout = block.rows
+    block = block.moved(RowLayout.even(layout.ranks, layout.length, layout.mesh))
     stride = (1,) if block.ndim == 1 else (1, layout.length)
     return DTensor.from_local(block.local, layout.mesh, [Shard(0)], run_check=False, shape=block.shape, stride=stride)
 

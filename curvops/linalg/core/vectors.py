@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_generator
+from curvops.checks import check_generator, drawn_seed
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -249,11 +249,10 @@ def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None
 
     Probes that are correlated with a sketch are biased, and a caller may pass both the same seed.
     """
-    check_generator(generator)
     if generator is None:
         return None
-    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-    return torch.Generator(generator.device).manual_seed(int(seed))
+    seed = drawn_seed(generator)
+    return torch.Generator(generator.device).manual_seed(seed)
 
 
 @singledispatch

@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_generator
+from curvops.checks import drawn_seed
 
-LARGEST_SEED = 2**62
 WORDS = 4
 """How many numbers one counter gives."""
 CHUNK = 2**15
@@ -32,9 +31,7 @@ class PointNormals:
     @classmethod
     def drawn(cls, generator: torch.Generator | None) -> PointNormals:
         """Return the numbers of a seed drawn from this source, by default torch's own."""
-        check_generator(generator)
-        device = None if generator is None else generator.device
-        return cls(int(torch.randint(LARGEST_SEED, (), generator=generator, device=device)))
+        return cls(drawn_seed(generator))
 
     def block(self, draws: range, points: slice, outputs: int, like: Tensor) -> Float[Tensor, "k n {outputs}"]:
         """Return the numbers of some draws and points, `outputs` per point, in the dtype and device of `like`.

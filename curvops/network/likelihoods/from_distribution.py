@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, distributions
 from torch.distributions import Distribution
 
+from curvops.checks import drawn_seed
 from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
 from curvops.network.likelihoods.likelihood import Outputs
 
@@ -64,7 +65,7 @@ class FromDistribution(ByAutograd):
         if generator is None:
             return self._draw(found)
         # Distributions draw only from torch's default generators, which are seeded here and restored.
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        seed = drawn_seed(generator)
         accelerator = [] if f.device.type == "cpu" else [f.device]
         with torch.random.fork_rng(accelerator, device_type=f.device.type if accelerator else "cuda"):
             torch.default_generator.manual_seed(seed)

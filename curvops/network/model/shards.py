@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.network.model.parameters import Blocks, FlatLayout
-from curvops.process_group import Ranks, is_dtensor, is_fsdp, is_fully_sharded
+from curvops.process_group import Ranks, even_share, is_dtensor, is_fsdp, is_fully_sharded
 
 
 def unsharded_class(kind: type) -> type:
@@ -76,7 +76,7 @@ class ShardedParameters:
         found = cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
         for name, tensor in tensors.items():
             dim = found._dim[name]
-            expected = _run(tensor.shape[dim], ranks.size, ranks.rank)
+            expected = even_share(tensor.shape[dim], ranks.size, ranks.rank)
             if tensor.to_local().shape[dim] != len(expected):
                 raise ValueError(
                     f"parameter {name!r} has {tuple(tensor.to_local().shape)} on {ranks.names}, where fully_shard puts "
@@ -105,7 +105,7 @@ class ShardedParameters:
 
     def rows_of(self, rank: int) -> range:
         """Return the rows of a rank."""
-        return _run(self.layout.size, self.ranks.size, rank)
+        return even_share(self.layout.size, self.ranks.size, rank)
 
     def _pieces(self, names: Sequence[str], rank: int) -> Iterator[tuple[str, slice, slice]]:
         """Yield what a rank holds of parameters: the name, the entries of it, and the rank's own rows."""
@@ -152,7 +152,7 @@ class ShardedParameters:
         for name, shape in self.shapes.items():
             whole = self.gather(block.unsqueeze(1) if one else block, (name,))[name]
             dim = self._dim[name]
-            own = _run(shape[dim], self.ranks.size, self.ranks.rank)
+            own = even_share(shape[dim], self.ranks.size, self.ranks.rank)
             part = whole.narrow(dim + 1, min(own.start, shape[dim]), len(own)).clone()
             found[name] = self.as_parameter(name, part[0] if one else part)
         return found
@@ -187,7 +187,7 @@ class ShardedParameters:
             part, dim = tensors[name].detach(), self._dim[name] + 1
             part = part.unsqueeze(0) if K is None else part
             whole = total.new_zeros(len(part), *shape)
-            own = _run(shape[dim - 1], self.ranks.size, self.ranks.rank)
+            own = even_share(shape[dim - 1], self.ranks.size, self.ranks.rank)
             own_slice = whole.narrow(dim, min(own.start, shape[dim - 1]), len(own))
             if is_dtensor(part):
                 own_slice.copy_(part.to_local())
@@ -216,9 +216,3 @@ class ShardedParameters:
                     f"{self.mesh}, as the parameter does: call tensor.redistribute(mesh, placements)."
                 )
         return tensor.shape[0] if extra else None
-
-
-def _run(length: int, ranks: int, rank: int) -> range:
-    """Return a rank's positions as `Shard` has them: ⌈n/ranks⌉ each, fewer or none at the end."""
-    step = -(-length // ranks)
-    return range(min(length, rank * step), min(length, (rank + 1) * step))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -62,19 +64,21 @@ class DrawnFisher(FromResiduals):
     @torch.no_grad()
     def _draw(self, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "M N C"]:
         """Draw for all points at once: equal seeds give equal draws, however the data are batched."""
-        draws = [self.likelihood.mc_residual(f, y, w, self.generator) for _ in range(self.mc_samples)]
-        return torch.stack(draws) / self.mc_samples**0.5
+        return drawn_residuals(self.likelihood, f, y, w, self.mc_samples, self.generator)
+
+
+def drawn_residuals(
+    likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None, mc_samples: int, generator: torch.Generator | None
+) -> Float[Tensor, "M N C"]:
+    """Return residuals at M targets per point drawn from the model with outputs f, divided by √M."""
+    draws = [likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
+    return torch.stack(draws) / mc_samples**0.5
 
 
 def output_fisher(
-    passes: Passes,
-    num_data: int,
-    likelihood: Likelihood,
-    kind: str,
-    mc_samples: int,
-    generator: torch.Generator | None,
+    kind: str, likelihood: Likelihood, mc_samples: int, drawn: Callable[[], OutputFisher]
 ) -> OutputFisher:
-    """Return the H that `fisher=` names: "exact", "mc" with `mc_samples` targets per point, or "empirical".
+    """Return the H that `fisher=` names: "exact", "mc", which is `drawn` with `mc_samples` targets, or "empirical".
 
     Raises ValueError for another word, for `mc_samples` below 1, and above 1 if nothing is drawn.
     """
@@ -83,5 +87,5 @@ def output_fisher(
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":
-        return DrawnFisher(passes, num_data, likelihood, mc_samples, generator)
+        return drawn()
     return Exact(likelihood) if kind == "exact" else Empirical(likelihood)

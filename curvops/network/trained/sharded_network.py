@@ -14,8 +14,9 @@ from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.shard import Shard
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
-from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled, check_kind
+from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
 from curvops.network.model.sharded_model import ShardedModel
+from curvops.network.trained.drawn_fisher import drawn_residuals, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
 from curvops.network.trained.trained_network import Source
 from curvops.network.walks.budget import Budget, default_budget
@@ -124,17 +125,15 @@ class ShardedNetwork:
         checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")
         check_generator(generator)
         f, y, w = self.passes.outputs_and_labels()
-        draws = [self.likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
-        return torch.stack(draws) / mc_samples**0.5
+        return drawn_residuals(self.likelihood, f, y, w, mc_samples, generator)
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """Return the H that `fisher=` names: "exact", "mc" with `mc_samples` targets per point, or "empirical"."""
-        check_kind(kind)
-        if kind == "mc":
+        """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""
+
+        def drawn() -> OutputFisher:
             return Sampled(self.likelihood, self.draw_residuals(mc_samples, generator))
-        if mc_samples != 1:
-            raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
-        return Exact(self.likelihood) if kind == "exact" else Empirical(self.likelihood)
+
+        return output_fisher(kind, self.likelihood, mc_samples, drawn)
 
     def _facts(self) -> dict[str, Any]:
         selection = self.model.selection

@@ -315,11 +315,14 @@ class TrainedNetwork:
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""
-        return output_fisher(self.passes, self.num_data, self.likelihood, kind, mc_samples, generator)
+        return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
-        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator).draw()
+        return self._drawn(mc_samples, generator).draw()
+
+    def _drawn(self, mc_samples: int, generator: torch.Generator | None) -> DrawnFisher:
+        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator)
 
     @torch.no_grad()
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
@@ -518,7 +521,7 @@ class TrainedNetwork:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What a checkpoint of a run that draws noise for each point compares, too."""
+        """The further facts that a checkpoint compares where a run draws noise for each point."""
         return {"the order of the data": self.data.prints.order}
 
     def _facts(self) -> dict[str, Any]:

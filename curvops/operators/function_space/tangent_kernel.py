@@ -119,7 +119,7 @@ class TangentKernel(UserOperator, Operator):
             return Sharded(self._columns(index)[layout.own], layout)
         points = rows_over_ranks.layout_of_points(J.passes, layout)
         own = J.passes.push_own(self._scaled(J.rows_at(index)))
-        return rows_over_ranks.moved(Sharded(own, points), layout)
+        return Sharded(own, points).moved(layout)
 
     def formed(self, mesh: Any) -> BlockRows:
         """Form the matrix with its rows shared among the ranks of a device mesh of one dimension.
@@ -145,7 +145,7 @@ class TangentKernel(UserOperator, Operator):
         points, own = rows_over_ranks.layout_of_points(J.passes, layout), J.apart()
         rows = [gram_matrix(own, own if other is None else other, self.prior) for other in J.in_turn()]
         whole = Sharded(torch.cat(rows, 1)[: points.counts[points.ranks.rank]], points)
-        return BlockRows(rows_over_ranks.moved(whole, layout).local, layout=layout, psd=True)
+        return BlockRows(whole.moved(layout).local, layout=layout, psd=True)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k exact samples of N(0, K) as J A^-½ z, at one push of J per draw."""

@@ -28,15 +28,6 @@ def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
     )
 
 
-def moved(block: Sharded, layout: RowLayout) -> Sharded:
-    """Return a block whose rows lie so over the same ranks; itself where they do."""
-    if block.rows.counts == layout.counts:
-        return block
-    if block.ndim == 1:
-        return moved(block.unsqueeze(1), layout).squeeze(1)
-    return Sharded(layout.ranks.move_rows(block.local, block.rows.counts, layout.counts), layout)
-
-
 def by_panels(
     block: Sharded,
     layout: RowLayout,
@@ -63,13 +54,13 @@ def push(passes: Passes, V: Sharded) -> Sharded:
     """Return J V for V sharded over weights: each rank gathers some columns, and multiplies for its own points."""
     points = layout_of_points(passes, V.rows)
     found = by_panels(V, points, V.shape[0], lambda own: passes.push_own(V.like(own).whole()))
-    return moved(found, V.rows.beside(points.length))
+    return found.moved(V.rows.beside(points.length))
 
 
 def pull(passes: Passes, U: Sharded) -> Sharded:
     """Return Jᵀ U, sharded over weights: one reduce-scatter for some columns of U."""
     weights, ranks = U.rows.beside(len(passes.model.theta)), U.rows.ranks
-    own = moved(U, layout_of_points(passes, U.rows))
+    own = U.moved(layout_of_points(passes, U.rows))
     return by_panels(
         own, weights, weights.length, lambda part: ranks.scatter_rows(passes.pull_own(part), weights.counts)
     )
@@ -79,9 +70,9 @@ def push_pulled(passes: Passes, U: Sharded, scale: Callable[[Float[Tensor, "D w"
     """Return J S Jᵀ U for a map `scale` of weights: one all-reduce for some columns of U."""
     points, ranks = layout_of_points(passes, U.rows), U.rows.ranks
     found = by_panels(
-        moved(U, points),
+        U.moved(points),
         points,
         len(passes.model.theta),
         lambda part: passes.push_own(scale(ranks.add_up(passes.pull_own(part)))),
     )
-    return moved(found, U.rows)
+    return found.moved(U.rows)

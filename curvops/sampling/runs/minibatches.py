@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from curvops.checks import check_generator, checked_whole
+from curvops.checks import checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.core.log_density import LogPosterior, Share
 
@@ -59,14 +59,12 @@ def minibatches(
             "minibatches needs co.sampling.log_posterior(...), which knows the points of all ranks, got "
             f"{type(log_posterior).__name__}; for your own density pass a DataLoader."
         )
-    check_generator(generator)
     shard, count = log_posterior.shard, log_posterior.data_size
     size = checked_whole("size", size)
     if size > count:
         raise ValueError(f"size={size} is more than the {count} points: pass all data in each step, [(X, y)].")
     points = ChosenPoints.of(data, log_posterior.weighted, shard, count)
-    device = None if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    seed = drawn_seed(generator)
     if shard is not None:
         shard.ranks.require_equal({"the size of minibatches": size, "the seed of minibatches": seed})
     return Minibatches(points, size, seed, shard is not None)
