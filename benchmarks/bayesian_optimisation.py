@@ -338,11 +338,11 @@ def results_table(found: dict[str, Any]) -> str:
     seeds = len(found[PICTURED][method]["regret"])
     counts = ", ".join(f"{name} {p.start} + {TOGETHER} × {p.rounds}" for name, p in PROBLEMS.items())
     text = (
-        f"Simple regret after the last round, mean ± standard error over {seeds} seeds (the first points, the starts "
-        f"of networks, and of the random network the function). Evaluations: {counts}. *s*: seconds of a core for a "
-        "run on each of the three, measured while the machine had other work. Of the random network the regret is in "
-        "units of the function's deviation over the cube, and its largest value was found by gradient ascent from 300 "
-        "points."
+        f"Simple regret after the last round, mean ± standard error over {seeds} seeds, which set the first points, "
+        f"the starts of networks, and the function of the third problem. Evaluations: {counts}. *s*: seconds of a core "
+        "for a run on each of the three problems, measured while the machine had other work. The third function is a random "
+        "network: its regret is in units of the standard deviation of the function over the cube, and its largest "
+        "value was found by gradient ascent from 300 points."
     )
     return f"{table(['surrogate', *PROBLEMS, 's'], rows)}\n\n{text}"
 

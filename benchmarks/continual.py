@@ -180,23 +180,29 @@ def study(seeds: int) -> dict[str, Any]:
 
 def results_table(found: dict[str, Any]) -> str:
     """Mean ± standard deviation over networks."""
-    header = ["training", *(f"after task {t + 1}" for t in range(len(TASKS))), "strength", "untuned", "left out", "s"]
-    rows = []
+    last, rows, earlier = len(TASKS), [], []
     for method, row in found.items():
         mean, spread = 100 * row["accuracy"].mean(0), 100 * row["accuracy"].std(0)
-        cells = [f"{m:.1f} ± {s:.1f}" for m, s in zip(mean, spread)]
+        *before, end = [f"{m:.1f} ± {s:.1f}" for m, s in zip(mean, spread)]
         error = "–" if row["error"] is None else f"{row['error']:.2f}"
         untuned = f"{100 * row['scores']['1']:.1f}" if METHODS.get(method) is not None else "–"
-        rows.append([method, *cells, f"{row['strength']:g}", untuned, error, f"{row['seconds']:.1f}"])
+        rows.append([method, end, untuned, f"{row['strength']:g}", error, f"{row['seconds']:.1f}"])
+        earlier.append([method, *before])
     seeds = len(found[JOINT]["accuracy"])
     text = (
-        "Accuracy in per cent on test digits, mean over the tasks seen; mean ± standard deviation over "
-        f"{seeds} networks (their starts; the split is one). *Strength*: factor of the penalty, the best of "
-        f"{len(STRENGTHS)} on the validation part after the last task, with {len(TUNING)} other networks; *untuned*: "
-        f"accuracy there with strength 1, the posterior as it is. The prior precision is {PRIOR:g} for all. *Left "
-        "out*: relative Frobenius error of the last compression. *s*: seconds of a core for all five tasks."
+        "Accuracy in per cent on test digits, as the mean over the tasks seen; mean ± standard deviation over "
+        f"{seeds} networks, which differ in their starts; all have one split. *Strength*: the factor of the penalty, "
+        f"the best of {len(STRENGTHS)} on the validation part after the last task, with {len(TUNING)} other networks. "
+        f"*Untuned*: the accuracy there with strength 1, the posterior as it is. The prior precision is {PRIOR:g} for "
+        "all. *Left out*: the relative Frobenius error of the last compression. *s*: seconds of a core for all tasks."
     )
-    return f"{table(header, rows)}\n\n{text}"
+    parts = [
+        table(["training", f"after task {last}", "untuned", "strength", "left out", "s"], rows),
+        text,
+        "The accuracy after each of the earlier tasks:",
+        table(["training", *(f"task {t}" for t in range(1, last))], earlier),
+    ]
+    return "\n\n".join(parts)
 
 
 def curves(found: dict[str, Any]) -> Figure:

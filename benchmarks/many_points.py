@@ -341,9 +341,9 @@ def errors_table(found: Any) -> str:
     ]
     header = ["posterior", "K", "error near", "error far", "left out", "made in", "1,000 predictions"]
     text = (
-        f"N = {FEW:,}, D = {result['weights']:,}, of which {result['parameters']:.0f} are effective; error: root mean "
-        "square of the relative errors of standard deviations; left out: `post.error`. "
-        f"laplace-torch {found['laplace-torch']}; VaLLA by its default of {ITERATIONS} steps, prior and noise held."
+        f"N = {FEW:,} and D = {result['weights']:,}, of which {result['parameters']:.0f} parameters are effective. "
+        "*Error*: the root mean square of the relative errors of standard deviations. *Left out*: `post.error`. "
+        f"laplace-torch {found['laplace-torch']}; VaLLA takes its default of {ITERATIONS} steps, at fixed prior and noise."
     )
     return f"{text}\n\n{table(header, rows)}"
 
@@ -353,29 +353,30 @@ def many_table(found: Any) -> str:
     rows = []
     for row in found["many"]:
         cells = {
+            "NLL": f"{row['nll']:.3f}" if "nll" in row else "",
+            "RMSE": f"{row['rmse']:.3f}" if "rmse" in row else "",
             "made in": f"{row['build']:.1f} s" if "build" in row else "",
             "an epoch": f"{row['epoch']:.2f} s" if "epoch" in row else "",
             "predictions": f"{row['predict'] * 1e3:.0f} ms" if "predict" in row else "",
             "peak": f"{row['peak'] / MIB:,.0f} MiB",
-            "RMSE": f"{row['rmse']:.3f}" if "rmse" in row else "",
-            "NLL": f"{row['nll']:.3f}" if "nll" in row else "",
         }
         rows.append([LABELS[row["method"]], *cells.values()])
         for name, value in row.get("others", {}).items():
-            rows.append([f"the same, {name}", *[""] * 5, f"{value:.3f}"])
-    header = ["method", "made in", "an epoch", f"{TEST} predictions", "peak of the process", "RMSE", "NLL"]
+            rows.append([f"the same, {name}", f"{value:.3f}", *[""] * 5])
+    header = ["method", "NLL", "RMSE", "made in", "an epoch", f"{TEST} predictions", "peak of the process"]
     epochs = {name: [float(s) for s in seconds] for name, seconds in found["epochs"].items()}
     ratio, learned = (median(a / b for a, b in zip(epochs[name], epochs["rbf"])) for name in ("network", "learned"))
     text = (
-        f"N = {MANY:,}, D = {found['many'][0]['weights']:,}, K = {RANK}, prior precision {PRIOR}; SVGP with {RANK} "
-        f"inducing points on batches of {BATCH}, over the network's kernel those of the pivoted Cholesky, held. RMSE "
-        "of the noiseless function, NLL of a new target in nats. The prior by the bound is that of the largest "
-        "`post.log_evidence_bound()` among multiples of 1 to 10,000."
+        f"N = {MANY:,}, D = {found['many'][0]['weights']:,}, K = {RANK} and prior precision {PRIOR}. The NLL is that "
+        "of a new target, in nats; the RMSE is that of the noiseless function. The *prior by the bound* has the largest "
+        "`post.log_evidence_bound()` among multiples of 1 to 10,000. The SVGP has "
+        f"{RANK} inducing points and batches of {BATCH}; over the network's kernel the inducing points are those of "
+        "the pivoted Cholesky, and fixed."
     )
     pairs = (
-        f"Taking turns in one process, an epoch over the network's kernel takes {ratio:.1f} times as long as one over "
-        "the RBF kernel; with inducing points that are learned (a gradient of the kernel in its inputs), from 10 "
-        f"steps, {learned:.0f} times. gpytorch {found['gpytorch']}."
+        f"In alternating runs in one process, an epoch over the network's kernel takes {ratio:.1f} times as long as "
+        "one over the RBF kernel. If the inducing points are learned (by gradients of the kernel in its inputs) it takes "
+        f"{learned:.0f} times as long, extrapolated from 10 steps. gpytorch {found['gpytorch']}."
     )
     return f"{text}\n\n{table(header, rows)}\n\n{pairs}"
 

@@ -70,7 +70,7 @@ def results_table(found: dict[str, Any]) -> str:
         )
         rows.append([start, name, ends, f"{100 * float(row['accuracy'].mean()):.1f} %", spread(row["loss"], 2)])
     seeds = len(next(iter(found.values()))["loss"])
-    said = f"Means over {seeds} seeds; of the loss ± the standard deviation over them."
+    said = f"Means over {seeds} seeds; for the NLL, ± the standard deviation over them."
     return f"{said}\n\n{table(['from', 'tuned', 'prior precision in the end', 'accuracy', 'NLL'], rows)}"
 
 
