@@ -340,9 +340,9 @@ def results_table(found: dict[str, Any]) -> str:
     text = (
         f"Simple regret after the last round, mean ± standard error over {seeds} seeds, which set the first points, "
         f"the starts of networks, and the function of the third problem. Evaluations: {counts}. *s*: seconds of a core "
-        "for a run on each of the three problems, measured while the machine had other work. The third function is a random "
-        "network: its regret is in units of the standard deviation of the function over the cube, and its largest "
-        "value was found by gradient ascent from 300 points."
+        "for a run on each of the three problems, measured while the machine had other work. The third function is a "
+        "random network: its regret is in units of the standard deviation of the function over the cube, and its "
+        "largest value was found by gradient ascent from 300 points."
     )
     return f"{table(['surrogate', *PROBLEMS, 's'], rows)}\n\n{text}"
 

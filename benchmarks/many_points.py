@@ -343,7 +343,8 @@ def errors_table(found: Any) -> str:
     text = (
         f"N = {FEW:,} and D = {result['weights']:,}, of which {result['parameters']:.0f} parameters are effective. "
         "*Error*: the root mean square of the relative errors of standard deviations. *Left out*: `post.error`. "
-        f"laplace-torch {found['laplace-torch']}; VaLLA takes its default of {ITERATIONS} steps, at fixed prior and noise."
+        f"laplace-torch {found['laplace-torch']}; VaLLA takes its default of {ITERATIONS} steps, at fixed prior and "
+        "noise."
     )
     return f"{text}\n\n{table(header, rows)}"
 
@@ -368,15 +369,15 @@ def many_table(found: Any) -> str:
     ratio, learned = (median(a / b for a, b in zip(epochs[name], epochs["rbf"])) for name in ("network", "learned"))
     text = (
         f"N = {MANY:,}, D = {found['many'][0]['weights']:,}, K = {RANK} and prior precision {PRIOR}. The NLL is that "
-        "of a new target, in nats; the RMSE is that of the noiseless function. The *prior by the bound* has the largest "
-        "`post.log_evidence_bound()` among multiples of 1 to 10,000. The SVGP has "
-        f"{RANK} inducing points and batches of {BATCH}; over the network's kernel the inducing points are those of "
-        "the pivoted Cholesky, and fixed."
+        "of a new target, in nats; the RMSE is that of the noiseless function. The *prior by the bound* has the "
+        "largest `post.log_evidence_bound()` among multiples of 1 to 10,000. The SVGP has "
+        f"{RANK} inducing points and batches of {BATCH}; over the network's kernel the inducing points are those "
+        "of the pivoted Cholesky, and fixed."
     )
     pairs = (
         f"In alternating runs in one process, an epoch over the network's kernel takes {ratio:.1f} times as long as "
-        "one over the RBF kernel. If the inducing points are learned (by gradients of the kernel in its inputs) it takes "
-        f"{learned:.0f} times as long, extrapolated from 10 steps. gpytorch {found['gpytorch']}."
+        "one over the RBF kernel. If the inducing points are learned (by gradients of the kernel in its inputs) it "
+        f"takes {learned:.0f} times as long, extrapolated from 10 steps. gpytorch {found['gpytorch']}."
     )
     return f"{text}\n\n{table(header, rows)}\n\n{pairs}"
 
