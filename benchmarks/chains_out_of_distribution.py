@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
-from benchmarks.tables import table
+from benchmarks.tables import tables
 from curvops.cli.demo.digits import all_digits, rotate
 from curvops.cli.demo.network import perceptron
 from curvops.plots import style
@@ -149,7 +149,8 @@ def results_table(found: Mapping[str, Mapping[str, Tensor]]) -> str:
     rows = [[method, *(spread(row[name]) if name in row else "–" for name in names)] for method, row in found.items()]
     seeds = len(found["SGD"][names[0]])
     said = f"Mean ± standard deviation over {seeds} seeds: of the digits known, the points drawn and the starts."
-    return f"{said}\n\n{table(['method', *names], rows)}"
+    apart = tables(["method", *names], rows, ["method", *names[:2]], ["method", *names[2:]])
+    return f"{said} Of the unknown digits, AUROC.\n\n{apart}"
 
 
 def claims(found: Mapping[str, Mapping[str, Tensor]]) -> str:

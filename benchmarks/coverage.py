@@ -18,6 +18,7 @@ from torch import Tensor
 
 import curvops as co
 from benchmarks.coverage_cells import (
+    DIAGONALS,
     ESTIMATORS,
     EXACT,
     HOPELESS,
@@ -37,7 +38,7 @@ from benchmarks.coverage_cells import (
 )
 from benchmarks.machine import facts
 from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks.tables import machine_line, table, tables
 from curvops.cli.bench.problems import log_spaced, symmetric
 from curvops.cli.demo.digits import all_digits
 from curvops.cli.demo.network import fit, perceptron
@@ -75,7 +76,9 @@ or such a small one with {100 * HOPELESS:.1f} %. Simulated, a cell of 85 % is sh
 probability below 1 %, one of 88 % with 5 %; one of 92 % is shown with less than 90 % with a probability of 1 %, one of
 93 % never in 4,000. A number whose cell ended after {LOOKS[0]} runs was covered in all of them: that says no more
 than above 90 %. Of a diagonal the share of entries counts, each run as one number."""
-    return "\n\n".join([text, table(["matrix", *ESTIMATORS], rows), *_low(found)])
+    parts = [TRACES, DIAGONALS, ESTIMATORS[len(TRACES) + len(DIAGONALS) :]]
+    apart = tables(["matrix", *ESTIMATORS], rows, *(["matrix", *part] for part in parts))
+    return "\n\n".join([text, apart, *_low(found)])
 
 
 def _low(found: dict[Cell, Count]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 import curvops as co
 from benchmarks import study_page
 from benchmarks.machine import resident, run_apart
-from benchmarks.tables import table
+from benchmarks.tables import tables
 from curvops.cli.bench.measure import clock
 from curvops.cli.demo.digits import load_digits
 from curvops.cli.demo.network import add_corrections, convolutional_network
@@ -61,7 +61,8 @@ def measure(size: int) -> dict[str, Any]:
 
 def results_table(rows: list[dict[str, Any]]) -> str:
     """Sizes by what they took."""
-    header = ["S", "block, s", "block, gradients", "S/8", "predict 64 points, s", "peak, GiB", "W₂², s", "peak, GiB"]
+    header = ["S", "block, s", "block, gradients", "S/8", "predict 64 points, s", "peak, GiB"]
+    header += ["W₂², s", "peak with W₂², GiB"]
     body = []
     for row in rows:
         cells = [f"{row['block']:.1f}", f"{row['gradients']:.0f}", f"{row['S'] / 8:.0f}", f"{row['predict']:.1f}"]
@@ -69,7 +70,7 @@ def results_table(rows: list[dict[str, Any]]) -> str:
         far = "distance" in row
         cells += [f"{row['distance']:.1f}", f"{row['with distance'] / 2**30:.1f}"] if far else ["–", "–"]
         body.append([f"{row['S']:,}", *cells])
-    return table(header, body)
+    return tables(header, body, header[:6], ["S", *header[6:]])
 
 
 STUDY = study_page.Study(

@@ -146,12 +146,14 @@ def measure(pairs: int, cpu: int) -> list[Row]:
 
 def ratios_table(found: list[Row]) -> str:
     """Ratios with their bounds, and the round in seconds."""
-    lines = []
+    parts: dict[str, list[list[str]]] = {}
     for row in found:
-        if row["what"] == ROUND:
-            continue
-        milliseconds = [f"{1e3 * row[key]['median']:.2f}" for key in ("unit_seconds", "seconds")]
-        lines.append([row["what"], row["curvature"], spread_cell(row), f"{row['bound']:g}", *milliseconds])
+        if row["what"] != ROUND:
+            milliseconds = [f"{1e3 * row[key]['median']:.2f}" for key in ("unit_seconds", "seconds")]
+            cells = [row["curvature"], spread_cell(row), f"{row['bound']:g}", *milliseconds]
+            parts.setdefault(row["what"], []).append(cells)
+    header = ["curvature", "ratio", "bound", "one (ms)", "other (ms)"]
+    apart = "\n\n".join(f"{what[0].upper()}{what[1:]}:\n\n{table(header, cells)}" for what, cells in parts.items())
     last = next(row for row in found if row["what"] == ROUND)
     kind = "processor time, the machine had other work" if last["cpu"] else "time on a quiet machine"
     weights = [sum((m + 1) * n for m, n in pairwise((INPUTS, *widths))) for widths in (MIDDLE, LARGE)]
@@ -161,7 +163,7 @@ def ratios_table(found: list[Row]) -> str:
         f"restarts, {STEPS} steps, {TOGETHER} candidates, {RAW} raw samples, an MLP with {weights[1]:,} weights, KFAC) "
         f"takes {last['seconds']['median']:.1f} s, the bound is {ROUND_BOUND:g} s."
     )
-    return f"{table(['', 'curvature', 'ratio', 'bound', 'one (ms)', 'other (ms)'], lines)}\n\n{text}"
+    return f"{apart}\n\n{text}"
 
 
 STUDY = study_page.Study(

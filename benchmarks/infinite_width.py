@@ -233,42 +233,45 @@ def slope(widths: Iterable[float], errors: Iterable[float]) -> float:
 
 
 def kernels_table(found: Mapping[str, Any]) -> str:
-    """A row a width, a column an activation and kernel; the last row the exponents."""
+    """For each kernel the distances, and the distances of the means: a row a width, a column an activation."""
     kernels = found["kernels"]
-    columns = [(name, kind) for name in kernels for kind in KERNELS]
-    rows = []
-    for w in map(str, WIDTHS):
-        rows.append([f"{int(w):,}", *[_cell(kernels[n][w][k]["rms"], kernels[n][w][k]["stderr"]) for n, k in columns]])
-    fitted = [slope(WIDTHS, [kernels[n][str(w)][k]["rms"] for w in WIDTHS]) for n, k in columns]
-    rows.append(["exponent", *[f"{value:.2f}" for value in fitted]])
-    header = ["width", *[f"{name}, {kind.upper()}" for name, kind in columns]]
-    of_means = []
-    for w in (str(w) for w in WIDTHS if w <= 128):
-        cells = [(kernels[n][w][k]["mean"], kernels[n][w][k]["by chance"]) for n, k in columns]
-        of_means.append([f"{int(w):,}", *[f"{mean:.4f} ({chance:.4f})" for mean, chance in cells]])
-    return (
-        "Root mean square over draws of the weights of ‖K̂ − K‖/‖K‖, ± standard error.\n\n"
-        f"{table(header, rows)}\n\n"
-        "The mean over draws, ‖mean K̂ − K‖/‖K‖, and in brackets what it would be if the mean were K.\n\n"
-        f"{table(header, of_means)}"
-    )
+    parts = ["Root mean square over draws of the weights of ‖K̂ − K‖/‖K‖, ± standard error."]
+    for k in KERNELS:
+        rows = [
+            [_count(w), *[_cell(of[w][k]["rms"], of[w][k]["stderr"]) for of in kernels.values()]] for w in _widths()
+        ]
+        fitted = [slope(WIDTHS, [of[w][k]["rms"] for w in _widths()]) for of in kernels.values()]
+        rows.append(["exponent", *[f"{value:.2f}" for value in fitted]])
+        parts.append(table([f"{k.upper()}, width", *kernels], rows))
+    parts.append("The mean over draws, ‖mean K̂ − K‖/‖K‖, and in brackets what it would be if the mean were K.")
+    for k in KERNELS:
+        cells = [[(of[w][k]["mean"], of[w][k]["by chance"]) for of in kernels.values()] for w in _widths(128)]
+        rows = [[_count(w), *[f"{a:.4f} ({b:.4f})" for a, b in row]] for w, row in zip(_widths(128), cells)]
+        parts.append(table([f"{k.upper()}, width", *kernels], rows))
+    return "\n\n".join(parts)
 
 
 def predictions_table(found: Mapping[str, Any]) -> str:
-    """A row a width, the distances of each way to predict."""
+    """The distances of the means and of the covariances, a row a width, a column a way to predict."""
     ways = {"T of the prior": "T(φ), φ ~ N(0, I)", "posterior": "posterior", "chain": "chain"}
-    rows = []
-    for w in map(str, WIDTHS):
-        row = [f"{int(w):,}"]
-        for which in (0, 1):
-            for way in ways:
-                entry = found["predictions"][w].get(way)
-                row.append(
-                    "" if entry is None else _cell(float(entry["distance"][which]), float(entry["stderr"][which]))
-                )
-        rows.append([*row, f"{found['predictions'][w]['posterior']['effective']:,.0f}"])
-    named = [f"{what}, {way}" for what in ("mean", "covariance") for way in ways.values()]
-    return table(["width", *named, "effective draws"], rows)
+    parts = []
+    for which, what in enumerate(("mean", "covariance")):
+        rows = []
+        for w in _widths():
+            entries = [found["predictions"][w].get(way) for way in ways]
+            cells = [_cell(float(e["distance"][which]), float(e["stderr"][which])) if e else "" for e in entries]
+            rows.append([_count(w), *cells, f"{found['predictions'][w]['posterior']['effective']:,.0f}"])
+        parts.append(f"Distance of the {what}:\n\n{table(['width', *ways.values(), 'effective draws'], rows)}")
+    return "\n\n".join(parts)
+
+
+def _widths(most: int = max(WIDTHS)) -> list[str]:
+    """The widths as the raw results name them."""
+    return [str(w) for w in WIDTHS if w <= most]
+
+
+def _count(width: str) -> str:
+    return f"{int(width):,}"
 
 
 def _cell(value: float, error: float) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
-from benchmarks.tables import table
+from benchmarks.tables import tables
 from curvops.plots import style
 
 EPISODES, WORDS, OWN, LENGTH = 4, 24, 6, 16
@@ -244,14 +244,16 @@ def forgotten(losses: Tensor) -> Tensor:
 
 def results_table(found: dict[str, Tensor]) -> str:
     """In nats a word, a row a method."""
-    header = ["training", *(f"after episode {e + 1}" for e in range(EPISODES)), "own loss", "forgotten"]
+    episodes = [f"after episode {e + 1}" for e in range(EPISODES)]
+    header = ["training", *episodes, "own loss", "forgotten"]
     above, rows = relative(found), []
     for name, losses in found.items():
         cells = [spread(each, 2) for each in above[name].T] if name in above else ["0"] * EPISODES
         own = losses.diagonal(dim1=1, dim2=2).mean(1)
         rows.append([name, *cells, spread(own, 2), spread(forgotten(losses), 2)])
     seeds = len(found["plain"])
-    return f"Mean ± standard deviation over {seeds} languages, each with its network.\n\n{table(header, rows)}"
+    apart = tables(header, rows, ["training", *episodes], ["training", "own loss", "forgotten"])
+    return f"Mean ± standard deviation over {seeds} languages, each with its network.\n\n{apart}"
 
 
 def claims(found: dict[str, Tensor]) -> str:

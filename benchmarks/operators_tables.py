@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import machine_line, peak_cells, spread_cell, table, within
+from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tables, within
 
 
 def part_tables(part: dict[str, Any]) -> str:
@@ -20,21 +20,23 @@ def part_tables(part: dict[str, Any]) -> str:
 
 
 def _times(rows: list[dict[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        seconds = f"{row['seconds']['median'] * 1e3:,.1f} ms"
-        cells.append([row["subject"], row["what"], spread_cell(row), row["against"], *_goal(row), seconds])
-    return table(["", "what", "ratio", "to", "target", "met", "time"], cells)
+    parts = []
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        cells = []
+        for row in rows:
+            if row["subject"] == subject:
+                seconds = f"{row['seconds']['median'] * 1e3:,.1f} ms"
+                cells.append([row["what"], spread_cell(row), row["against"], _goal(row), seconds])
+        parts.append(f"**{subject}**\n\n{table(['what', 'ratio', 'to', 'target', 'time'], cells)}")
+    return "\n\n".join(parts)
 
 
-def _goal(row: dict[str, Any]) -> list[str]:
+def _goal(row: dict[str, Any]) -> str:
     """The target and whether the median meets it."""
     most, least, median = row["target"], row["at_least"], row["ratio"]["median"]
     if least is not None:
-        return [f"≥ {least:g}", "yes" if median >= least else "no"]
-    if most is None:
-        return ["", ""]
-    return [f"≤ {most:g}", "yes" if median <= most else "no"]
+        return f"≥ {least:g}: {'met' if median >= least else 'missed'}"
+    return "" if most is None else f"≤ {most:g}: {'met' if median <= most else 'missed'}"
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
@@ -51,4 +53,6 @@ def _peaks(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         verdict = within(row["peak"], row["baseline"] + row["memory_budget"])
         cells.append([row["subject"], row["what"], str(row["batches"]), *peak_cells(row), verdict])
-    return table(["", "what", "batches", "budget", "baseline", "bound", "peak, MiB", "within the bound"], cells)
+    header = ["network", "what", "batches", "budget", "baseline", "bound", "peak, MiB", "within the bound"]
+    first = ["network", "what", "peak, MiB", "bound", "within the bound"]
+    return tables(header, cells, [*first, "baseline", "budget", "batches"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.operators_tables import part_tables
-from benchmarks.tables import machine_line, peak_cells, spread_cell, table, within
+from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tables, within
 
 UNIT = "gradient"
 
@@ -42,7 +42,10 @@ def _products(networks: list[dict[str, Any]], columns: int) -> str:
         cells += [spread_cell(_row(n, "cached", columns))]
         unit = f"{n['unit_seconds']['median'] * 1e3:.1f} ms"
         rows.append([*_name(n), f"{n['points']:,}", f"{n['parameters']:,}", unit, *cells])
-    return table(header, rows)
+    at = header[:2]
+    parts = [[*at, "cached", "served by", "streaming", "cached / streaming"]]
+    parts += [[*at, "no memory", "linearize", "first product", header[-1]], [*at, "one gradient", "N", "D"]]
+    return tables(header, rows, *parts)
 
 
 def _notes(result: dict[str, Any]) -> str:
@@ -93,7 +96,13 @@ def memory_table(result: dict[str, Any]) -> str:
         "Resident set at its peak, MiB, each in a process of its own. *Baseline*: the interpreter with its libraries, "
         "network, data and vectors, and one batch's forward and backward pass. *Bound*: baseline plus memory budget."
     )
-    return "\n".join([machine_line(result), "", table(header, rows), "", text])
+    apart = tables(
+        header,
+        rows,
+        ["network", "budget", "peak", "bound", "within the bound", "served by"],
+        ["network", "budget", "baseline", "C", "K", "batches"],
+    )
+    return "\n".join([machine_line(result), "", apart, "", text])
 
 
 def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:

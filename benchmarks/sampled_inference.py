@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
-from benchmarks.tables import table
+from benchmarks.tables import table, tables
 from curvops.cli.demo.digits import Images, load_digits
 from curvops.cli.demo.network import fit
 from curvops.operators.curvatures.curvature import root_of
@@ -102,7 +102,8 @@ def paths_table(found: Found) -> str:
         products = ", ".join(f"{count:.0f}" for count in row["products"])
         ending = "converged" if row["converged"] else "steps ran out"
         rows.append([name, f"{float(row['path'][-1]):.4f}", gamma, str(len(row["products"])), ending, products])
-    return table(["update", "α", "γ at the last step", "steps", "ending", "products of each"], rows)
+    header = ["update", "α", "γ at the last step", "steps", "ending", "products of each step"]
+    return tables(header, rows, header[:-1], ["update", "products of each step"])
 
 
 def likelihoods(given: Setting, alpha: float, seed: int) -> Found:
@@ -181,7 +182,8 @@ def passes_table(found: Found) -> str:
         reached = list(zip(row["passes"].tolist(), row["errors"].tolist()))
         first = next((passes for passes, error in reached if error <= GOAL), float("inf"))
         rows.append([name, f"{first:g}", ", ".join(f"{error:.3f} ({passes:g})" for passes, error in reached)])
-    return table(["method", f"passes a draw to an error of {GOAL:.0%}", "errors reached (passes)"], rows)
+    header = ["method", f"passes a draw to an error of {GOAL:.0%}", "errors reached (passes)"]
+    return tables(header, rows, header[:2], ["method", "errors reached (passes)"])
 
 
 def gradient_noise(given: Setting, seed: int) -> Found:

@@ -17,6 +17,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
 
 
+def tables(header: Sequence[str], rows: Iterable[Sequence[str]], *parts: Sequence[str]) -> str:
+    """Several tables of the same rows, each with the columns of these headings: narrow enough for a page."""
+    cells = list(rows)
+    places = [[header.index(name) for name in part] for part in parts]
+    return "\n\n".join(table([header[i] for i in at], [[row[i] for i in at] for row in cells]) for at in places)
+
+
 def within(peak: float, bound: float) -> str:
     """Whether a peak is within its bound, both in bytes, and by how much it is not."""
     return "yes" if peak <= bound else f"no, by {(peak - bound) / MIB:,.0f} MiB"

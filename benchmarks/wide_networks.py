@@ -33,7 +33,7 @@ from benchmarks.figures import save_small
 from benchmarks.machine import facts
 from benchmarks.report import fill
 from benchmarks.study_page import MEASURED
-from benchmarks.tables import machine_line, table
+from benchmarks.tables import machine_line, tables
 from curvops.cli.demo.digits import load_digits
 from curvops.plots import style
 from curvops.sampling.diagnostics import random_projections
@@ -350,7 +350,10 @@ def mixing_table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         for pair in found
     ]
     header = ["width", "points", "steps", "step size", "acceptance", "ESS of θ", "R̂² of θ", "ESS of f", "R̂² of f"]
-    return table([*header, "gain θ", "gain f", "a second", "ms a step", "ratio"], rows)
+    header += ["gain θ", "gain f", "a second", "ms a step", "ratio"]
+    of_outputs, of_weights = ["gain f", "a second", "ESS of f", "R̂² of f"], ["gain θ", "ESS of θ", "R̂² of θ"]
+    of_steps = ["steps", "step size", "acceptance", "ms a step", "ratio"]
+    return tables(header, rows, *(["width", "points", *part] for part in (of_outputs, of_weights, of_steps)))
 
 
 def curves_table(result: dict[str, Any]) -> str:
@@ -384,7 +387,9 @@ def curves_table(result: dict[str, Any]) -> str:
         "ESS of f",
         "R̂² of f",
     ]
-    return table([*header, "ms a step"], rows)
+    header += ["ms a step"]
+    mixed, paid = header[6:10], ["width", "steps", "step size", "acceptance", "ms a step"]
+    return tables(header, rows, ["change", "seed", *mixed], ["change", "seed", *paid])
 
 
 def gaps_table(result: dict[str, Any]) -> str:
@@ -403,8 +408,12 @@ def gaps_table(result: dict[str, Any]) -> str:
         ]
         for c in sorted(cells, key=lambda c: (c["network"], c["points"], c["width"]))
     ]
-    gap = "E‖∇h‖²"
-    return table(["network", "width", "points", "weights", "sd of h", "KL, nats", gap, f"{gap}, readout"], rows)
+    gaps = ["E‖∇h‖²", "E‖∇h‖², readout"]
+    header, key = (
+        ["network", "width", "points", "weights", "sd of h", "KL, nats", *gaps],
+        ["network", "width", "points"],
+    )
+    return tables(header, rows, [*key, "KL, nats", "sd of h"], [*key, *gaps, "weights"])
 
 
 def slices(reach: float = 3.0, count: int = 25) -> dict[str, Tensor]:
