@@ -1,18 +1,18 @@
-"""Checkpoints of long runs: the state in a folder, saved on the way, from which a run resumes after a crash.
+"""Checkpoints of long runs: the state, saved in a folder as a run proceeds, from which it resumes after a crash.
 
 A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
-looks up what an earlier run reached or ended with, and calls `save` at each of its steps. Most of these calls do
-nothing: a save comes at most every `PAUSE` seconds, and so seldom that saves take no more than `SHARE` of the run.
-Folders are those of `storage`, which are complete whenever the process is killed.
+looks up the state or the result of an earlier run, and calls `save` at each of its steps. Most of these calls do
+nothing: a save comes at most every `PAUSE` seconds, and seldom enough that saves take no more than `SHARE` of the run.
+The folders are those of `storage`, which are complete whenever the process is killed.
 
-In a run with `parts`, each resumable function that it calls saves its progress in a folder inside: the run is in force
-for it without an argument, as progress bars are. Such parts are numbered in the order of the run, which continues the
-numbering from where it was saved; they are deleted once the state after them is written. Computations done `aside`
-(products, preconditioners, callbacks) save nothing.
+In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
+without being given an argument, just as progress bars work. These parts are numbered in the order in which they run,
+and a resumed run continues the numbering from where it was saved; parts are deleted once the state that follows them
+is written. Computations done `aside` (products, preconditioners, callbacks) save nothing.
 
 A checkpoint records its problem, by the names of the function's arguments, and is rejected for another problem. A part
-is identified by its place alone. The result stays in the folder, so that a script that is run again does not compute it
-again.
+is identified by its position alone. The result stays in the folder, so that a script that is run again does not compute
+it again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KIND, VERSION = "checkpoint", 3
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
-"""The share of a run's time that saves may take."""
+"""The largest share of a run's time that saves may take."""
 SPEED = 1e8
 """The speed assumed for a disk, in bytes per second, until it has been measured."""
 PATIENCE = 10.0
@@ -75,7 +75,7 @@ class Checkpoint:
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Read the folder, or write that nothing has been reached yet.
+        """Read the folder, or record that nothing has been reached yet.
 
         Args:
             path: the folder; None saves nothing.
@@ -83,8 +83,8 @@ class Checkpoint:
             problem: by name, what distinguishes this problem from others: plain values, which must be equal, and
                 tensors of numbers, which may differ by rounding. Called only if there is a path.
             device: the device for tensors that came from an accelerator.
-            ranks: the processes of a group that make this run together, with equal states. The first alone reads and
-                writes; what it read or raised is on all.
+            ranks: the processes of a group that make this run together, with equal states. Only the first reads and
+                writes; what it read or raised reaches all of them.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.
@@ -114,7 +114,7 @@ class Checkpoint:
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes the folder."""
+        """Whether this process writes to the folder."""
         return self.folder is not None and (self.ranks is None or self.ranks.rank == 0)
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def done(self) -> bool:
-        """Whether an earlier run came to its end."""
+        """Whether an earlier run finished."""
         return self._ended is not None
 
     @property
@@ -132,7 +132,7 @@ class Checkpoint:
 
     @property
     def outcome(self) -> Any:
-        """The result of an earlier run, as plain values and tensors; None if none ended."""
+        """The result of an earlier run, as plain values and tensors; None if no run finished."""
         return None if self._ended is None else self._ended["result"]
 
     def result(self, kind: type[T]) -> T:
@@ -161,7 +161,7 @@ class Checkpoint:
             self._name = ""
 
     def attach(self, name: str, state: Callable[[], Any]) -> Any:
-        """Save this beside the state from now on; return the value of an earlier run, or None."""
+        """Save this value beside the state from now on; return the value from an earlier run, or None."""
         if self.folder is None:
             return None
         self._attached[name] = state
@@ -179,7 +179,7 @@ class Checkpoint:
         return kept
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
-        """Save this state (plain values, tensors and dataclasses) if a save is due, or `now`."""
+        """Save this state (plain values, tensors and dataclasses) if a save is due or `now` is true."""
         if not self._writes or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
@@ -210,7 +210,7 @@ class Checkpoint:
         return []
 
     def _begin(self) -> Any:
-        """Return the tree of an earlier run, or None; find out now whether the folder can be written."""
+        """Return the tree of an earlier run, or None; check at once whether the folder can be written."""
         found = self._read()
         if found is not None:
             self._require_same(found["problem"])
@@ -264,12 +264,12 @@ class Checkpoint:
 
 
 NOTHING = Checkpoint(None, "")
-"""The checkpoint of a run without one, which saves nothing."""
+"""The checkpoint of a run that has none, which saves nothing."""
 _call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
 
 
 def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
-    """Let this function `begin` a checkpoint that is in force until it returns."""
+    """Make a function able to `begin` a checkpoint, which is in force until the function returns."""
     signature = inspect.signature(work)
 
     @wraps(work)
@@ -298,10 +298,10 @@ def begin(
     Args:
         what: the algorithm.
         path: the user's path.
-        problem: values that identify the function's first argument, by name; the others are identified by themselves.
+        problem: values that identify the function's first argument, by name; other arguments identify themselves.
         device: as in `Checkpoint`.
-        parts: whether steps inside save their progress, too.
-        ranks: as in `Checkpoint`; steps inside have those of their run.
+        parts: whether steps inside this run save their progress, too.
+        ranks: as in `Checkpoint`; steps inside use those of their run.
         instead: by name, values for arguments that do not identify themselves.
 
     Raises:
@@ -323,23 +323,23 @@ def current() -> Checkpoint:
 
 
 def named_part(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a named step inside the current run, without steps inside it."""
+    """Return the checkpoint of a named step inside the current run; the step has no steps of its own."""
     return Checkpoint(current().part(name), name, device=device, ranks=current().ranks)
 
 
 def part_of_rank(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of a named step inside the current run that this process makes without the others."""
+    """Return the checkpoint of a named step inside the current run that this process runs alone."""
     return Checkpoint(current().part(name), name, device=device)
 
 
 def part_of_whole(name: str, device: torch.device) -> Checkpoint:
-    """Return the checkpoint of something that several steps of the whole run need, wherever it is computed."""
+    """Return the checkpoint of a result that several steps of the whole run need, wherever it is computed."""
     whole = current().whole
     return Checkpoint(whole.part(name), name, device=device, ranks=whole.ranks)
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that identify the arguments of the current function, except its first."""
+    """Return values that identify the arguments of the current function, without its first."""
     signature, args, options = _call.get()
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
@@ -349,7 +349,7 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value that identifies an argument: itself if plain, the numbers of a tensor, a text for the rest."""
+    """Return a value that identifies an argument: a plain value itself, a tensor's numbers, a string for the rest."""
     if isinstance(value, Tensor):
         long = torch.atleast_1d(value.detach() if value.ndim < 2 or len(value) >= value.shape[1] else value.detach().mT)
         return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
@@ -359,7 +359,7 @@ def _numbers(value: Any) -> Any:
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """Return a text that is equal for equal numbers of equal shapes and dtypes."""
+    """Return a string that is the same for equal numbers of equal shapes and dtypes."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -369,12 +369,12 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def seed_of(generator: torch.Generator | None) -> str | None:
-    """Return a text that identifies a source of random numbers in its present state."""
+    """Return a string that identifies the present state of a source of random numbers."""
     return None if generator is None else digest([generator.get_state()])
 
 
 def derive_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-    """Return a source of other numbers, equal for equal states of the given one, whose state is unchanged."""
+    """Return a source of different numbers, derived from the state of the given one, which it leaves unchanged."""
     seed = seed_of(generator)
     return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
 
@@ -402,7 +402,7 @@ def _difference(name: str, known: Any, given: Any) -> str:
 
 
 def _pack(tree: Any) -> Any:
-    """Return the tree with tensors of accelerators marked as such."""
+    """Return the tree with its accelerator tensors marked as such."""
     return tree_map_only(Tensor, lambda t: t if t.device.type == "cpu" else {"on accelerator": t}, tree)
 
 

@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: numbers, counts, flags, names. Below all floors; every public call uses them."""
+"""Checks of callers' arguments: numbers, counts, flags, names. The lowest floor; every public call uses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_WORDS = {
 
 
 def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
-    """Return ``given`` as a float if it is a number in this interval: "[0, 1)" includes only its left end.
+    """Return ``given`` as a float if it is a number in this interval; "[0, 1)" includes only its left end.
 
     Raises:
         TypeError: it is not a number; the message says that it must be of this ``kind``.
@@ -60,7 +60,7 @@ def check_limits(
 ) -> None:
     """Check the tolerance and the budgets of an algorithm, where None means no limit.
 
-    ``sampled`` is for estimators, whose error bar no budget reduces to 0.
+    ``sampled`` is for estimators, whose error bar reaches 0 on no budget.
 
     Raises:
         TypeError, ValueError: a limit is not a number or is negative, rtol is not finite, or an estimator's rtol is 0.
@@ -95,7 +95,7 @@ def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -
 
 
 def check_flag(name: str, given: object, hint: str = "") -> None:
-    """Raise TypeError unless ``given`` is True or False; the ``hint`` ends the message."""
+    """Raise TypeError unless ``given`` is True or False; the ``hint`` is the end of the message."""
     if not isinstance(given, bool):
         shown = repr(given) if isinstance(given, str | numbers.Number) or given is None else type(given).__name__
         raise TypeError(f"{name} must be True or False, got {shown}.{hint and ' '}{hint}")

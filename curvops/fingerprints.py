@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**18
-"""Words per partial sum: widened to 64 bits they stay in the processor's cache."""
+"""Words per partial sum: after widening to 64 bits they still fit in the processor's cache."""
 
 SMALL = 2**12
-"""Up to this many words in each tensor, NumPy takes a third of torch's time: most of it is calls."""
+"""Tensors of up to this many words take a third of the time in NumPy that they take in torch, mostly for calls."""
 
 MAX_CHUNKS = 2**16
 """The largest number of chunks in one call, 16 G words in total."""
@@ -48,12 +48,12 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 def point_prints(tensors: Sequence[Tensor]) -> Tensor:
     """Return a 64-bit number (n,) for each row of some tensors of n rows, equal for equal rows; without waiting.
 
-    Shapes and dtypes do not enter. Bits are mixed, so that sums over points tell apart what points exchange. Costs one
-    pass over the data, as `fingerprint` does.
+    Shapes and dtypes do not enter. Bits are mixed, so that sums over points change if points exchange values. Costs
+    one pass over the data, as `fingerprint` does.
     """
     device, n = tensors[0].device, len(tensors[0])
     weights = _odd_weights(device)
-    # Halves of 32 bits: numbers that differ in their highest bits alone leave few bits of a sum to differ.
+    # Halves of 32 bits: sums of numbers that differ in their highest bits alone would differ in few bits.
     words = [each if each.element_size() == 1 else each.view(torch.int16) for each in map(_words, tensors)]
     if device.type == "cpu" and n and max(each.numel() for each in words) <= SMALL:
         return torch.from_numpy(_points_of_few_words([each.numpy().reshape(n, -1) for each in words], weights.numpy()))
@@ -67,16 +67,16 @@ def point_prints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def ordered_sum(prints: Tensor, start: int = 0) -> Tensor:
-    """Return Σ_i g^(start + i) u_i modulo 2^64, 0-d, for the prints u of points in order, of which `start` came before.
+    """Return Σ_i g^(start + i) u_i modulo 2^64, 0-d, for the prints u of points in order, after `start` others.
 
-    Sums of parts, each with its start, add up to the sum of the whole; see `join_sums` for parts without.
+    Sums of parts, each with its own start, add up to the sum of the whole; see `join_sums` for parts without one.
     """
     powers = torch.full_like(prints, GENERATOR).cumprod(0)
     return (powers * prints).sum() * _power(start)
 
 
 def join_sums(sums: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the `ordered_sum` of consecutive parts, of which each has so many points and its own sum from 0."""
+    """Return the `ordered_sum` of consecutive parts, given the sum of each from start 0 and its number of points."""
     starts = accumulate(counts, initial=0)
     return in_64_bits(sum(part * _power(start) for part, start in zip(sums, starts)))
 
@@ -86,7 +86,7 @@ def _power(exponent: int) -> int:
 
 
 def in_64_bits(number: int) -> int:
-    """Return a whole number modulo 2^64, as a signed one."""
+    """Return a whole number modulo 2^64, as a signed integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -129,7 +129,7 @@ def _chunk_sums_at_once(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each row, some rows at a time: widened to 64 bits they stay in the cache."""
+    """Return the weighted sum of each row, a few rows at a time: widened to 64 bits they stay in the cache."""
     step = max(1, CHUNK // rows.shape[1])
     if rows.device.type == "cpu":
         parts = [part.to(torch.int64).mv(weights) for part in rows.split(step)]
@@ -139,7 +139,7 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Integers) -> Integers:
-    """Return 64-bit numbers whose bits each depend on all of the given one's (shifts without the sign, odd factors)."""
+    """Return 64-bit numbers whose bits each depend on all bits of the given ones (unsigned shifts, odd factors)."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # of MurmurHash3 and SplitMix64, as signed numbers
         numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * factor
     return numbers ^ ((numbers >> 32) & 0xFFFFFFFF)
@@ -152,7 +152,7 @@ def _words(tensor: Tensor) -> Tensor:
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
-    if flat.stride(0) != 1:  # a single number is contiguous whatever its stride, but is not viewed with another dtype
+    if flat.stride(0) != 1:  # a single number is contiguous with any stride, but cannot be viewed with another dtype
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view({1: torch.int8, 2: torch.int16}.get(real.element_size(), torch.int32))
 

@@ -1,6 +1,6 @@
-"""The processes of a `torch.distributed` group, each with a shard of the data: sums, rows and facts of all of them.
+"""The processes of a `torch.distributed` group, each with a shard of the data, and sums and rows over all of them.
 
-What tells tensors and modules that are shared among them stands here, too.
+The functions that recognise tensors and modules sharded among these processes are here, too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ R = TypeVar("R")
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others before it raises `RankFailed`."""
 LATE = 1.0
-"""Seconds after which a waiting rank says so, and looks whether another one failed."""
+"""Seconds after which a waiting rank reports that it waits, and checks whether another one failed."""
 SIGNS = 6
-"""How often a rank says within this time that it is at work."""
+"""How many times a rank reports within this time that it is at work."""
 IN_PLACE = 2**20
-"""Bytes from which on a sum is made in its own memory, and its check is a message of its own."""
+"""Size in bytes from which a sum is made in its own memory, and its check is a separate message."""
 PAUSE = 2e-5
-"""The first pause between two looks at the store, in seconds."""
+"""The first pause between two checks of the store, in seconds."""
 HASHES = 251
-"""A prime: numbers below it tell vectors apart, and their squares are exact in single precision for 256 ranks."""
+"""A prime: numbers below it distinguish vectors, and their squares are exact in single precision for 256 ranks."""
 
 
 class RankFailed(RuntimeError):
-    """Another rank raised an error, ended, or did not answer in time: this linearisation is of no further use.
+    """Another rank raised an error, ended, or did not answer in time: this linearisation can no longer be used.
 
     Every later call that needs the other ranks raises the same error.
     """
@@ -50,15 +50,15 @@ class RanksDiffer(ValueError):
 
 
 class WithoutGroup(UserWarning):
-    """A process of several linearises its own data alone: it was given no process group."""
+    """A process of several linearises its own data alone, because it was given no process group."""
 
 
 def warn_without_group() -> None:
-    """Warn once in a process where torch.distributed runs several and no group was given."""
+    """Warn, once per process, if torch.distributed runs several processes and no group was given."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _warned:
         _warned.append(True)
         warnings.warn(
-            f"torch.distributed runs {dist.get_world_size()} processes, and linearize was given no process_group: it "
+            f"torch.distributed runs {dist.get_world_size()} processes, but linearize was given no process_group: it "
             "linearises this process's data alone.",
             WithoutGroup,
             stacklevel=3,
@@ -69,7 +69,7 @@ _warned: list[bool] = []
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without importing the module before anyone has one."""
+    """Return whether a value is a DTensor; its module is not imported before something else imports it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -85,12 +85,12 @@ def holds_shards(model: Any) -> bool:
 
 
 def is_fsdp(kind: type, name: str) -> bool:
-    """Return whether a class is one of this name of torch.distributed."""
+    """Return whether a class is the one of this name in torch.distributed."""
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
 
 
 def even_share(length: int, ranks: int, rank: int) -> range:
-    """Return a rank's positions as `Shard` has them: ⌈n/ranks⌉ each, fewer or none at the end."""
+    """Return the positions that `Shard` gives a rank: ⌈n/ranks⌉ each, fewer or none at the end."""
     step = -(-length // ranks)
     return range(min(length, rank * step), min(length, (rank + 1) * step))
 
@@ -99,8 +99,8 @@ class Ranks:
     """The ranks of a process group that share one linearisation, this one among them.
 
     All ranks make the same calls in the same order, with equal arguments and equal seeds; each holds a shard of the
-    data. What is summed or lined up over the data is equal on all ranks, to the bit, so that they take the same
-    decisions. A rank that raises, ends or hangs gives the others a `RankFailed` that names it.
+    data. Sums and concatenations over the data are equal on all ranks, to the bit, so that all ranks take the same
+    decisions. If a rank raises, ends or hangs, the others raise a `RankFailed` that names it.
 
     Args:
         group: a process group of torch.distributed, with a backend for the tensors' device (gloo, nccl).
@@ -116,18 +116,18 @@ class Ranks:
         for earlier in [ranks for ranks in _troubled if ranks.group is group]:
             if earlier._lost is not None:
                 raise RankFailed(
-                    f"{earlier._lost} Since then the ranks of this process group are out of step: begin another."
+                    f"{earlier._lost} Since then the ranks of this process group are out of step: create another group."
                 )
             earlier._settle()
         self.group: dist.ProcessGroup = group
         self.timeout = timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
-        """How many collective calls were made, and the bytes of their tensors."""
+        """The number of collective calls made so far, and the bytes of their tensors."""
         self._beaten, self._longest, self._meetings = 0.0, 0.0, 0
         self._worked: float | None = None
         self._lost: str | None = None  # why no later call can succeed
-        self._failed, self._settled = False, 0  # whether this rank raised since the last message; errors of all ranks
+        self._failed, self._settled = False, 0  # raised since the last message; errors common to all ranks
         self._told_at = time.monotonic()
         self._store: Any = _store_of(group)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class Ranks:
 
     @property
     def names(self) -> str:
-        """Describe this rank among all, for messages."""
+        """Describe this rank and the size of the group, for messages."""
         return f"rank {self.rank} of {self.size}"
 
     def require_ranks_of(self, other: Ranks) -> None:
@@ -144,18 +144,19 @@ class Ranks:
         ours, theirs = (dist.get_process_group_ranks(each.group) for each in (self, other))
         if ours != theirs:
             raise ValueError(
-                f"the data are shared among the processes {ours}, and the vectors among {theirs}: take the process "
+                f"the data are shared among the processes {ours}, but the vectors among {theirs}: use the process "
                 "group of the vectors' mesh for the data, co.linearize(..., process_group=mesh.get_group())."
             )
 
     def add_up(self, part: Tensor, told: Tensor | None = None) -> Tensor:
         """Return the sum of the parts of all ranks.
 
-        `told` is a tensor that must be equal on all ranks, such as the vectors of a product: a few bits of it travel
-        with the part, so that ranks with different seeds or arguments are found out.
+        `told` is a tensor that must be equal on all ranks, such as the vectors of a product. A few bits of it travel
+        with the part, and reveal ranks with different seeds or arguments.
 
-        One all-reduce, of as many numbers as the part has and two. A part of a megabyte or more becomes the sum itself,
-        so that nothing is copied; the two numbers, which are made meanwhile, are then a message of their own.
+        Costs one all-reduce, of two more numbers than the part has. A part of a megabyte or more becomes the sum
+        itself,
+        so that nothing is copied; the two numbers, which are computed meanwhile, are then a separate message.
         """
         if torch.is_grad_enabled() and part.requires_grad:
             total: Tensor = _AllReduce.apply(part, self)  # type: ignore[no-untyped-call]
@@ -163,9 +164,9 @@ class Ranks:
         return self._reduced(part.detach(), told, _is_apart(part, told))
 
     def line_up(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
-        """Concatenate the parts of all ranks, which may differ in this dimension. Two collective calls.
+        """Concatenate the parts of all ranks, whose sizes may differ in this dimension. Two collective calls.
 
-        `told` as in `add_up`.
+        `told` is as in `add_up`.
         """
         if torch.is_grad_enabled() and part.requires_grad:
             rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
@@ -173,7 +174,7 @@ class Ranks:
         return self._lined_up(part, dim, told)[0]
 
     def _lined_up(self, part: Tensor, dim: int, told: Tensor | None = None) -> tuple[Tensor, list[int]]:
-        """Return the rows of all ranks, and how many are of each."""
+        """Return the rows of all ranks, and the number of rows of each."""
         if part.dtype == torch.bool:
             whole, counts = self._lined_up(part.to(torch.uint8), dim, told)
             return whole.bool(), counts
@@ -187,26 +188,26 @@ class Ranks:
         return torch.cat([rows[:count] for rows, count in found]).movedim(0, dim), counts
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which are of one shape. One all-gather."""
+        """Return the tensors of all ranks, which have the same shape. One all-gather."""
         found = [torch.empty_like(part) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(found, part, group=self.group, async_op=True), part)
         return found
 
     def broadcast(self, part: Tensor, rank: int) -> Tensor:
-        """Return the tensor of one rank; the others give a tensor of its shape, which is overwritten."""
+        """Return the tensor of one rank; the others pass a tensor of the same shape, which is overwritten."""
         if self.size > 1:
             source, part = dist.get_global_rank(self.group, rank), part.contiguous()
             self._wait(lambda: dist.broadcast(part, source, group=self.group, async_op=True), part)
         return part
 
     def add_up_apart(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over the ranks of the parts (K, n_r) that are meant for this one. One all-to-all.
+        """Return the sum over the ranks of the parts (K, n_r) addressed to this one. One all-to-all.
 
-        Each rank gives a part to each; n_r may be zero.
+        Each rank gives one part to each rank; n_r may be zero.
         """
         if self.size == 1:
             return parts[0]
-        # An all-to-all and a sum: gloo's own reduce-scatter does not tell when it is done.
+        # An all-to-all and a sum: gloo's own reduce-scatter does not report when it is done.
         sent, own = torch.cat([part.flatten() for part in parts]), parts[self.rank]
         found = sent.new_empty(self.size, *own.shape)
         sizes, flat, group = [part.numel() for part in parts], found.view(-1), self.group
@@ -215,7 +216,7 @@ class Ranks:
         return found.sum(0)
 
     def gather_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows (n, K) of all ranks, of which each has so many. One all-gather; columns are contiguous."""
+        """Return the rows (n, K) of all ranks, `counts` on each. One all-gather; columns are contiguous."""
         if self.size == 1:
             return part
         padded = part.new_zeros(part.shape[1], max(counts))
@@ -223,13 +224,13 @@ class Ranks:
         return torch.cat([rows[:, :count] for rows, count in zip(self._gathered(padded), counts)], 1).mT
 
     def scatter_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this rank's rows of the sum of a block (n, K) over ranks, so many on each. One all-to-all."""
+        """Return this rank's rows of the sum over ranks of a block (n, K), `counts` rows on each. One all-to-all."""
         return self.add_up_apart(part.mT.split(list(counts), 1)).mT
 
     def move_rows(self, part: Tensor, counts: Sequence[int], to: Sequence[int]) -> Tensor:
-        """Return this rank's rows of a block (n, K) of which each has so many, where it is to have others.
+        """Move the rows of a block (n, K), `counts` on each rank, so that each has `to`; return this rank's.
 
-        One all-to-all, of the rows that cross.
+        Costs one all-to-all, of the rows that change ranks.
         """
         held, asked, K = [0, *accumulate(counts)], [0, *accumulate(to)], part.shape[1]
 
@@ -250,14 +251,14 @@ class Ranks:
         return torch.cat([rows.view(K, len(rows) // max(1, K)) for rows in parts], 1).mT
 
     def replicate(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose gradient is added up over the ranks: of what each does with it in its own terms."""
+        """Return the tensor; its gradient is the sum over ranks of the gradients of each rank's own terms."""
         if torch.is_grad_enabled() and tensor.requires_grad:
             copied: Tensor = _Replicated.apply(tensor, self)  # type: ignore[no-untyped-call]
             return copied
         return tensor
 
     def from_first(self, work: Callable[[], R]) -> R:
-        """Return what the first rank's `work` returns (plain values and tensors), or raise its error, on all ranks."""
+        """Return the result of the first rank's `work` (plain values and tensors), or raise its error, on all ranks."""
         if self.size == 1:
             return work()
         answer: tuple[Any, Exception | None] = None, None
@@ -279,14 +280,14 @@ class Ranks:
         return found
 
     def gather(self, value: R) -> list[R]:
-        """Return a plain value of each rank, in their order."""
+        """Return a plain value from each rank, in the order of the ranks."""
         with self.guarded():
             return self._gather_now(value)
 
     def beat(self) -> None:
-        """Tell the others, at most once a second, that this rank is at work on its own; raise if another one failed.
+        """Report, at most once a second, that this rank is at work on its own; raise if another one failed.
 
-        For long work without messages, after which the ranks `meet`.
+        This is for long work without messages, after which the ranks `meet`.
         """
         now = time.monotonic()
         self._longest = 0.0 if self._worked is None else max(self._longest, now - self._worked)
@@ -298,10 +299,10 @@ class Ranks:
                 self._heed(self.messages)
 
     def meet(self) -> None:
-        """Wait until all ranks have come here, for as long as the others are at work; not in a collective call.
+        """Wait until all ranks have come here, as long as the others are at work; not inside a collective call.
 
-        Raises RankFailed where another one failed, or has not beaten for the timeout and ten times this rank's longest
-        time between two beats.
+        Raises RankFailed if another rank failed, or has not called `beat` for the timeout plus ten times the longest
+        time between two beats of this rank.
         """
         self._meetings += 1
         self._worked = None
@@ -319,15 +320,15 @@ class Ranks:
                 late = [r for r in missing if now - seen[r][1] > patience]
                 if late:
                     raise RankFailed(
-                        f"{self.names} is done and waits for the others; rank {', '.join(map(str, late))} did nothing "
-                        f"for {patience:.0f} s: it hangs, has ended, or made other calls than this one."
+                        f"{self.names} has finished and waits for the others; rank {', '.join(map(str, late))} "
+                        f"did nothing for {patience:.0f} s: it hangs, has ended, or made different calls."
                     )
                 time.sleep(pause)
                 pause = min(LATE / 4, 2 * pause)
 
     @contextmanager
     def _store_in_reach(self) -> Iterator[None]:
-        """Raise RankFailed where the store no longer answers, which the first rank of the processes keeps."""
+        """Raise RankFailed if the store, which the first rank keeps, no longer answers."""
         try:
             yield
         except RankFailed:
@@ -338,20 +339,20 @@ class Ranks:
             ) from error
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDiffer, on all ranks, where a fact is not the same on each."""
+        """Raise RanksDiffer, on all ranks, if a fact differs between ranks."""
         everywhere = self.gather(facts)
         for name in facts:
             values = [each[name] for each in everywhere]
             if any(value != values[0] for value in values):
                 rank = next(i for i, value in enumerate(values) if value != values[0])
                 raise RanksDiffer(
-                    f"{name}: {values[0]} on rank 0, but {values[rank]} on rank {rank} (this is {self.names}). All "
-                    "ranks must be given the same, but for their shards of the data."
+                    f"{name}: {values[0]} on rank 0, but {values[rank]} on rank {rank} (this is {self.names}). "
+                    "Give all ranks the same arguments, except for their shards of the data."
                 )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Tell the other ranks of an error within, before it goes on."""
+        """Report an error raised inside to the other ranks before it propagates."""
         try:
             yield
         except (RankFailed, GeneratorExit):
@@ -361,9 +362,9 @@ class Ranks:
             raise
 
     def at_work(self, seconds: float | None = None) -> None:
-        """Tell ranks that wait for this one that it is at work, and for how many seconds it may not say so again.
+        """Report to ranks that wait for this one that it is at work, and for how many seconds it may not report again.
 
-        Without these seconds it may be called often, and does little.
+        Without these seconds it may be called often, at little cost.
         """
         now = time.monotonic()
         if self.size > 1 and (seconds is not None or now > self._told_at + self.timeout / SIGNS):
@@ -373,20 +374,20 @@ class Ranks:
     def _tell_of(self, error: BaseException, messages: int) -> None:
         self._failed = True
         self._note()
-        with suppress(RuntimeError):  # the store is gone where its process ended
+        with suppress(RuntimeError):  # the store is gone if its process ended
             what = f"{self.names} raised {type(error).__name__}: {error}"
             for key in ("", f" {self.rank}"):
                 self._store.set(f"failed {messages} {self._settled}{key}", what)
 
     def _heed(self, messages: int) -> None:
-        """Raise RankFailed where another rank raised an error after so many messages."""
+        """Raise RankFailed if another rank raised an error after this number of messages."""
         mark = f"{messages} {self._settled}"
         if not self._failed and self._store.check([f"failed {mark}"]):
             self._store.set(f"left {mark}", "")
             self._lose(self._store.get(f"failed {mark}").decode())
 
     def _settle(self) -> None:
-        """After an error on this rank: go on if all ranks raised one at this place, otherwise raise RankFailed."""
+        """After an error on this rank, continue if all ranks raised one at this place; otherwise raise RankFailed."""
         mark, begin = f"{self.messages} {self._settled}", time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
         while missing := [rank for rank in others if not self._store.check([f"failed {mark} {rank}"])]:
@@ -413,7 +414,7 @@ class Ranks:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
 
     def _reduced(self, part: Tensor, told: Tensor | None = None, owned: bool = False) -> Tensor:
-        """Return the sum over ranks; of a block the columns stay contiguous. A large part that is owned becomes it."""
+        """Return the sum over ranks; columns of a block stay contiguous. A large owned part is overwritten by it."""
         if self.size == 1:
             return part
         by_columns = part.ndim == 2 and part.mT.is_contiguous()
@@ -434,12 +435,12 @@ class Ranks:
             raise RanksDiffer(
                 f"the vectors of a product differ between the ranks (seen by {self.names}): give all ranks equal "
                 "arguments and generators of equal seeds (without a generator torch's own is used: call "
-                "torch.manual_seed(seed) on each rank), and run them with as many threads on processors of one kind."
+                "torch.manual_seed(seed) on each rank), and use the same number of threads on processors of one kind."
             )
         return total.mT if by_columns else total
 
     def _add_up_over_ranks(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Replace a tensor by its sum over ranks, and do something else while it is under way."""
+        """Replace a tensor by its sum over ranks; run `meanwhile` while the sum is under way."""
         self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor, meanwhile)
 
     def _gather_now(self, value: R) -> list[R]:
@@ -449,15 +450,15 @@ class Ranks:
 
     @property
     def _device(self) -> torch.device:
-        """The device of messages: a GPU's backend takes its own tensors alone."""
+        """The device of messages: the backend of a GPU accepts only that GPU's tensors."""
         return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
 
     def _wait(self, begin: Callable[[], Any], tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a collective call; raise RankFailed where another rank failed, ended or is too late."""
+        """Wait for a collective call; raise RankFailed if another rank failed, ended or is too late."""
         if self._lost is not None:
             raise RankFailed(self._lost)
         if _is_destroyed(self.group):
-            self._lose("the process group of this linearisation was destroyed: linearise again over another.")
+            self._lose("the process group of this linearisation was destroyed: linearise again over another group.")
         if self._failed:
             self._settle()
         self.messages += 1
@@ -482,7 +483,7 @@ class Ranks:
             raise
 
     def _look(self, waited: float, signs: _Signs) -> None:
-        """Look whether another rank failed while this one waits, and which are missing once the time is over."""
+        """Check whether another rank failed while this one waits, and which ranks are missing once the time is over."""
         key = f"waiting {self.messages}"
         self._heed(self.messages - 1)
         if self._store.check(["broken"]):
@@ -492,8 +493,8 @@ class Ranks:
         signs.read(self._store, missing, waited)
         if waited > signs.seen + signs.promised + self.timeout:
             self._lose(
-                f"{self.names} waited {waited:.0f} s for the others; missing: rank {_listed(missing)}. They hang, have "
-                "ended, or made other calls than this one."
+                f"{self.names} waited {waited:.0f} s for the others; missing: rank {_listed(missing)}. They hang, "
+                "have ended, or made different calls."
             )
 
     def _why_broken(self, error: object) -> str:
@@ -502,22 +503,22 @@ class Ranks:
             for key in ("broken", f"broken {self.rank}"):
                 self._store.set(key, "")
             begin, dead = time.monotonic(), list(range(self.size))
-            while len(dead) > 1 and time.monotonic() < begin + self.timeout:  # the others look each second
+            while len(dead) > 1 and time.monotonic() < begin + self.timeout:  # the others check each second
                 dead = [rank for rank in range(self.size) if not self._store.check([f"broken {rank}"])]
                 time.sleep(LATE / 20)
         except RankFailed as raised:
             return str(raised)
         except RuntimeError:
-            dead = [0]  # whose store no longer answers
+            dead = [0]  # its store no longer answers
         return f"the connection to another rank broke ({error}); it has ended: rank {_listed(dead)}."
 
 
 _troubled: list[Ranks] = []
-"""Those in which this rank or another one raised an error, since when they may be out of step."""
+"""Groups in which a rank raised an error, after which their ranks may be out of step."""
 
 
 class _Signs:
-    """When a missing rank last said that it is at work, in seconds of this wait, and for how long it will not."""
+    """The time at which a missing rank last reported work, in seconds of this wait, and how long it may be silent."""
 
     def __init__(self) -> None:
         self.seen = self.promised = 0.0
@@ -534,7 +535,7 @@ class _Signs:
 
 
 class _AllReduce(Function):
-    """The sum over ranks. Every rank has the same loss of it: each part's gradient is the sum's own."""
+    """The sum over ranks. Every rank has the same loss of the sum, so each part's gradient is the sum's own."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
@@ -547,7 +548,7 @@ class _AllReduce(Function):
 
 
 class _LineUp(Function):
-    """The rows of all ranks, of which each has a gradient for its own."""
+    """The rows of all ranks; each rank gets the gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -562,7 +563,7 @@ class _LineUp(Function):
 
 
 class _Replicated(Function):
-    """The identity, whose gradient is the sum over ranks."""
+    """The identity; its gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -584,13 +585,13 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store that the processes of a group met by; torch 2.7 has no public call for it."""
+    """Return the store through which the processes of a group met; torch 2.7 has no public call for it."""
     own = getattr(group, "get_group_store", None)
     return dist.distributed_c10d._get_process_group_store(group) if own is None else own()
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
-    """Wait for a message for so long, and return whether it ended; gloo raises for both a late and a broken one."""
+    """Wait for a message for this time, and return whether it ended; gloo raises for late and broken messages alike."""
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
@@ -601,13 +602,13 @@ def _ends_within(work: Any, seconds: float) -> bool:
 
 
 def _write_hash(check: Tensor, told: Tensor | None) -> None:
-    """Write a small whole number that differs for most tensors that do, and its square; zeros for none."""
+    """Write a small whole number that differs for most different tensors, and its square; zeros for None."""
     hashed = 0.0 if told is None else float(int(fingerprint([told.detach()])) % HASHES)
     check[0], check[1] = hashed, hashed**2
 
 
 def _is_apart(part: Tensor, told: Tensor | None) -> bool:
-    """Return whether a part fills its memory, which is not that of the told tensor."""
+    """Return whether a part fills its memory, and shares none with the `told` tensor."""
     memory = part.untyped_storage()
     return memory.nbytes() == part.nbytes and (told is None or told.untyped_storage().data_ptr() != memory.data_ptr())
 

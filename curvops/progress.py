@@ -4,8 +4,8 @@ Work that has taken two seconds shows a bar on standard error if that is a termi
 Every function that may take long has the keyword `progress`: None for this behaviour, False for no bar, True for a
 bar even if standard error is a file, or a function (what, done, total), called at each step; total is None if it is
 unknown. An algorithm of linear algebra counts its products: `at_work` names the algorithm, and `count_products` makes
-products count. Of nested algorithms the outermost is shown, and counts the products of all; work inside one product,
-inside a preconditioner or inside a callback is not counted.
+products count. Of nested algorithms the outermost is shown, and counts the products of all of them; work inside a
+product, a preconditioner or a callback is not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_progress(progress: Any) -> None:
 
 
 def progress_bar(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Steps:
-    """Return the steps of some work, to be counted by `advance`; a context that clears the bar, also at an error."""
+    """Return the steps of some work, to be counted by `advance`; a context that clears the bar, also on an error."""
     return Steps(what, total, False if _silenced.get() else progress, unit)
 
 
@@ -93,9 +93,9 @@ in_force: ContextVar[Any] = ContextVar("in_force", default=None)
 
 @contextmanager
 def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterator[None]:
-    """Count products as those of this algorithm on A, unless it works for another one that is shown.
+    """Count products as those of this algorithm on A, unless it is itself a step of another one that is shown.
 
-    With `progress` None, an operator of a linearised network uses the linearisation's setting.
+    If `progress` is None, an operator of a linearised network uses the linearisation's setting.
 
     Raises:
         TypeError: progress is neither None, a flag nor a function.
@@ -117,13 +117,13 @@ def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterato
 
 
 def progress_of(A: Any) -> Progress:
-    """Return the networks' setting for bars in A, None for a tensor or a foreign operator."""
+    """Return the networks' setting for progress bars in A; None for a tensor or a foreign operator."""
     progress: Progress = getattr(A, "progress", None)
     return progress
 
 
 def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
-    """Do this work and count it as `count` products, whatever happens inside it."""
+    """Do this work and count it as `count` products, whatever happens inside."""
     steps = _current.get()
     if steps is None and in_force.get() is None:
         return work(*args, **options)
@@ -139,7 +139,7 @@ def as_step(count: int, work: Callable[Options, T], *args: Options.args, **optio
 
 
 def count_products(make: Maker) -> Maker:
-    """Count the products with blocks (n, K) that this function makes, K each."""
+    """Make the products that this function returns count: K products for a block (n, K)."""
 
     @wraps(make)
     def wrap(*args: Any) -> Callable[[Any], Any]:
@@ -155,15 +155,15 @@ def aside(work: Callable[Options, T]) -> Callable[Options, T]:
 
 
 def time_left(share: float, since: float) -> str:
-    """Return in words the time left, `share` times the time since `since` (of `time.monotonic`).
+    """Return in words the time left, `share` times the time elapsed since `since` (of `time.monotonic`).
 
-    The share is an estimate, and the rate may change: the words mention both.
+    The share is an estimate and the rate may change; the words say so.
     """
     return f"about {tqdm.format_interval(share * (time.monotonic() - since))} left at this rate"
 
 
 def remark(note: Callable[[], str]) -> None:
-    """Show this behind the bar, if there is one."""
+    """Show this note behind the bar, if there is one."""
     steps = _current.get()
     if steps is not None:
         steps.remark(note)

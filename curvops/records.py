@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 def record_of(value: Any) -> Any:
-    """Return the value with dataclasses in it as mappings by field, members of enumerations and dtypes by name."""
+    """Return the value with its dataclasses as mappings by field, and members of enumerations and dtypes by name."""
     if is_dataclass(value):
         return {field.name: record_of(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -51,7 +51,7 @@ def _value(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         container = tuple if get_origin(hint) is tuple else list
         return container(_value(part, get_args(hint)[0]) if get_args(hint) else part for part in value)
-    for kind in (hint, *get_args(hint)):  # of a union, the member that is not a plain value
+    for kind in (hint, *get_args(hint)):  # for a union, the member that is not a plain value
         if isinstance(kind, type) and value is not None:
             if issubclass(kind, Enum):
                 return kind[value]

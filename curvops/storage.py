@@ -1,11 +1,11 @@
 """Trees of numbers, words and tensors as folders: written completely or not at all, and checked when read.
 
 A folder contains `curvops.json`, the tree, and one file of tensors (safetensors), which the JSON names with its
-SHA-256; the rest of the JSON has its own checksum. The meaning of a tree is its owner's affair, who gives it a kind
+SHA-256; the rest of the JSON has its own checksum. The owner of a tree decides what it means, and gives it a kind
 ("posterior") and a version. Nothing is unpickled, imported or executed.
 
-Writing changes no existing file: the tensors go to a new file, named by its contents, and `curvops.json` is replaced in
-the last step, which a file system does at once or not at all. A crash or a full disk before that step leaves the
+Writing changes no existing file: the tensors go to a new file, named by its contents, and the last step replaces
+`curvops.json`, which a file system does at once or not at all. A crash or a full disk before that step leaves the
 earlier save unchanged. The remains of a crash do no harm, and a later save removes them.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 CONTENTS = "curvops.json"
 WRITTEN_BY = f"curvops {version_of('curvops')}"
 LAYOUT = 1
-"""The version of the format, apart from the tree."""
+"""The version of the format, which does not depend on the tree."""
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 SCRATCH = ".writing-"
 STALE = 3600.0
@@ -104,7 +104,7 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         raise FileNotFoundError(f"there is no folder {folder}.")
     if not (folder / CONTENTS).is_file():
         given = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
-        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not to the end{given}.")
+        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not completely{given}.")
     text = (folder / CONTENTS).read_bytes()
     while True:
         found = _read_contents(folder, text, kind, version)
@@ -135,7 +135,7 @@ def folder_of(path: Any) -> Path:
 
 
 def discard(path: str | os.PathLike[str], kind: str) -> None:
-    """Remove what `save` wrote there, if it is of this kind, with folders of the kind inside, and nothing else."""
+    """Remove what `save` wrote there, if it is of this kind, together with folders of the kind inside it."""
     folder = folder_of(path)
     before = _contents(folder)
     if before.get("format") != "curvops" or before.get("kind") != kind:
@@ -151,7 +151,7 @@ def discard(path: str | os.PathLike[str], kind: str) -> None:
         folder.rmdir()
 
 
-# Trees as JSON: a name that begins with "$" is not a name but describes the value.
+# Trees as JSON: a name that begins with "$" describes a value and is not a name of the tree.
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -177,21 +177,21 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a reference to a tensor, for a transposed one with the order of its dimensions in memory.
+    """Return a reference to a tensor; for a transposed one it has the order of the dimensions in memory.
 
-    The layout is kept because products of another layout round differently.
+    The layout is kept because products round differently in another layout.
     """
     if tensor.layout != torch.strided or tensor.is_meta or not _is_storable(tensor.dtype):
         what = "without values" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
         raise TypeError(f"{name} is a tensor {what}, which cannot be stored.")
-    while name in tensors:  # names may have dots themselves
+    while name in tensors:  # names may contain dots themselves
         name += "_"
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda i: -strides[i])
     turned = tensor.detach().permute(order)
     if not turned.is_contiguous():
         order, turned = list(range(tensor.ndim)), tensor.detach()
-    # safetensors does not accept two tensors that share memory, and writes all of it for a part.
+    # safetensors rejects two tensors that share memory, and writes all of the memory for a part of it.
     own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
     tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
     return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
@@ -199,7 +199,7 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
 
 @lru_cache
 def _is_storable(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a name for it."""
+    """Return whether safetensors has a name for this dtype."""
     try:
         serialized({"": torch.empty(0, dtype=dtype)})
     except KeyError:
@@ -229,7 +229,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside, on the same file system, for incomplete files."""
+    """Yield a folder inside this one, on the same file system, for incomplete files."""
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
     try:
         yield scratch
@@ -240,7 +240,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 def _write(
     folder: Path, scratch: Path, contents: dict[str, Any], tensors: dict[str, Tensor], before: Mapping[str, Any]
 ) -> None:
-    """Write both files, flushed to the disk; replacing `CONTENTS` makes them those of the folder."""
+    """Write both files and flush them to the disk; replacing `CONTENTS` makes them the folder's contents."""
     file, text = scratch / "tensors", scratch / CONTENTS
     save_file(tensors, file)
     digest = _sha256(file)
@@ -249,7 +249,7 @@ def _write(
     contents["tensors"] = {"file": target.name, "sha256": digest}
     contents["sha256"] = _checksum(contents)
     text.write_text(json.dumps(contents, indent=1, allow_nan=False), encoding="utf-8")
-    file.chmod(text.stat().st_mode)  # the mode of any file of the user's: safetensors lets nobody else read its own
+    file.chmod(text.stat().st_mode)  # the user's default mode: safetensors makes its files readable by the owner only
     _flush(file)
     _flush(text)
     predecessor = _file_of(before)
@@ -261,7 +261,7 @@ def _write(
         if target.name != _file_of(_contents(folder)):
             target.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # while a power failure may leave either JSON, both files stay
+    with contextlib.suppress(OSError):  # both files stay as long as a power failure may leave either JSON
         _flush(folder)
         if predecessor not in (None, target.name):
             (folder / str(predecessor)).unlink(missing_ok=True)
@@ -276,7 +276,7 @@ def _contents(folder: Path) -> Mapping[str, Any]:
 
 
 def _file_of(contents: Mapping[str, Any]) -> str | None:
-    """Return the file of tensors, if it is one of ours."""
+    """Return the file of tensors, if its name is one that `save` gives."""
     tensors = contents.get("tensors")
     name = tensors.get("file") if isinstance(tensors, dict) else None
     return name if isinstance(name, str) and TENSORS.fullmatch(name) else None
@@ -303,7 +303,7 @@ def _reason(error: Exception) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
         return  # Windows flushes no folders
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Linear algebra with matrices known by their products: any LinearOperator or tensor, without any networks."""
+"""Linear algebra with matrices known by their products: any LinearOperator or tensor, without a network."""
 
 from curvops.linalg.operators.base import (
     Operator,  # first: its import closes the cycle of operators and their algebra

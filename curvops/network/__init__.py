@@ -1,4 +1,4 @@
-"""The network itself: parameters, likelihoods, data, engines; the face for the floors above."""
+"""The network itself: parameters, likelihoods, data and engines; the interface for the floors above."""
 
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged

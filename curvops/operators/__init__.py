@@ -1,4 +1,4 @@
-"""The network's operators, one file each, built from a linearisation."""
+"""The operators of a network, one file each, built from a linearisation."""
 
 from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian

@@ -1,8 +1,8 @@
 """Records of operators as plain values and tensors: the name of the class and the arguments that rebuild it.
 
-linear_operator rebuilds an operator from the arguments of its constructor, and a record holds the same. Values computed
-from them are left out, except the eigenbases of Kronecker factors. Operators whose products walk over the data (the
-GGN) are recorded by reference to a linearisation.
+linear_operator rebuilds an operator from the arguments of its constructor, and a record holds these arguments. Values
+computed from them are left out, except the eigenbases of Kronecker factors. Operators whose products walk over the
+data (the GGN) are recorded by reference to a linearisation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TENSOR_OPERATORS: dict[str, type[LinearOperator]] = {
 DATA_OPERATORS: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
 """Operators whose products need the data."""
 DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Sources, *Linearization.IDENTITIES)}
-"""Dataclasses among an operator's arguments, recorded field by field."""
+"""Dataclasses that occur among an operator's arguments; they are recorded field by field."""
 
 
 def record_of_operator(operator: LinearOperator, lin: Linearization, what: str = "the curvature") -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
 
 
 def operator_of_record(record: Mapping[str, Any], lin: Linearization) -> Any:
-    """Return the operator of a record; raise ValueError where it needs data that `lin` does not have."""
+    """Return the operator of a record; raise ValueError if it needs data that `lin` does not have."""
     operator = _operator(record, lin)
     if "asked" in record:
         operator.asked = {key: value_of_record(value, lin) for key, value in record["asked"].items()}
@@ -87,14 +87,14 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
     if name in DATA_OPERATORS:
         if not lin.data.is_present:
             raise ValueError(
-                f"what was saved holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
+                f"the file holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
                 "pass them, co.load(path, model, data)."
             )
         options = {key: value_of_record(value, lin) for key, value in record["options"].items()}
         if options.get("draws") is not None and record.get("order", lin.data.prints.order) != lin.data.prints.order:
             raise ValueError(
-                f"what was saved holds co.{name} with targets drawn for each point: pass the data in the order that "
-                "they had then (over a process group, the shards one after the other)."
+                f"the file holds co.{name} with targets drawn for each point: pass the data in the order that they had "
+                "then (over a process group, the shards one after the other)."
             )
         hyperparameters = [value_of_record(tensor, lin) for tensor in record["hyperparameters"]]
         operator = DATA_OPERATORS[name].build_at(lin, hyperparameters, **options)
@@ -115,9 +115,9 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
     own: Linearization = operator.lin
     if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
         raise ValueError(
-            f"{what} holds co.{type(operator).__name__} of other data or other weights than those of the "
-            f"posterior's own linearisation ({own.num_data:,} points), a GGN is saved by reference to its data: keep "
-            "it in compressed form, post.update(lin_new, rank=...) or co.low_rank(op)."
+            f"{what} holds co.{type(operator).__name__} of other data or other weights than those of the posterior's "
+            f"own linearisation ({own.num_data:,} points), and a GGN is saved by reference to its data: keep it in "
+            "compressed form, post.update(lin_new, rank=...) or co.low_rank(op)."
         )
     return {
         "class": type(operator).__name__,
@@ -132,7 +132,7 @@ def _data_record(operator: Any, lin: Linearization, what: str) -> dict[str, Any]
 
 
 def record_of_value(value: Any, lin: Linearization, what: str = "the posterior") -> Any:
-    """Return the record of an operator's argument; raise ValueError for one that has none."""
+    """Return the record of an operator's argument; raise ValueError if it cannot be recorded."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -159,7 +159,7 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
 
 
 def value_of_record(value: Any, lin: Linearization) -> Any:
-    """Return the value of a record, its tensors on the device of the weights."""
+    """Return the value of a record, with its tensors on the device of the weights."""
     if isinstance(value, Tensor):
         return value.to(lin.theta.device)
     if not isinstance(value, dict):

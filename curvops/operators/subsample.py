@@ -17,19 +17,20 @@ def subsample(
     """Linearise the network on m of its N points, each with N/m times its weight.
 
     Curvatures, gradients and log-likelihoods of the result are unbiased estimates of those of all points: their mean
-    over all subsets of m points equals the full one. The posterior of one subset is not unbiased.
+    over all subsets of m points equals the full value. The posterior of one subset is not unbiased.
 
     Args:
         lin: the linearisation of all data.
         m: the number of points to draw without replacement, or their positions (m,).
-        generator: source of the draw.
+        generator: the source of the draw.
 
     Returns:
         A linearisation with its own engines, within the memory budget of `lin`. Costs a pass over the data; the chosen
         points are copied.
 
     Raises:
-        TypeError, ValueError: not a linearisation, m not between 1 and N, positions out of range or repeated.
+        TypeError, ValueError: `lin` is not a linearisation, m is not between 1 and N, or positions are out of range or
+            repeated.
     """
     if not isinstance(lin, Linearization):
         raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")

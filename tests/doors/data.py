@@ -70,7 +70,7 @@ DOORS = [
             "a list of numbers": (
                 lambda: as_inputs(A.tolist()),
                 TypeError,
-                "given a list.*convert lists by torch.tensor",
+                "given a list.*convert lists with torch.tensor",
             ),
             "an array of text": (
                 lambda: as_inputs(np.array(["a", "b"])),
@@ -224,7 +224,7 @@ DOORS = [
             "four parts": (lambda: read([(X, Y, W, W)]), TypeError, "Batch 0: .* this is a tuple"),
             "labels as a list": (lambda: read([(X, [0] * N)]), TypeError, "Batch 0: Targets.*given list"),
             "single points": (lambda: read(list(zip(X, Y, strict=True))), ValueError, r"targets have shape \(\)"),
-            "lists of numbers": (lambda: read([(X.tolist(), Y)]), TypeError, "convert lists by torch.tensor"),
+            "lists of numbers": (lambda: read([(X.tolist(), Y)]), TypeError, "convert lists with torch.tensor"),
             "with replacement": (
                 lambda: read(DataLoader(TensorDataset(X, Y), 4, sampler=WeightedRandomSampler([1.0] * N, N))),
                 ValueError,

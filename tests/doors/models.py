@@ -413,12 +413,12 @@ DOORS = [
             "eigenpairs": (
                 lambda: co.linalg.eigsh(lower_ggn()[0], 2),
                 ValueError,
-                "asks for more than products with A give",
+                "is below the accuracy of products with A",
             ),
             "variances": (
                 lambda: lower_ggn()[0].inverse().diagonal(),
                 ValueError,
-                "asks for more than products with A give",
+                "is below the accuracy of products with A",
             ),
         },
     ),

@@ -266,7 +266,7 @@ DOORS = [
             "inputs as a list": (
                 lambda: small_post().predict(TWO.tolist()),
                 TypeError,
-                "convert lists by torch.tensor",
+                "convert lists with torch.tensor",
             ),
             "a link": (lambda: small_post().probabilities(TWO, "logit"), ValueError, "probit"),
             "draws of probabilities": (lambda: small_post().probabilities(TWO, "mc", 100), TypeError, DRAWS),
@@ -485,7 +485,7 @@ DOORS = [
     Door(
         "GaussianPosterior",
         rows={
-            "no covariance": (lambda: co.GaussianPosterior.of(lin()), ValueError, "covariance or its precision"),
+            "not a covariance": (lambda: co.GaussianPosterior.of(lin()), ValueError, "covariance or its precision"),
             "a model": (lambda: co.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE), TypeError, "linearised network"),
             "a small covariance": (
                 lambda: co.GaussianPosterior.of(lin(), co.linalg.Diagonal(torch.ones(48, dtype=DOUBLE))),

@@ -158,7 +158,7 @@ REFUSED = {
     "weights on one rank": "RanksDiffer: whether points have weights",
     "other subsets": "RanksDiffer: the chosen points",
     "repeated points": "ValueError: this DistributedSampler repeats points",
-    "minibatches": "ValueError: minibatches of data that are shared among the ranks",
+    "minibatches": "ValueError: minibatches are not available for data that are shared among the ranks",
     "another dtype": "ValueError: the data of a linearisation over a process group cannot be converted",
     "a pickle": "TypeError: a linearisation over a process group cannot be pickled",
     "no group again": "7",

@@ -170,8 +170,8 @@ def failing_chains(group: dist.ProcessGroup, how: str) -> str:
     "how, said",
     [
         ("raises", "RankFailed: rank 1 of 2 raised OSError: the disk is gone"),
-        ("ends", "RankFailed: rank 0 of 2 is done and waits for the others; rank 1 did nothing"),
-        ("hangs", "RankFailed: rank 0 of 2 is done and waits for the others; rank 1 did nothing"),
+        ("ends", "RankFailed: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
+        ("hangs", "RankFailed: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
     ],
 )
 def test_a_rank_that_fails_is_named(how, said) -> None:

@@ -22,18 +22,18 @@ def carries_graph(tensors: Sequence[Tensor]) -> bool:
 
 
 def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError where a gradient is needed that `what` lacks: it would silently be zero."""
+    """Raise ValueError if a gradient is needed that `what` lacks, which would silently be zero."""
     if carries_graph(tensors):
         raise ValueError(
-            f"{what} has no gradient for the tensors that its matrix is made of, and one of them requires a gradient "
-            "(the likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
+            f"{what} has no gradient for the tensors inside its matrix, and one of them requires a gradient (the "
+            "likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
         )
 
 
 def require_first_derivative() -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded: a missing derivative would be taken for zero.
+    """Raise RuntimeError in a backward pass that is itself recorded: a missing derivative would count as zero.
 
-    torch's `once_differentiable` raises only where the incoming gradient has a graph: the second derivative of a sum
+    torch's `once_differentiable` raises only if the incoming gradient has a graph: the second derivative of a sum
     would silently be zero.
     """
     if torch.is_grad_enabled():
@@ -64,7 +64,7 @@ def differentiable_once(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A value with the tensors it came from; a reference to them keeps their addresses from being used again."""
+    """A value with the tensors it came from; references to them keep their addresses from being reused."""
 
     value: Any
     sources: tuple[Tensor, ...]
@@ -94,10 +94,10 @@ class Cache:
     def get_or_compute(
         self, name: str, tensors: Sequence[Tensor], compute: Callable[[], Value], watched: Sequence[Tensor] = ()
     ) -> Value:
-        """Return `compute()`, computed once for these tensors, or again where a graph is recorded through them.
+        """Return `compute()`, computed once for these tensors, and again if a graph is recorded through them.
 
-        Tensors are compared by storage and version; short vectors (a noise, a prior) and those in `watched` also by
-        their values, which catches changes that leave the version unchanged (`.data`, fused optimisers).
+        Tensors are compared by storage and version; short vectors (a noise, a prior) and those in `watched` are also
+        compared by value, which detects changes that leave the version unchanged (`.data`, fused optimisers).
         """
         if carries_graph(tensors):
             return compute()
@@ -126,7 +126,7 @@ class Cache:
 
 
 def _short_vectors(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return the short ones of these tensors, and others that are not among them."""
+    """Return those of these tensors that are short vectors, and those of the others that are not among them."""
     found = [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
     return [*found, *(other for other in others if not any(other is tensor for tensor in found))]
 

@@ -1,4 +1,4 @@
-"""Noise of columns, each drawn by its own number, so that a block can be drawn in parts of any width."""
+"""Noise whose columns are drawn by their numbers, so that a block can be drawn in parts of any width."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ OF_COLUMNS, OF_OTHERS = 0, 1
 
 
 class ColumnNoise(torch.Generator):
-    """A source of noise for some columns among many, the same for each whatever the others.
+    """A source of noise for some columns among many; the noise of a column does not depend on the others.
 
-    The n-th block that is asked of it takes the numbers of column j from a generator seeded by (key, n, j), with the
-    seed from Philox, whose counter is (n, j). It is a `torch.Generator`, seeded by its key and first column, for
-    operators with a `_draw` of their own that draw from it as from any other.
+    In the n-th requested block, column j comes from a generator seeded by (key, n, j), with the seed from Philox, whose
+    counter is (n, j). The source is a `torch.Generator`, seeded by its key and first column, so that operators with
+    their own `_draw` can draw from it as from any other generator.
     """
 
     def __new__(cls, key: int, columns: range, device: torch.device) -> ColumnNoise:
@@ -29,13 +29,13 @@ class ColumnNoise(torch.Generator):
 
     @classmethod
     def of(cls, generator: torch.Generator | None, k: int, device: torch.device) -> ColumnNoise:
-        """Return a source for k columns, its key drawn from a generator, by default torch's own; or from a source."""
+        """Return a source for k columns; its key comes from a generator, by default torch's own, or from a source."""
         if isinstance(generator, ColumnNoise) and len(generator.columns) == k:
             return cls(generator.draw_key(), generator.columns, generator.device)
         return cls(drawn_seed(generator), range(k), device if generator is None else generator.device)
 
     def part(self, start: int, stop: int) -> ColumnNoise:
-        """Return a new source for some of the columns, as if nothing had been asked of this one."""
+        """Return a new source for some of the columns, in the state before the first request."""
         return ColumnNoise(self.key, self.columns[start:stop], self.device)
 
     def fill(self, rows: Float[Tensor, "k n"]) -> None:

@@ -1,4 +1,4 @@
-"""Rows, columns and the diagonal of a matrix, where they are cheaper than by products."""
+"""Rows, columns and the diagonal of a matrix, in cheaper ways than by products if there are any."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from curvops.progress import as_step
 def rows(A: Matrix) -> Callable[[Tensor], Any]:
     """Return the map index -> A[index, :], dense (b, n); for other `vectors` an object with ``@`` and ``diagonal()``.
 
-    Rows of a tensor cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
-    one transposed product each.
+    Rows of a tensor cost nothing, rows of a lazy kernel cost their evaluation, and rows of an operator known by its
+    products cost one transposed product each.
     """
     if isinstance(A, Tensor):
         dense = A.detach()
@@ -46,7 +46,7 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
 
 
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
-    """Return the diagonal of a square A, and the products it took (0 where they cannot be counted)."""
+    """Return the diagonal of a square A, and the number of products it took (0 if they cannot be counted)."""
     if isinstance(A, Tensor):
         return A.detach().diagonal(), 0
     with torch.no_grad():

@@ -21,8 +21,8 @@ PROBES = 2
 def problem_of(A: Matrix) -> dict[str, Any]:
     """Describe A in a few numbers: size, dtype, kind, tensors, data, and products with two fixed vectors.
 
-    The products are those after the first, since later products use the engine that pays off over many: then the first
-    product of a process and the first after a crash have the same bits.
+    The products are made after a first one, because later products use the engine that pays off over many: then the
+    first product of a process and the first one after a crash have the same bits.
     """
     facts, sources = describe(A), sources_of(A)
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}

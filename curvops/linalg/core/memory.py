@@ -1,8 +1,8 @@
 """The bytes that an algorithm's vectors may take: a caller's budget, or the rest of the networks' budgets.
 
-The `memories` of an operator are the budgets that its products draw on. An operator that is not made from a network has
-none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm fail:
-the minimum that it needs is always allowed, and only the rest is limited.
+The `memories` of an operator are the budgets that its products draw on. An operator that is not built from a network
+has none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm
+fail: the minimum that it needs is always allowed, and only the rest is limited.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Multiply: TypeAlias = Callable[[Vectors], Vectors]
 Attempted = TypeVar("Attempted")
 
 CALLER_VECTORS = 3
-"""The vectors of a block solve (out of `SOLVE_VECTORS`) that its caller holds."""
+"""How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
 PRODUCT_VECTORS = 4
-"""Vectors per column that a product works with, besides its argument and its result."""
+"""Vectors per column that a product works with, in addition to its argument and its result."""
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Memory(Protocol):
 
     @property
     def of_ranks(self) -> Ranks | None:
-        """The processes that share one problem, if the budget is one of several."""
+        """The processes that share one problem, if the budget belongs to several."""
 
     def room(self) -> int:
         """Return the bytes left for vectors."""
@@ -45,10 +45,10 @@ class Memory(Protocol):
         """Count ``nbytes`` bytes as used inside a `with` block."""
 
     def keep(self, owner: object, nbytes: int) -> None:
-        """Count ``nbytes`` bytes as used for as long as the owner exists."""
+        """Count ``nbytes`` bytes as used as long as the owner exists."""
 
     def expect_many(self) -> None:
-        """Announce more products than were made so far: an engine that pays off over many then serves the next ones."""
+        """Announce more products than have been made so far, so that the next ones use an engine that pays off."""
 
 
 Memories = frozenset[Memory]
@@ -60,7 +60,7 @@ def memories_of(A: Any) -> Memories:
 
 
 def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
-    """Return the given bytes, otherwise those left to A's networks, at least ``least``; None where nothing limits."""
+    """Return the given bytes, else those left to A's networks, at least ``least``; None if there is no limit."""
     return room_in(memories_of(A), least) if memory_budget is None else memory_budget
 
 
@@ -73,10 +73,10 @@ def room_in(memories: Memories, least: int) -> int | None:
 def working(
     A: Any, memory_budget: int | None, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[tuple[Multiply, int | None]]:
-    """Yield A's product and the bytes for vectors beside it: the given bytes, otherwise those left to A's networks.
+    """Yield A's product and the bytes for further vectors: the given bytes, else those left to A's networks.
 
     In the second case the bytes count as used meanwhile and suffice for at least ``least`` vectors, and blocks are
-    multiplied in parts, whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
+    multiplied in parts whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
     out of memory is repeated with half of the columns at a time.
     """
     multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
@@ -138,7 +138,7 @@ def _hold_each(memories: Sequence[Memory], nbytes: int) -> Iterator[None]:
 
 
 def keep(A: Any, owner: object, nbytes: int) -> None:
-    """Count ``nbytes`` bytes of A's budgets as used for as long as the owner exists."""
+    """Count ``nbytes`` bytes of A's budgets as used as long as the owner exists."""
     for memory in memories_of(A):
         memory.keep(owner, nbytes)
 
@@ -155,7 +155,7 @@ def longest(A: Any) -> int:
 
 
 def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
-    """Return how many of ``count`` columns go through block solves at once, and the bytes to hold beside them."""
+    """Return how many of ``count`` columns block solves take at once, and the bytes to hold for the caller."""
     memories = memories_of(A) if memories is None else memories
     if not memories:
         return max(1, count), 0
@@ -181,7 +181,7 @@ class BlockHalved(UserWarning):
 
 @dataclass
 class Halving:
-    """Work on several columns that may run out of memory; one warning says that half of them are used from then on."""
+    """Work on several columns that may run out of memory: from then on half of them are used, with one warning."""
 
     what: str
     told: bool = False
@@ -189,7 +189,7 @@ class Halving:
     def attempt(self, work: Callable[[int, int], Attempted], start: int, stop: int) -> Attempted | None:
         """Return the outcome of the work on these columns, or None if half of them are to be tried.
 
-        Raises OutOfMemoryError, with the remedy, where memory does not suffice for one column.
+        Raises OutOfMemoryError, with the remedy, if memory does not suffice for one column.
         """
         try:
             return work(start, stop)
@@ -198,7 +198,7 @@ class Halving:
                 raise
             if stop - start <= 1:
                 raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
-        # The error is gone here, and with it the tensors that its traceback held.
+        # By now the error is freed, and with it the tensors that its traceback held.
         if not self.told:
             warnings.warn(
                 f"out of memory with {stop - start} columns at once: {(stop - start) // 2} are {self.what} at a time "

@@ -10,7 +10,7 @@ from curvops.linalg.core.vectors import Vectors, columns, combine, gram, househo
 
 
 def tall_qr(X: Float[Vectors, "n k"], overwrite: bool = False) -> tuple[Float[Vectors, "n r"], Float[Tensor, "r k"]]:
-    """Return the thin QR of a tall block, r = min(n, k): CholeskyQR2, or Householder where X is ill conditioned.
+    """Return the thin QR of a tall block, r = min(n, k), by CholeskyQR2, or by Householder if X is ill-conditioned.
 
     Cost: two Gram matrices and two triangular solves. R is float64. With ``overwrite``, Q takes the memory of X.
     """
@@ -41,8 +41,8 @@ def _inverse(L: Tensor) -> Tensor:
 def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
     """Return an orthonormal basis of the range of X, without dependent and zero columns.
 
-    ``gram_host`` is XᵀX on the CPU, so that the rank is decided without another transfer. Where X is too ill
-    conditioned for its Gram matrix, Householder and the singular values of R decide.
+    ``gram_host`` is XᵀX on the CPU, so that the rank is decided without another transfer. If X is too ill-conditioned
+    for its Gram matrix, Householder and the singular values of R decide.
     """
     eps = torch.finfo(X.dtype).eps
     sizes = gram_host.diagonal().clamp_min(0).sqrt()

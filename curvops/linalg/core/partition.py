@@ -37,7 +37,7 @@ class Partition:
         return True
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Return the parts of each row, (..., n) -> (..., p_i); views where the positions are ranges."""
+        """Return the parts of each row, (..., n) -> (..., p_i), as views if the positions are ranges."""
         if self.in_order:
             return list(torch.split(rows, self.sizes, dim=-1))
         return [
@@ -80,7 +80,7 @@ class Partition:
 def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:
     """Check positions, each a LongTensor (p_i,) or a range, and turn consecutive ones into ranges.
 
-    Raises ValueError where they overlap, leave a gap, are empty, or are not one-dimensional integers.
+    Raises ValueError if they overlap, leave a gap, are empty, or are not one-dimensional integers.
     """
     if not len(positions):
         raise ValueError("a partition needs at least one set of positions, got none.")
@@ -91,8 +91,8 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
         every = every.sort().values
         wrong = (every != torch.arange(n)).nonzero().squeeze(1)
         raise ValueError(
-            f"positions must be disjoint and cover 0..{n - 1} ({n} in all); "
-            f"sorted, they have {int(every[wrong[0]])} in place of {int(wrong[0])}."
+            f"positions must be disjoint and cover 0..{n - 1} ({n} in all); in sorted order they have "
+            f"{int(every[wrong[0]])} in place of {int(wrong[0])}."
         )
     return Partition(parts)
 
@@ -107,7 +107,7 @@ def _as_parts(positions: Sequence[Tensor | range], device: torch.device | None) 
 
 
 def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
-    """Return whether n positions are all of 0..n − 1, none out of range or left out; a sort takes 20 times as long."""
+    """Return whether n positions are all of 0..n − 1, none out of range or missing; a sort takes 20 times as long."""
     seen = torch.zeros(n, dtype=torch.bool)
     for part in parts:
         low, high = (part.start, part.stop - 1) if isinstance(part, range) else map(int, torch.aminmax(part))
@@ -130,7 +130,7 @@ def _as_part(positions: Tensor | range, which: int, device: torch.device | None)
             f"positions of block {which} must be a non-empty LongTensor (p,), got {positions.dtype} of shape "
             f"{tuple(positions.shape)}."
         )
-    middle = len(positions) // 2  # rules out most others without a pass over them
+    middle = len(positions) // 2  # excludes most other cases without a pass over them
     start, stop = int(positions[0]), int(positions[-1]) + 1
     consecutive = stop - start == len(positions) and int(positions[middle]) == start + middle
     if not consecutive or not bool((positions[1:] > positions[:-1]).all()):

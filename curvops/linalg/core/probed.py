@@ -1,4 +1,4 @@
-"""A matrix in the form of randomised algorithms: its products, random vectors of its size, and their cost."""
+"""A matrix in the form that randomised algorithms use: its products, random vectors of its size, and their cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Limits:
 
     @property
     def tolerance(self) -> float:
-        """The rtol of an estimator that needs one; ValueError where it is None."""
+        """The rtol of an estimator that needs one; raises ValueError if it is None."""
         if self.rtol is None:
             raise ValueError("rtol must be positive and finite, got None.")
         return float(self.rtol)
@@ -94,7 +94,7 @@ class Probed:
         return columns_at_a_time(BLOCK, STREAMED * vector_bytes(self.facts), self.limits.memory)
 
     def stream(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
-        """Draw random signs, ``count`` columns in total, a block at a time."""
+        """Draw random signs, ``count`` columns in total, one block at a time."""
         for start in range(0, count, self.block):
             yield self.probes(min(self.block, count - start))
 

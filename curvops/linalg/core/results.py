@@ -25,7 +25,7 @@ from curvops.linalg.core.vectors import Vectors
 class Reason(Enum):
     """The reason why an algorithm stopped; the value is the remedy, in plain sentences."""
 
-    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow where thousands of columns have a reason each
+    __hash__ = object.__hash__  # Enum hashes the name in Python, which is slow for the reasons of thousands of columns
 
     CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
@@ -134,14 +134,14 @@ class Reasoned:
 class Solution(Summarised, Reasoned):
     """The solution of A x = b, with one reason, flag and residual per column of b.
 
-    ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
+    ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not those of the recursion.
     ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products made.
-    ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
-    ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
-    ``exact_matvecs`` counts those of them that iterative refinement took in float64.
+    ``history`` holds the recursion's relative residuals, a first row for the start and one row per iteration.
+    ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, including those of checks.
+    ``exact_matvecs`` counts those of them that iterative refinement made in float64.
     ``groups`` is the number of groups of columns, solved one after another, into which the memory budget split them.
     ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products for least-squares problems (lsmr; minres for columns that
-    are SINGULAR, NaN otherwise): at rounding level, r is the smallest possible.
+    are SINGULAR, NaN otherwise): if they are at rounding level, r is as small as possible.
     """
 
     x: Vectors
@@ -174,7 +174,7 @@ class Solution(Summarised, Reasoned):
 
 
 def accept(solution: Solution, rtol: float) -> Vectors:
-    """Return x if every column is accepted, else raise an error; accept a precision limit with a warning."""
+    """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
         warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
     return solution.raise_if_failed(rtol).x
@@ -191,7 +191,7 @@ class NotConverged(RuntimeError):
 
 
 class NotPositiveDefinite(NotConverged, NotPSDError):
-    """Raised when a solve found a direction of non-positive curvature."""
+    """Raised when a solve meets a direction of non-positive curvature."""
 
 
 class NotPositiveSemidefinite(NotPSDError, ValueError):
@@ -199,7 +199,7 @@ class NotPositiveSemidefinite(NotPSDError, ValueError):
 
 
 def indefinite(finding: str) -> NotPositiveSemidefinite:
-    """Return the error that reports why a matrix is known to be indefinite, with the remedy."""
+    """Return the error that reports why a matrix is indefinite, with the remedy."""
     return NotPositiveSemidefinite(
         f"{finding} Add a prior precision (add_diagonal, or shift= where a call has it) that is large enough, or use "
         "a positive semidefinite approximation of the matrix."
@@ -210,9 +210,9 @@ def caution(samples: int) -> float:
     """Return the factor that widens Student's t for few probes, whose zᵀAz are skewed.
 
     In the worst case, one dominant direction, zᵀAz is χ² with one degree of freedom. Student's t of K such samples
-    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and its error falls as 1/K; widened by this factor it covers 93 % at
-    every K. Sampling that ends at a tolerance needs the factor twice: it ends sooner if the samples happen to be small,
-    and then their mean and their spread are small together.
+    covers 82 % at K = 3, 86 % at 10 and 88 % at 16, and its error falls as 1/K; widened by this factor it covers 93 %
+    at every K. Sampling that ends at a tolerance needs the factor twice: it ends earlier if the samples happen to be
+    small, because their mean and their spread are then small together.
     """
     return 1 + 6 / max(samples, 1)
 
@@ -221,10 +221,10 @@ def caution(samples: int) -> float:
 class Estimate(Summarised):
     """A stochastic number, or an array of numbers, with its error bar.
 
-    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means a value without probes, exact but
-    for rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound. ``bias_bound`` bounds the error that more
-    probes would not remove. The interval multiplies the standard error by ``inflation`` where that is known to be too
-    small, as for leave-one-out estimates of diagonals, and Student's t by ``widening`` for few, skewed samples
+    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means a value without probes, exact up
+    to rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound. ``bias_bound`` bounds the error that more
+    probes would not remove. The interval multiplies the standard error by ``inflation`` if it is known to be too small,
+    as for leave-one-out estimates of diagonals, and multiplies Student's t by ``widening`` for few, skewed samples
     (`caution`), for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape.
     ``matvecs`` counts products of the operator with one vector. ``reason`` is CONVERGED if rtol was met or the value is
     exact, otherwise the limit that ended the sampling, with its remedy.
@@ -243,7 +243,7 @@ class Estimate(Summarised):
     def exact(
         cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
     ) -> Estimate:
-        """Make an estimate of a value without probes; if rounding decides, its bound is the standard error."""
+        """Make an estimate from a value without probes; if rounding decides, its bound is the standard error."""
         stderr = torch.zeros_like(value)
         if reason is Reason.PRECISION_LIMIT:
             stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
@@ -258,7 +258,7 @@ class Estimate(Summarised):
         matvecs: int = 0,
         size: Tensor | float | None = None,
     ) -> Estimate:
-        """Make an estimate of a value without probes that rounding may have changed by `error`.
+        """Make an estimate from a value without probes that rounding may have changed by `error`.
 
         Its reason is PRECISION_LIMIT if the error exceeds rtol of `size`, by default of the value (2-norms).
         """
@@ -284,7 +284,7 @@ class Estimate(Summarised):
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return the interval of Student's t with samples − 1 degrees of freedom, widened, plus the bias bound.
 
-        One sample shows no spread, so its interval is the whole line.
+        A single sample shows no spread, so its interval is the whole line.
 
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
@@ -327,7 +327,7 @@ def _norm(value: Tensor | float) -> float:
 
 
 def add_estimates(one: Estimate, other: Estimate) -> Estimate:
-    """Add two independent estimates: variances add up, and the fewer probes set the degrees of freedom."""
+    """Add two independent estimates: variances add up, and the smaller number of probes sets the degrees of freedom."""
     samples = [each.samples for each in (one, other) if each.samples]
     failed = [each.reason for each in (one, other) if each.reason is not Reason.CONVERGED]
     return Estimate(
@@ -361,7 +361,7 @@ class Eigenpairs(Summarised, Pairs):
     """Eigenvalues and eigenvectors as columns, with the residual ‖Av − λv‖ and a reason for each pair.
 
     ``history`` holds the recursion's residuals of the wanted pairs, best first, one row per check until all were found
-    (in the interior, those of the inverse); inf for pairs that the space did not contain yet.
+    (in the interior, the residuals of the inverse), with inf for pairs that the space did not yet contain.
     """
 
     values: Float[Tensor, " k"]
@@ -393,8 +393,8 @@ class SingularTriplets(Summarised, Pairs):
 class FunctionProduct(Summarised, Reasoned):
     """The columns f(A) b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖ of each.
 
-    ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; ``inf`` where
-    neither can be estimated. ``reasons`` has one per column; ``matvecs`` counts products of A with one vector.
+    ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``
+    if neither can be estimated. ``reasons`` has one per column; ``matvecs`` counts products of A with one vector.
     """
 
     value: Vectors

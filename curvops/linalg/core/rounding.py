@@ -25,7 +25,7 @@ def require_accuracy(A: Any, rtol: float | int | None) -> None:
     error = float(getattr(A, "product_error", 0.0))
     if error and rtol is not None and 0 <= float(rtol) < error:
         raise ValueError(
-            f"rtol={float(rtol):.1e} asks for more than products with A give: their relative error, measured with the "
+            f"rtol={float(rtol):.1e} is below the accuracy of products with A: their relative error, measured with the "
             f"compute_dtype of its linearisation, is {error:.1e} (see lin.plan). Pass an rtol of at least that, or "
             "linearise without compute_dtype."
         )

@@ -1,9 +1,9 @@
-"""Blocks of long vectors whose rows are shared among the processes of a group: DTensors with `Shard(0)`, unwrapped.
+"""Blocks of long vectors whose rows are shared among the processes of a group: unwrapped DTensors with `Shard(0)`.
 
-A DTensor refuses arithmetic with plain tensors, such as one number for each column. So an algorithm works on `Sharded`:
-this rank's rows as a plain tensor, for which the primitives of `vectors` are registered. What is summed over rows
-(inner products, Gram matrices) is added up over the ranks and comes out as a plain tensor, equal on all of them to the
-bit, so that all take the same decisions. `on_shards` is the door of every algorithm: DTensors in, DTensors out.
+A DTensor rejects arithmetic with plain tensors, such as one number for each column. So an algorithm works on `Sharded`:
+this rank's rows as a plain tensor, for which the primitives of `vectors` are registered. Sums over rows (inner
+products, Gram matrices) are added up over the ranks and result in a plain tensor, equal on all of them to the bit, so
+that all take the same decisions. `on_shards` is the door of every algorithm: DTensors in, DTensors out.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from curvops.process_group import Ranks, even_share, is_dtensor
 P = ParamSpec("P")
 R = TypeVar("R")
 PANEL_BYTES = 2**24
-"""The bytes that whole columns may take beside a block, whatever its size."""
+"""The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
-"""Arrays of a panel's size that may be there at once: sent, received, multiplied, found, and copies of these."""
+"""The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""
 ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "true_divide")
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The numbers of rows on each rank, in order; `mesh` is the device mesh of DTensors that lie so."""
+    """The number of rows on each rank, in order; `mesh` is the device mesh of DTensors in this layout."""
 
     ranks: Ranks
     counts: tuple[int, ...]
@@ -52,7 +52,7 @@ class RowLayout:
     def on(cls, mesh: Any, length: int) -> RowLayout:
         """Return the layout of `Shard(0)` on a device mesh.
 
-        Raises TypeError for something else, and ValueError where the mesh has several dimensions.
+        Raises TypeError for anything else, and ValueError if the mesh has several dimensions.
         """
         if not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh must be a device mesh (torch.distributed.device_mesh), got {type(mesh).__name__}.")
@@ -61,12 +61,12 @@ class RowLayout:
                 f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
             )
         ranks = _ranks_of(mesh)
-        if mesh.mesh.tolist() != sorted(mesh.mesh.tolist()):  # decided alike on all of them
+        if mesh.mesh.tolist() != sorted(mesh.mesh.tolist()):  # with the same outcome on all ranks
             raise ValueError(f"the processes of a mesh of sharded vectors must come in ascending order, got {mesh}.")
         return cls.even(ranks, length, mesh)
 
     def beside(self, length: int) -> RowLayout:
-        """Return the layout of other vectors on these ranks: this one for as many rows, otherwise an even one."""
+        """Return the layout of other vectors on these ranks: this one for the same number of rows, else an even one."""
         return self if length == self.length else RowLayout.even(self.ranks, length, self.mesh)
 
     @property
@@ -76,7 +76,7 @@ class RowLayout:
 
     @property
     def own(self) -> slice:
-        """The rows of this rank among all."""
+        """The rows of this rank among all rows."""
         starts = [0, *accumulate(self.counts)]
         return slice(*starts[self.ranks.rank : self.ranks.rank + 2])
 
@@ -85,11 +85,11 @@ class RowLayout:
         if other is not self and (other.ranks is not self.ranks or other.counts != self.counts):
             raise ValueError(
                 f"sharded vectors lie on different ranks: rows {self.counts} on {self.mesh}, and {other.counts} on "
-                f"{other.mesh}. Take one device mesh for all (and tensor.redistribute)."
+                f"{other.mesh}. Use one device mesh for all of them (see tensor.redistribute)."
             )
 
     def stacked(self, own: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
-        """Return a small tensor of each rank. One all-reduce."""
+        """Return a small tensor from each rank, stacked. One all-reduce."""
         every = own.new_zeros(self.ranks.size, *own.shape)
         every[self.ranks.rank] = own
         return self.ranks.add_up(every)
@@ -99,7 +99,7 @@ Layouts: TypeAlias = tuple[RowLayout, RowLayout] | None
 
 
 def _ranks_of(mesh: Any) -> Ranks:
-    """Return the ranks of a device mesh, made once; all of them must ask."""
+    """Return the ranks of a device mesh, created once; all of them must call this."""
     group = mesh.get_group(0)
     if group not in _known:
         _known[group] = Ranks(group)
@@ -109,14 +109,14 @@ def _ranks_of(mesh: Any) -> Ranks:
 _known: dict[Any, Ranks] = {}
 
 
-_Block: Any = object  # for the type checker, a block is what the primitives ask for
+_Block: Any = object  # for the type checker, a block is what the primitives take
 
 
 class Sharded(_Block):
     """A block (n, K), or a vector (n,), of which each rank holds its rows.
 
-    Arithmetic is with a block of the same layout, a number, a row of K numbers, or a plain column (n, 1), of which a
-    rank takes its own rows.
+    Arithmetic is with a block of the same layout, a number, a row of K numbers, or a plain column (n, 1), of which each
+    rank uses its own rows.
 
     Args:
         local: the rows of this rank, (n_rank, K), the columns contiguous.
@@ -139,7 +139,7 @@ class Sharded(_Block):
 
     @property
     def vector_bytes(self) -> int:
-        """The bytes of a column on the rank that has most of it."""
+        """The bytes of a column on the rank that holds most of it."""
         return max(self.rows.counts) * self.dtype.itemsize
 
     @property
@@ -185,11 +185,11 @@ class Sharded(_Block):
         if name == "to" and isinstance(args[0], Tensor):
             return args[0].to(block.local)
         if name not in ARITHMETIC:
-            raise TypeError(f"torch's {name} is not known for vectors that are sharded over ranks.")
+            raise TypeError(f"torch's {name} is not available for vectors that are sharded over ranks.")
         return block.like(function(*map(block.rows_of, args), **kwargs or {}))
 
     def rows_of(self, other: Any) -> Any:
-        """Return this rank's rows of another block or of a plain column; numbers of each column are unchanged."""
+        """Return this rank's rows of another block or of a plain column; numbers for each column stay as they are."""
         if isinstance(other, Sharded):
             self.rows.require(other.rows)
             return other.local
@@ -205,7 +205,7 @@ class Sharded(_Block):
         return self.rows.ranks.gather_rows(self.local, self.rows.counts)
 
     def moved(self, layout: RowLayout) -> Sharded:
-        """Return the block with its rows so over the same ranks; itself where they lie so. One all-to-all."""
+        """Return the block with its rows in this layout over the same ranks; itself if they are. One all-to-all."""
         if self.rows.counts == layout.counts:
             return self
         if self.ndim == 1:
@@ -219,10 +219,10 @@ class Sharded(_Block):
     ) -> Sharded:
         """Return A V for the map V -> A V of plain blocks, some columns at a time.
 
-        A panel of columns is gathered, multiplied, and each rank keeps its rows; if the products of the ranks are
-        `partial`, they are added up on the way (reduce-scatter). A panel with its copies takes no more than this
-        rank's part of the block, or it is one column, or of `PANEL_BYTES`. The rows of A lie in the given layout,
-        otherwise as V's or evenly.
+        A panel of columns is gathered and multiplied, and each rank keeps its rows; if the products of the ranks are
+        `partial`, they are added up on the way (reduce-scatter). A panel with its copies takes no more than this rank's
+        part of the block, or than `PANEL_BYTES`, or it is one column. The rows of A are in the given layout, by default
+        in that of V or an even one.
         """
         if self.ndim == 1:
             return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
@@ -241,7 +241,7 @@ class Sharded(_Block):
         return result
 
     def new_empty(self, rows: int, columns: int) -> Sharded:
-        """Return an uninitialised block of so many rows, which lie evenly unless they are as many as this block's."""
+        """Return an uninitialised block of this many rows, in this block's layout if it has as many, else even."""
         return self._placed(self.rows.beside(rows), columns)
 
     def _placed(self, layout: RowLayout, columns: int) -> Sharded:
@@ -275,12 +275,12 @@ class LaidOut(Description):
 
     @property
     def vector_bytes(self) -> int:
-        """The bytes of a rank's rows of a vector on the longer side, those of the rank that has most."""
+        """The bytes of a vector's rows on the longer side, on the rank that holds most of them."""
         return max(*self.row_layout.counts, *self.column_layout.counts) * self.dtype.itemsize
 
     @property
     def pair_bytes(self) -> int:
-        """The bytes of a rank's rows of a vector on each side, at most."""
+        """The most bytes of a rank's rows of a vector on each side."""
         return (max(self.row_layout.counts) + max(self.column_layout.counts)) * self.dtype.itemsize
 
 
@@ -289,7 +289,7 @@ def _layout_of(like: Sharded | LaidOut) -> RowLayout:
 
 
 def _own_description(like: Sharded | LaidOut) -> Description:
-    """Return what a rank's rows alone are made from."""
+    """Return the description from which a rank's own rows are made."""
     layout = _layout_of(like)
     rows = layout.counts[layout.ranks.rank]
     return Description(rows, rows, like.dtype, like.device)
@@ -307,18 +307,18 @@ for _primitive in (vectors.empty_block, vectors.zero_block):
 @vectors.random_block.register(Sharded)
 @vectors.random_block.register(LaidOut)
 def _random_block(like: Any, k: int, kind: Any = "rademacher", generator: torch.Generator | None = None) -> Sharded:
-    """Draw the columns of one process, one at a time, and keep this rank's rows."""
+    """Draw the columns as one process would, one at a time, and keep this rank's rows."""
     layout = _layout_of(like)
     block = Sharded(vectors.empty_block(_own_description(like), k), layout)
     whole, drawn = Description(layout.length, layout.length, like.dtype, like.device), None
     for j, drawn in enumerate(vectors.random_columns(whole, k, kind, generator)):
         block.local[:, j] = drawn[layout.own]
-    if drawn is not None:  # ranks whose generators differ are found out
+    if drawn is not None:  # this reveals ranks whose generators differ
         layout.ranks.add_up(torch.zeros(1, dtype=torch.float64, device=drawn.device), told=drawn[:64])
     return block
 
 
-# Rows are independent in these: each rank by itself, by the primitive for tensors.
+# Rows are independent in these: each rank works alone, with the primitive for tensors.
 for _name in ("part", "as_block", "columns", "combine", "finite_part"):
     _primitive = getattr(vectors, _name)
     _primitive.register(Sharded, lambda X, *rest, f=_primitive: X.like(f(X.local, *rest)))
@@ -356,7 +356,7 @@ def _(Y: Sharded, X: Sharded, C: Tensor) -> Sharded:
 
 
 def _within(index: Int[Tensor, "*i"], layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Return which positions are on this rank, and their places there."""
+    """Return which positions are on this rank, and where they are there."""
     index = torch.where(index < 0, index + layout.length, index)
     own = layout.own
     inside = (index >= own.start) & (index < own.stop)
@@ -378,7 +378,7 @@ def _(X: Sharded, index: Tensor, rows: Tensor) -> None:
     X.local[places] = rows[inside]
 
 
-# K-sized results are added up over the ranks, and plain.
+# Results of size K are added up over the ranks, and are plain tensors.
 @vectors.inner.register
 def _(X: Sharded, Y: Sharded) -> Tensor:
     return X.rows.ranks.add_up(vectors.inner(X.local, X.rows_of(Y)))
@@ -391,7 +391,7 @@ def _(X: Sharded, Y: Sharded) -> Tensor:
 
 @vectors.norm.register
 def _(X: Sharded) -> Tensor:
-    return vectors.norm(X.rows.stacked(vectors.norm(X.local)))  # of norms, which overflow later than squares
+    return vectors.norm(X.rows.stacked(vectors.norm(X.local)))  # norms overflow later than squares
 
 
 @vectors.largest.register
@@ -402,7 +402,7 @@ def _(X: Sharded) -> Tensor:
 
 @vectors.householder.register
 def _(X: Sharded) -> tuple[Sharded, Tensor]:
-    """Each rank by itself, then the small triangles of all."""
+    """Factorise on each rank, then factorise the small triangles of all ranks."""
     K, layout = X.shape[1], X.rows
     Q, R = vectors.householder(X.local)
     padded = R.new_zeros(K, K)
@@ -421,7 +421,7 @@ def _(W: Sharded, store: Sharded, room: int, used: int, which: Tensor) -> tuple[
 
 @vectors.by_rows.register
 def _(first: Sharded, *others: Sharded, function: Callable[..., Tensor]) -> Tensor:
-    """The rows of all ranks: a few vectors."""
+    """Gather the rows of all ranks, which are a few vectors."""
     rows = [block.local if len(first.local) else block.local.new_zeros(1, block.shape[1]) for block in (first, *others)]
     return first.like(vectors.by_rows(*rows, function=function)[: len(first.local)]).whole()
 
@@ -449,24 +449,24 @@ def unwrapped(tensor: Any) -> Sharded:
     from torch.distributed.tensor import Shard
 
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise TypeError("no gradient passes through sharded vectors: detach() them, or work under torch.no_grad().")
+        raise TypeError("no gradient passes through sharded vectors: detach() them, or use torch.no_grad().")
     layout = RowLayout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
     if layout is None or tuple(tensor.placements) != (Shard(0),):
         raise ValueError(
-            f"vectors (n,) or blocks (n, K) are sharded by rows, placements [Shard(0)], got {tuple(tensor.shape)} with "
-            f"{list(tensor.placements)}: call tensor.redistribute(placements=[Shard(0)])."
+            f"vectors (n,) or blocks (n, K) must be sharded by rows, placements [Shard(0)], got {tuple(tensor.shape)} "
+            f"with {list(tensor.placements)}: call tensor.redistribute(placements=[Shard(0)])."
         )
     local = tensor.to_local().detach()
     if len(local) != layout.counts[layout.ranks.rank]:
         raise ValueError(
-            f"rank {layout.ranks.rank} holds {len(local)} rows of a DTensor of {layout.length}, where Shard(0) puts "
-            f"{layout.counts[layout.ranks.rank]}: make it by distribute_tensor, or give from_local the whole shape."
+            f"rank {layout.ranks.rank} holds {len(local)} rows of a DTensor of {layout.length} rows, but Shard(0) puts "
+            f"{layout.counts[layout.ranks.rank]} there: use distribute_tensor, or give from_local the whole shape."
         )
     return Sharded(local, layout)
 
 
 def wrapped(block: Sharded) -> Any:
-    """Return a block as a DTensor with `Shard(0)`; rows that lie otherwise are moved."""
+    """Return a block as a DTensor with `Shard(0)`; rows in another layout are moved."""
     from torch.distributed.tensor import DTensor, Shard
 
     layout = block.rows
@@ -480,7 +480,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    """Change the values of a kind within tuples and dataclasses."""
+    """Change the values of one kind inside tuples and dataclasses."""
     if kind(value):
         return change(value)
     if type(value) is tuple:
@@ -494,7 +494,7 @@ def _exchanged(value: Any, kind: Callable[[Any], bool], change: Callable[[Any], 
 
 
 def layouts_of(part: Any) -> Layouts:
-    """Return how the vectors of an operator, or the rows of a DTensor, lie over ranks; None for whole ones."""
+    """Return the layouts over ranks of an operator's vectors, or of a DTensor's rows; None for whole ones."""
     if is_dtensor(part):
         layout = unwrapped(part).rows
         return layout, layout
@@ -509,7 +509,7 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
 
 
 def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
-    """Let an algorithm on a matrix, its first argument, take vectors as DTensors and return them."""
+    """Make an algorithm on a matrix, its first argument, accept vectors as DTensors and return DTensors."""
 
     @functools.wraps(algorithm)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -522,7 +522,7 @@ def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
             if given:
                 A = over_ranks(A, given[0].rows)
             if options.get("checkpoint") is not None and (given or getattr(A, "layouts", None) is not None):
-                raise ValueError("sharded vectors are not kept in a checkpoint: omit checkpoint=.")
+                raise ValueError("sharded vectors cannot be saved in a checkpoint: omit checkpoint=.")
             with torch.no_grad() if given else nullcontext():
                 found = cast(Any, algorithm)(A, *rest, **dict(zip(options, named)))
         finally:
@@ -538,7 +538,7 @@ def _noted(given: list[Sharded], tensor: Any) -> Sharded:
 
 
 def blockwise(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method of one block, of an object that may hold blocks, multiply sharded vectors and DTensors."""
+    """Make a method for one block, of an object that may hold blocks, accept sharded vectors and DTensors."""
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -554,4 +554,4 @@ def blockwise(method: Callable[P, R]) -> Callable[P, R]:
 
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
-"""Whether an algorithm is running that was called with DTensors, or whose results become DTensors at its end."""
+"""Whether an algorithm is running that was called with DTensors, or whose results become DTensors at the end."""

@@ -1,7 +1,7 @@
-"""How a system A X = B is solved: a single table of routes, from facts to a choice, its cost and its reason.
+"""The routes by which a system A X = B is solved: one table, from facts to a choice, its cost and its reason.
 
-`routes` and `determinants` are pure functions of a `System`, so that a rule is one line here for all uses: `solve` of
-any operator, draws and covariances of a posterior, its evidence. The first possible route is taken.
+`routes` and `determinants` are pure functions of a `System`, so that a rule is one line here for all uses: `solve` for
+any operator, draws and covariances of a posterior, and its evidence. The first possible route is taken.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 DENSE_SIZE = 256
-"""Up to this many rows, any matrix is formed to be solved with: it costs no more than iterating, and has every
+"""Up to this many rows, any matrix is formed for a solve: that costs no more than iterating, and has every
 gradient."""
 EXACT_SIZE = 256
 """Up to this many rows, an estimator without a budget forms the matrix, and its value is exact."""
 DENSE_BLOCK = 2048
-"""Up to this many rows, a matrix is formed once if it serves many later answers: a block beside others that have
-closed forms, a posterior's curvature under many draws. An existing matrix is factorised, in float64."""
+"""Up to this many rows, a matrix is formed once if it is used for many later answers: a block next to others that have
+closed forms, a posterior's curvature for many draws. A matrix that exists is factorised, in float64."""
 MOST_FORMED = 4096
 """Up to this many rows, a posterior's curvature is formed once for its covariances: 512 MiB with factor and work."""
 WHOLE = 1024
 """Up to this many rows, a curvature is decomposed for its determinants: probes take 300 to 500 products for one prior
-precision; the whole spectrum takes as many as rows, serves all of them, and is exact."""
+precision, whereas the whole spectrum takes as many products as rows, serves all precisions, and is exact."""
 MOST_MATVECS = 4000
-"""An evidence is worth no more products than this: beyond them its error bar is accepted, and the estimate's reason
-says so. If probes fail within them, a matrix of up to this many rows is decomposed."""
+"""The most products for an evidence: beyond them its error bar is accepted, and the estimate's reason says so. If
+probes fail within them, a matrix of up to this many rows is decomposed."""
 MOST_SOLVES = 200
 """The number of solves for the effective dimension under a prior operator, one for each probe."""
 PRODUCTS_A_SOLVE = 8
-"""The least products of a column of a block solve: from rows / 8 columns on, forming the matrix is cheaper."""
+"""The least number of products per column of a block solve: from rows / 8 columns on, forming the matrix is cheaper."""
 GRADIENTS_A_SOLVE = 2.0 * PRODUCTS_A_SOLVE
-"""The least gradients of a solve for one draw."""
+"""The least number of gradients that a solve for one draw takes."""
 MOST_GRADIENTS = 200.0
-"""The largest cost of J Jᵀ in gradients for determinants: of one prior precision (probes: 300–500), or if asked."""
+"""The largest cost of J Jᵀ in gradients for determinants: for one prior precision (probes: 300–500), or on request."""
 MOST_OUTPUTS = 6144
-"""Up to this many outputs in total are decomposed in minutes, in five matrices of 300 MB."""
+"""Up to this many outputs in total are decomposed, in minutes, with five matrices of 300 MB."""
 FEWER_OUTPUTS = 4
-"""The ratio of weights to outputs from which on function space is smaller, its tighter tolerance included."""
+"""The ratio of weights to outputs from which function space is cheaper, including its tighter tolerance."""
 KERNEL_COPIES = 5
-"""Matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and two for LAPACK; later K and these
+"""The matrices (N·C, N·C) in float64 of a formed kernel: K, SᵀS, its eigenvectors and two for LAPACK; later K, these
 vectors, and two in a step of Newton's method."""
 FORMED_COPIES = 4
-"""Matrices of n² numbers in float64 of a formed operator: itself, plus a shift, its factor, and work."""
+"""The matrices of n² numbers in float64 of a formed operator: itself, itself plus a shift, its factor, and work."""
 SOLVE_VECTORS = 16
 """Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
-"""Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
+"""The most right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than products fall."""
 SKETCH_SERVES = 4
-"""A sketch serves up to this many times the columns that it was made for; more would justify a larger one."""
+"""A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
-"""A sketch made for one vector of prior precisions serves others that differ from it by factors up to this uneven."""
+"""The largest ratio between the factors by which prior precisions differ from those that a sketch was made for."""
 RESOLVED = 1000
-"""The least prior precision, in units of J Jᵀ's rounding, for which solutions are right to three digits."""
+"""The least prior precision, in units of the rounding of J Jᵀ, for which solutions are right to three digits."""
 EPOCHS = 100
 """The default number of passes over the data of stochastic descent."""
 
@@ -64,7 +64,7 @@ METHODS = {
     "dual": ("formed kernel", "dual"),
     "sgd": ("sgd",),
 }
-"""The routes that each method of a posterior's draws leaves open."""
+"""The routes that each method of a posterior's draws allows."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Posterior:
     diagonal: bool = True
     """Whether it is a number or a vector."""
     root_columns: int = 0
-    """The number N·R of columns of the curvature's square root by points; 0 without one."""
+    """The number N·R of columns of the curvature's root by points; 0 if it has none."""
     outputs: int = 0
     """The number N·C of outputs."""
     gram_cost: float | int = math.inf
-    """Gradients that forming J Jᵀ takes; ∞ where the curvature is not the exact GGN of these data alone."""
+    """The gradients that forming J Jᵀ takes; ∞ unless the curvature is the exact GGN of these data alone."""
     resolved: bool = True
     """False if the prior precision is known to be below the rounding of J Jᵀ."""
     budget: float | int = math.inf
@@ -103,18 +103,18 @@ class System:
     columns: int = 1
     square: bool = True
     longest: int = 0
-    """The length of the longest vector in a product, if that is more than rows."""
+    """The length of the longest vector in a product, if it exceeds rows."""
     itemsize: int = 8
     closed_form: bool = False
     at_hand: bool = False
-    """Whether the matrix exists and need not be formed."""
+    """Whether the matrix exists already."""
     symmetric: bool = True
     definite: bool = True
     """Whether A is to be solved by CG, for which negative curvature is an error."""
     further: bool = False
-    """Whether the columns add to those of earlier calls, as of covariances, and more may follow."""
+    """Whether the columns add to those of earlier calls, as for covariances, and more may follow."""
     sketch: bool = True
-    """Whether a preconditioner by a sketch is tried."""
+    """Whether a sketch is tried as preconditioner."""
     recorded: bool = False
     """Whether a gradient is recorded through A."""
     room: float | int = math.inf
@@ -130,7 +130,7 @@ class System:
 
     @property
     def may_be_formed(self) -> bool:
-        """Whether it may be formed once and kept: for draws, from the size on where not every solve forms it."""
+        """Whether it may be formed once and kept; for draws, only above the size up to which every solve forms it."""
         return self.rows <= MOST_FORMED if self.further else DENSE_SIZE < self.rows <= DENSE_BLOCK
 
     def vectors(self, length: int = 0) -> int:
@@ -140,7 +140,7 @@ class System:
 
 @dataclass(frozen=True)
 class Route:
-    """A way to solve: the products it takes at least (for J Jᵀ, gradients), its bytes, and why it is not possible."""
+    """A way to solve: its least number of products (for J Jᵀ, gradients), its bytes, and why it is not possible."""
 
     name: str
     products: float | int
@@ -164,7 +164,7 @@ def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tu
 
 
 def routes(system: System) -> tuple[Route, ...]:
-    """Return all routes in order of preference, for a posterior with a given method those of that method."""
+    """Return all routes in order of preference; for a posterior with a given method, only those of that method."""
     if system.posterior is None:
         return tuple(_operator_routes(system))
     found, asked = _posterior_routes(system, system.posterior), system.asked
@@ -210,14 +210,14 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
 
 
 def _conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> Iterator[Route]:
-    """Yield block CG with a sketch, used if there is a positive shift and grown while it pays off, and without."""
+    """Yield block CG with a sketch, which needs a positive shift and grows while it pays off, and CG without one."""
     least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
     yield _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
     yield _route("cg", least, s.vectors(), *obstacles)
 
 
 def _closed_form(s: System) -> Route:
-    none, more = (not s.closed_form, "no closed form is known"), "its dense matrix has more gradients"
+    none, more = (not s.closed_form, "no closed form is known"), "its dense matrix carries more gradients"
     return _route("closed form", 0, 0, none, (s.recorded and s.small and s.posterior is None, more))
 
 
@@ -244,7 +244,7 @@ def _formed_matrix(s: System, p: Posterior) -> Route:
 
 
 def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstacles: tuple[bool, str]) -> Route:
-    """Return the route by J Jᵀ of all training points, decomposed for every prior precision that is a number."""
+    """Return the route by J Jᵀ of all training points, decomposed once for every prior precision that is a number."""
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
     return _route(
         "formed kernel",
@@ -283,7 +283,7 @@ def determinants(system: System) -> tuple[Route, ...]:
 
 
 def products_of_probes(rows: int) -> int:
-    """Return how many products probes for a determinant may take: fewer than rows if all eigenvalues come next."""
+    """Return how many products probes for a determinant may take; fewer than rows if all eigenvalues come next."""
     return MOST_MATVECS if rows > MOST_MATVECS else max(4, rows // 2)
 
 
@@ -295,10 +295,10 @@ def decomposes(system: System) -> bool:
 
 @dataclass(frozen=True)
 class SolvePlan:
-    """How each kind of question is answered, and why; printing it shows a table for each."""
+    """The way in which each kind of question is answered, and why; printing it shows a table for each."""
 
     tables: Mapping[str, tuple[Route, ...]]
-    """By the name of the question, the routes in order of preference; the first possible one is taken."""
+    """The routes in order of preference, by the name of the question; the first possible one is taken."""
 
     @property
     def chosen(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The data an operator sums over, and how often it counts them, which its entries do not show."""
+"""The data that an operator sums over, and how often it counts them, which its entries do not show."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of an operator by name, with the factor of each; equal names are the same data.
+    """The data of an operator by name, with the factor of each; equal names mean the same data.
 
     `partial`: the data of a further part are unknown. `detached`: a part was detached from the weights at which it was
-    made. `repeated`: several terms of a sum have the same data, so that their factor is not a temperature.
+    built. `repeated`: several terms of a sum have the same data, so that their factor is not a temperature.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Sources:
 
 
 def sources_of(operator: Any) -> Sources | None:
-    """Return the data of an operator; None where they are unknown, as for tensors and foreign operators."""
+    """Return the data of an operator; None if they are unknown, as for tensors and foreign operators."""
     return getattr(operator, "sources", None)
 
 

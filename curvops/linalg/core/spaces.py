@@ -13,7 +13,7 @@ class Space(Protocol):
     """A vector space with its own meaning, such as the weights of one network at one point."""
 
     def difference(self, other: Any) -> str | None:
-        """Return a clause that says why vectors of the other space are not vectors of this one; None where they are."""
+        """Return a clause that says why vectors of the other space are not vectors of this one; None if they are."""
         ...
 
     def join(self, other: Any) -> Any:
@@ -25,16 +25,16 @@ class Space(Protocol):
         ...
 
     def detached(self) -> Any:
-        """Return the space without the point at which it was made, which no longer distinguishes it from others."""
+        """Return the space without the point at which it was built, which no longer distinguishes it from others."""
         ...
 
 
 Spaces = tuple[Space | None, Space | None]
-"""The spaces of an operator's rows and columns; None where unknown."""
+"""The spaces of an operator's rows and columns; None if unknown."""
 
 
 def common(*spaces: Space | None) -> Space | None:
-    """Join all that is known about these spaces, None if nothing is; raise ValueError where two of them differ."""
+    """Join all that is known about these spaces, None if nothing is; raise ValueError if two of them differ."""
     found: Space | None = None
     for space in spaces:
         if found is None or space is None or space is found:
@@ -53,6 +53,6 @@ def spaces_of(operator: Any) -> Spaces:
 
 
 def spaces_of_sum(terms: Sequence[Any]) -> Spaces:
-    """Return the spaces of the rows and columns of a sum; raise ValueError where the terms differ."""
+    """Return the spaces of the rows and columns of a sum; raise ValueError if the terms differ."""
     rows, columns = zip(*map(spaces_of, terms))
     return common(*rows), common(*columns)

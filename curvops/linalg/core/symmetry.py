@@ -1,7 +1,7 @@
-"""Symmetry and definiteness of a matrix: by its tags, and by tests that distinguish a lack of it from rounding.
+"""Symmetry and definiteness of a matrix, by tags and by tests that distinguish a violation from rounding.
 
-There is one rule for symmetry: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the
-images. With k random vectors it shows √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, and all of it if A is formed.
+Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. k
+random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix shows all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from curvops.linalg.core.results import Reason
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
 TILE = 256
-"""How many columns are mirrored at a time."""
+"""The number of columns mirrored at a time."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -31,16 +31,16 @@ def is_psd(A: Any) -> bool:
 
 
 def skew_tolerance(eps: float) -> float:
-    """Return the relative difference of uᵀAv and vᵀAu beyond which rounding at ``eps`` does not explain it.
+    """Return the largest relative difference of uᵀAv and vᵀAu that rounding at ``eps`` explains.
 
-    It is relative to the size of A: 5e-6 in float64, for operators that use lower precision inside, and 1.2e-4 in
+    It is relative to the size of A: 5e-6 in float64, for operators that use a lower precision inside, and 1.2e-4 in
     float32, whose products may end a longer computation or come from a device that multiplies with fewer digits.
     """
     return max(LEAST_SKEW, ROUNDING_UNITS * eps)
 
 
 def require_symmetric(X: Tensor, eps: float, size: Tensor | float | None = None) -> None:
-    """Raise ValueError where a small matrix, or one of a batch, is not symmetric; a non-finite one passes.
+    """Raise ValueError if a small matrix, or one of a batch, is not symmetric; a non-finite one passes.
 
     The difference to the transpose is compared with ``size``, by default the Frobenius norm.
     """
@@ -53,7 +53,7 @@ def require_symmetric(X: Tensor, eps: float, size: Tensor | float | None = None)
 def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
     """Return whether a symmetric matrix has an eigenvalue below zero by more than rounding explains.
 
-    Costs a Cholesky factorisation, and the eigenvalues where that fails.
+    Costs a Cholesky factorisation, and the eigenvalues if that fails.
     """
     if not dense.numel() or not bool((torch.linalg.cholesky_ex(dense).info != 0).any()):
         return False

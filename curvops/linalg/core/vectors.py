@@ -4,8 +4,8 @@ A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``
 Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
 
 Other storage, such as blocks sharded over devices, changes no algorithm. Each primitive is a `functools.singledispatch`
-function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``); the
-primitives that create blocks (``like``) also for a subclass of `Description`; and for your operators `product`,
+function whose default is for tensors. Register yours for your type of block (``inner.register(Sharded, ...)``), the
+primitives that create blocks (``like``) also for a subclass of `Description`. For your operators register `product`,
 `transposed_product`, and `describe`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype)``
 and ``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may
 be blocks of any type. `tests/linalg/split.py` is an example.
@@ -31,9 +31,9 @@ ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
 TOGETHER = 16
-"""The numbers that torch makes normal together on a CPU: pieces of so many are those of one call."""
+"""How many numbers torch makes normal together on a CPU: pieces of this size equal those of one call."""
 DRAWN_AT_ONCE = ("cpu",)
-"""The types of device that draw a normal block by one call; the others, whose pieces differ from it, by vectors."""
+"""The types of device that draw a normal block by one call; on others, pieces differ, so they draw by vectors."""
 
 if TYPE_CHECKING:
     Vectors: TypeAlias = Tensor
@@ -72,7 +72,7 @@ def describe(A: Matrix) -> Description:
     """Return size, dtype and device of a dense or lazy matrix.
 
     Raises:
-        TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype of 32 bits or more.
+        TypeError: A is neither a tensor nor a LinearOperator, or does not have a floating dtype of 32 bits or more.
         ValueError: A is not a matrix (batches are not supported), or is empty.
     """
     if not isinstance(A, (Tensor, LinearOperator)):
@@ -88,7 +88,7 @@ def describe(A: Matrix) -> Description:
 
 
 def require_precision(dtype: torch.dtype) -> None:
-    """Raise TypeError for half precision, in which matrices are only multiplied."""
+    """Raise TypeError for half precision, in which matrices can only be multiplied."""
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
             f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
@@ -98,13 +98,13 @@ def require_precision(dtype: torch.dtype) -> None:
 
 
 def check_finite(values: Tensor, what: str = "a product of A") -> None:
-    """Raise ValueError where one of these numbers is not finite."""
+    """Raise ValueError if one of these numbers is not finite."""
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{what} holds NaN or Inf; check the parameters and the data.")
 
 
 def describe_square(A: Matrix) -> Description:
-    """Return ``describe(A)``; raise ValueError where A is not square."""
+    """Return ``describe(A)``; raise ValueError if A is not square."""
     facts = describe(A)
     if facts.rows != facts.columns:
         raise ValueError(f"A must be square, got {facts.rows} x {facts.columns}.")
@@ -124,7 +124,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
 @count_products
 @singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """Return the map U -> Aᵀ U on blocks (m, K), under the same conditions as ``product``."""
+    """Return the map U -> Aᵀ U on blocks (m, K), as ``product`` does for A."""
     if isinstance(A, Tensor):
         dense = A.detach().mT
         return lambda U: dense @ U
@@ -208,7 +208,7 @@ def random_block(
     kind: Literal["rademacher", "gaussian"] = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Float[Vectors, "n k"]:
-    """Draw k independent vectors of independent entries, mean 0, variance 1; ``like`` as for `empty_block`."""
+    """Draw k independent vectors of independent entries with mean 0 and variance 1; ``like`` as for `empty_block`."""
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
@@ -245,7 +245,7 @@ def _fill(row: Tensor, kind: str, generator: torch.Generator | None) -> Tensor:
 
 
 def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a generator, seeded by the given one, that shares no numbers with another of the same seed.
+    """Return a generator, seeded by the given one, that shares no numbers with another one of the same seed.
 
     Probes that are correlated with a sketch are biased, and a caller may pass both the same seed.
     """
@@ -325,13 +325,13 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
 def by_rows(
     first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"], function: Callable[..., Float[Tensor, "m j"]]
 ) -> Float[Tensor, "n j"]:
-    """Return ``function(first, *others)``, which treats each row by itself, some rows at a time; a plain tensor."""
+    """Return ``function(first, *others)``, which treats each row separately, some rows at a time; a plain tensor."""
     rows = max(1, CHUNK // max(1, first.shape[1]))
     return torch.cat([function(*part) for part in zip(*(X.split(rows) for X in (first, *others)))])
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:
-    """Yield slices of rows of X whose temporaries stay small beside a vector, for any number of columns."""
+    """Yield slices of rows of X whose temporaries stay small compared with a vector, for any number of columns."""
     step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
@@ -365,7 +365,7 @@ def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
 
 @singledispatch
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
-    """Return XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
+    """Return XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR can handle."""
     total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
     for rows in _chunks(X if X.shape[1] >= Y.shape[1] else Y):
         left = X[rows].double()
@@ -403,7 +403,7 @@ def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Te
 def project_out(
     W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
 ) -> tuple[Float[Tensor, "n j"], Float[Tensor, "j used"]]:
-    """Subtract from column i of W its projection on orthonormal basis ``which[i]``, by Gram–Schmidt, twice.
+    """Subtract from column i of W its projection on orthonormal basis ``which[i]``, twice.
 
     This is classical Gram–Schmidt. ``store`` holds bases of ``room`` columns one after another, of which the first
     ``used`` columns are filled. Also returns the components of W along them.
@@ -414,12 +414,12 @@ def project_out(
 def project_out_by(
     add_up: Callable[[Tensor], Tensor], W: Tensor, store: Tensor, room: int, used: int, which: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `project_out` where components along the basis become whole by `add_up`."""
+    """Return `project_out` with components along the basis that `add_up` completes."""
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
         found, along = _subtract_projections(add_up, rows, bases[:, :used])
         return found.mT, along
-    # One after the other: the bases of some vectors are not a part of the store without a copy.
+    # One after the other: the bases of some vectors could not be taken from the store without a copy.
     parts = [
         _subtract_projections(add_up, rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())
     ]

@@ -1,4 +1,4 @@
-"""The number of products of an estimator: a budget at once, or more until its error bar meets a tolerance."""
+"""The number of products of an estimator: a whole budget, or more until its error bar meets a tolerance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Estimator(Protocol):
 
 
 def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a product to raise ValueError where a result is not finite, at one small transfer per block."""
+    """Wrap a product so that it raises ValueError if a result is not finite, at one small transfer per block."""
 
     def apply(V: Tensor) -> Tensor:
         result = multiply(V)
@@ -92,7 +92,7 @@ def _most(method: str, whole: int, limits: Limits) -> int | None:
 
 
 def spend_budget(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
-    """Spend the budget (128 products by default), or with ``rtol`` grow until the error bar meets it.
+    """Spend the budget (128 products by default) or, with ``rtol``, grow until the error bar meets it.
 
     The exact value is computed if it costs no more: with a budget of as many products as A has columns, or when growth
     reaches that number. With rtol and no budget there is no other limit.
@@ -140,7 +140,7 @@ def _stop_reason(spent: int, room: int | None, max_matvecs: int | None, otherwis
 
 
 def _next(target: int, found: Estimate, rtol: float) -> int:
-    """Return the next number of products, at most twice this one, by the rate of one over the square root."""
+    """Return the next number of products, at most twice this one, from the rate of one over the square root."""
     goal = rtol * float(torch.linalg.vector_norm(found.value))
     ratio = found.inflation * float(torch.linalg.vector_norm(found.stderr)) / goal if goal else math.inf
     return min(2 * target, max(target + 8, math.ceil(min(1.1 * target * ratio**2, 1e12))))

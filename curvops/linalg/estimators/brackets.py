@@ -1,9 +1,9 @@
-"""Sums of functions of eigenvalues by stochastic Lanczos quadrature; one run serves every scalar shift.
+"""Sums of functions of eigenvalues by stochastic Lanczos quadrature; one run is used for every scalar shift.
 
 For positive semidefinite G and a random probe z, Lanczos turns zᵀf(G)z into an integral with m nodes. Two rules
-bracket it where the even derivatives of f are negative and the odd ones positive, as for log(1 + x/μ) and x/(x + μ):
-Gauss is an upper bound, Gauss–Radau with a node at the lower end of the spectrum, 0, is a lower bound (Golub & Meurant
-2010, theorem 6.4).
+bracket it if the even derivatives of f are negative and the odd ones positive, as for log(1 + x/μ) and x/(x + μ):
+Gauss is an upper bound, and Gauss–Radau with a node at the lower end of the spectrum, 0, is a lower bound (Golub &
+Meurant 2010, theorem 6.4).
 
 Probes are random signs. Their variance is 2 (‖F‖_F² − Σ F_ii²) for F = f(G); that of Gaussian probes of norm √n is
 about 2 (‖F‖_F² − (tr F)²/n), which is never smaller, by Cauchy–Schwarz. For the log-determinant of digits networks'
@@ -25,7 +25,7 @@ from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import LockStep
 
-# Eigenvalues are known to this many units of rounding of the largest, the error of the products.
+# Eigenvalues are known up to this many units of rounding of the largest, the error of the products.
 ROUNDING_UNITS = 2.0
 
 
@@ -36,7 +36,7 @@ class SpectralQuadrature:
     Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation Ĝ whose
     sum is known exactly and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. They are empty
     without a sketch. ``reason`` is CONVERGED, or RANK_CAPPED if the memory or product budget ended the depth too
-    early; an estimate has its own reason if a tolerance was set, by ``rtol`` of the value plus ``known``.
+    early; an estimate has its own reason if a tolerance was set, ``rtol`` of the value plus ``known``.
     ``rounding`` is the size of the errors in the eigenvalues from the products' dtype.
     """
 
@@ -89,10 +89,10 @@ class SpectralQuadrature:
     def _top_weight_error(self, f: ScalarFunction) -> Tensor:
         """Return the error of the largest eigenvalue's weight, in units of the sum.
 
-        The expectation of the weight is known: the multiplicity, a whole number. If one eigenvalue dominates, zᵀf(G)z
-        is about χ² with one degree of freedom; if it happens to be small, so is its spread between probes, and the
-        tolerance ends the run too early. The spread about the known expectation, which is added to the spread about
-        the mean, is not small then. 0 unless all probes found the same eigenvalue.
+        The expectation of the weight is known: it is the multiplicity, a whole number. If one eigenvalue dominates,
+        zᵀf(G)z is about χ² with one degree of freedom; if it happens to be small, so is its spread between probes, and
+        the tolerance ends the run too early. The spread about the known expectation, which is added to the spread about
+        the mean, is not small then. The error is 0 unless all probes found the same eigenvalue.
         """
         top, place = self.gauss_nodes.max(1)
         largest, alike = top.amax(), 1 - 1e-6
@@ -170,7 +170,7 @@ class Rules(NamedTuple):
 def rules(run: LockStep, k: int, scale: float) -> Rules:
     """Return the rules of Gauss and of Gauss–Radau with a node at 0, for start vector k.
 
-    ``scale`` is the size of the terms of the products, whose rounding may look like a negative eigenvalue.
+    ``scale`` is the size of the terms of the products; their rounding may look like a negative eigenvalue.
 
     Raises:
         NotPositiveSemidefinite: a Ritz value is clearly below zero.
@@ -180,7 +180,7 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     lowest, highest, m = float(nodes[0]), float(nodes.abs().amax()), len(T)
     beta = float(run.betas[k, m - 1])
     noise = 1e3 * run.eps * max(scale, highest)
-    # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image without curvature disproves it.
+    # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
     if lowest < -noise or (highest == 0 and beta > noise):
         raise indefinite(
             f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
@@ -189,13 +189,13 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     gauss = nodes.clamp_min(0), size * V[0].square()
     if beta == 0 or highest == 0:
         return Rules(*gauss, *gauss, lowest, highest)
-    # A node slightly below 0 also bounds, and T minus it stays regular when 0 is itself a Ritz value.
+    # A node slightly below 0 bounds, too, and T minus it stays regular if 0 is itself a Ritz value.
     below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())
     last = torch.zeros(m, dtype=torch.float64)
     last[-1] = beta**2
     found, info = torch.linalg.solve_ex(T - below * torch.eye(m, dtype=torch.float64), last)
     if int(info) or not math.isfinite(float(found[-1])):
-        # Rounding in T put a Ritz value there, as in steps within an exact null space: go past it.
+        # Rounding in T put a Ritz value there, as in steps within an exact null space: move past it.
         below -= m * run.eps * highest
         found = torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)
     corner = below + float(found[-1])

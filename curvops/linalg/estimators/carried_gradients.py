@@ -34,7 +34,7 @@ def needs_gradient(A: Matrix) -> bool:
 def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estimate:
     """Attach to the estimate's value the gradient d value = Σ lᵀ dA r over the blocks of ``pairs(A)``.
 
-    ``pairs`` is called in the backward pass, if there is one, and returns blocks (l, r).
+    ``pairs`` returns blocks (l, r); it is called in the backward pass, if there is one.
     """
     if not needs_gradient(A):
         return estimate
@@ -50,7 +50,7 @@ def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner
     """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
 
     With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos approximates (P^-½(A + shift
-    I)P^-½)⁻¹z; conjugate gradients continue from there to a relative residual of 1e-6, in the backward pass.
+    I)P^-½)⁻¹z; in the backward pass, conjugate gradients continue from there to a relative residual of 1e-6.
 
     Raises:
         NotConverged: a solve fails, in the backward pass.

@@ -1,4 +1,4 @@
-"""The spectrum of a matrix small enough to be formed; one eigendecomposition serves every shift."""
+"""The spectrum of a matrix small enough to be formed; one eigendecomposition is used for every shift."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DenseSpectrum:
 
 
 def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
-    """Form A by n products and decompose it; raise ValueError where it is not finite or not symmetric."""
+    """Form A by n products and decompose it; raise ValueError if it is not finite or not symmetric."""
     n, _, dtype, device = facts
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
     check_finite(dense)

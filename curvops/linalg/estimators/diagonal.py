@@ -50,13 +50,13 @@ def diagonal(
             "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
         rtol: add probes until ‖stderr‖, inflated, is at most rtol ‖value‖; earlier products are kept.
         max_matvecs: as in `trace`. The intervals are for single entries.
-        generator: source of the probes.
+        generator: the source of the probes.
         memory_budget: as in `trace`.
         progress: as in `cg`.
 
     Raises:
         ValueError: as `trace`.
-        NotPositiveSemidefinite: xnysdiag met an eigenvalue clearly below zero (it is also a ValueError).
+        NotPositiveSemidefinite: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """
@@ -86,7 +86,7 @@ def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and summed squared deviations of the columns, (n, 1) each; the caller's scale prevents overflow."""
+    """Return mean and summed squared deviations of the columns, (n, 1) each; the caller scales against overflow."""
     mean = _row_sums(samples, 1 / samples.shape[1])
     return mean, _row_sums((samples - mean).square())
 
@@ -139,7 +139,7 @@ class XDiag(LeaveOneOut):
         self.sketch: RangeSketch = RangeSketch(probed, "signs", adjoint)
 
     def estimate(self) -> Estimate:
-        """Return mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
+        """Return mean and standard error of each entry, and the jackknife's interval; the bias bound is rounding.
 
         The samples share all but one probe and may all be wrong in the same way, as in `leave_one_out`.
         """
@@ -156,7 +156,7 @@ class XDiag(LeaveOneOut):
 
     @staticmethod
     def _entries(Omega: Tensor, Q: Tensor, Z: Tensor, S: Tensor, left: Tensor, eps: float) -> Float[Tensor, "n 3"]:
-        """Return value, standard error by the samples and by the jackknife, of the entries of these rows."""
+        """Return value, standard error by the samples and by the jackknife, for the entries of these rows."""
         QS, ZS = combine(Q, S), combine(Z, S)
         taken, residual = QS * ZS, Omega * left.to(QS)
         samples = residual * QS - taken

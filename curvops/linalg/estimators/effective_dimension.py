@@ -48,7 +48,7 @@ def effective_dimension(
 
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus rounding. For a whole
-        grid of scalar priors from one run use ``spectral_quadrature(G, shift=smallest).effective_dimension(grid)``.
+        grid of scalar priors from one run, use ``spectral_quadrature(G, shift=smallest).effective_dimension(grid)``.
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue below zero was found (it is also a ValueError).

@@ -1,4 +1,4 @@
-"""Leave-one-out trace estimators, in which every probe serves the sketch for all the others.
+"""Leave-one-out trace estimators, in which every probe is part of the sketch for all the others.
 
 XTrace (any square A, two products per column) and XNysTrace (positive semidefinite A, one product per column) of
 Epperly, Tropp & Webber 2024. Only K × K matrices enter the estimates; earlier products are kept when K grows.
@@ -99,7 +99,7 @@ def dual_directions(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]
     """Return unit sᵢ orthogonal to every column of R but the i-th: the normalised columns of R⁻ᵀ.
 
     Singular values are floored at eps of the largest: R is singular for an operator of low rank, and then any
-    directions of Q outside the range will do.
+    directions of Q outside the range can be used.
     """
     U, sigma, Vh = torch.linalg.svd(R)
     sigma = sigma / torch.where(sigma[:1] > 0, sigma[:1], 1.0)
@@ -174,7 +174,7 @@ def leave_one_out(samples: Tensor, without: Tensor, matvecs: int, bias: Tensor |
 
 
 class LeaveOneOut:
-    """An estimator from one sketch, each of whose probes is left out in turn."""
+    """An estimator from one sketch whose probes are left out in turn."""
 
     sketch: RangeSketch | NystromSketch
 
@@ -289,12 +289,12 @@ class XNysTrace(LeaveOneOut):
         self.sketch: NystromSketch = NystromSketch(probed, "spherical")
 
     def estimate(self) -> Estimate:
-        """Return the mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""
+        """Return the mean of the samples; the bias bound is rounding: the stabilising shift's part of the trace."""
         samples, without, bias = self.samples()
         return leave_one_out(samples, without, self.sketch.matvecs, bias)
 
     def samples(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"], float]:
-        """Return one estimate for each probe left out, the means without each probe, and the shift's effect."""
+        """Return one estimate for each probe left out, the means without each probe, and the effect of the shift."""
         Y, inverse, overlap, nu = self.sketch.shift()
         n, K = self.sketch.facts.rows, len(overlap)
         if nu == 0:
@@ -315,7 +315,7 @@ class XNysTrace(LeaveOneOut):
         return samples, mean_over_pairs(pairs), 4 * nu * n
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks as `XTrace.functional`, with the range of the sketch."""
+        """Yield blocks as `XTrace.functional` does, with the range of the sketch."""
         Q, R = tall_qr(self.sketch.Y)
         W, S = gram(Q, self.sketch.Omega), dual_directions(R, torch.finfo(self.sketch.facts.dtype).eps)
         yield from functional(self.sketch.Omega, Q, LeftOut(W, S, (S * W).sum(0), self.sketch.facts.rows))

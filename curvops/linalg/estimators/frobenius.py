@@ -67,7 +67,7 @@ def frobenius_norm(
             "hutchinson", the default for other A: mean of ‖Az‖² over random signs, streamed. "exact": n products.
         rtol: as in `trace`.
         max_matvecs: as in `trace`.
-        generator: source of the probes.
+        generator: the source of the probes.
         memory_budget: as in `trace`.
         progress: as in `cg`.
 
@@ -96,7 +96,7 @@ def take_root(square: Estimate, eps: float) -> Estimate:
     """Take the root of an estimate of a square, by the delta method."""
     value = square.value.clamp_min(0).sqrt()
     if not bool(value > 0):
-        # A square whose estimate is zero or less is known only to be below its own error.
+        # A square whose estimate is zero or less is only known to be below its own error.
         size = (square.inflation * square.stderr).sqrt()
         return replace(square, value=value, stderr=size, bias_bound=size)
     stderr = square.stderr / (2 * value)
@@ -146,7 +146,7 @@ class XNorm(LeaveOneOut):
 
 
 def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = None) -> Estimate:
-    """Estimate ‖A − B‖_F / ‖A‖_F by 16 random vectors for both norms, with the standard error of the ratio.
+    """Estimate ‖A − B‖_F / ‖A‖_F from 16 random vectors for both norms, with the standard error of the ratio.
 
     It is exact, from all unit vectors, if A has at most 16 columns. Cost: one product with each matrix per vector.
     """

@@ -48,7 +48,7 @@ class Hutchinson:
         return sample_mean(self.samples, len(self.samples))
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks L, R with E tr LᵀXR = tr X, provided that the probes are kept."""
+        """Yield blocks L, R with E tr LᵀXR = tr X; the probes must have been kept."""
         assert self.kept is not None
         for signs in self.kept:
             Z = signs.to(self.probed.facts.dtype)
@@ -59,7 +59,7 @@ class HutchPlusPlus:
     """Hutch++: tr QᵀAQ exactly, and Hutchinson's estimator on the complement of Q (Meyer et al. 2021).
 
     The sketch, A Q and the residual probes each take a third of the products. When the sketch grows, the products of
-    the residual follow by a downdate with A Q.
+    the residual are updated by a downdate with A Q.
     """
 
     least, first, held = 6, 16, 2.0
@@ -74,7 +74,7 @@ class HutchPlusPlus:
         return self.sketch.matvecs + self.G.shape[1]
 
     def spend(self, matvecs: int) -> None:
-        """Split the products in thirds."""
+        """Spend a third of the products on each part."""
         before = self.sketch.columns
         self.sketch.grow(matvecs // 3)
         new = slice(before, self.sketch.columns)

@@ -61,34 +61,33 @@ def logdet(
     """Estimate log det(A + shift I) in nats, for symmetric A.
 
     Args:
-        A: (n, n), positive semidefinite, or positive definite where neither shift nor lower_bound is given. The value
-            carries gradients for the tensors inside A, by the probes and solves of the value; a grid's does not.
+        A: (n, n), positive semidefinite, or positive definite if neither shift nor lower_bound is given. The value
+            carries gradients for the tensors inside A, from its own probes and solves; the value of a grid does not.
         shift: added to the diagonal. For ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
-            A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
+            A tensor (m,) requests a whole grid: value, stderr and interval have shape (m,), all from one run of
             Lanczos on A itself, with a control variate in place of a preconditioner.
         lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is not verified.
-            Where neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two.
-            "estimate" takes the smallest Ritz value less its residual, after as many Lanczos steps as it needs: if an
+            If neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two.
+            "estimate" uses the smallest Ritz value less its residual, after as many Lanczos steps as it needs: if an
             eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
-        rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
+        rtol: the goal for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
-        max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
-            by a dense eigendecomposition, and so does n ≤ 256 without a limit.
-        preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
-            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
-            (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
-            it is. The bracket stays a bound; only low-rank ones give Â ≤ A, and with others it is wider.
-        memory_budget: bytes for the bases and the sketch; None takes the rest of the budget of the linearisation
+        max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
+            value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays, with at most half of the budget
+            and rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
+            (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used
+            as it is. The bracket remains a bound; only low-rank ones give Â ≤ A, and with others it is wider.
+        memory_budget: bytes for the bases and the sketch; None means the rest of the budget of the linearisation
             behind A.
         progress: as in `cg`.
-
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus the effect of rounding
-        in the products. ``reason`` is CONVERGED only where rtol was met; PRECISION_LIMIT says that rounding alone
+        in the products. ``reason`` is CONVERGED only if rtol was met; PRECISION_LIMIT means that rounding alone
         exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
 
     Raises:
-        NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
+        NotPositiveSemidefinite: an eigenvalue that is not positive was found (it is also a ValueError).
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
             without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
     """
@@ -151,7 +150,7 @@ def paired_logdet(
 
 
 class ShiftedParts(NamedTuple):
-    """The parts of P = S⁻¹ (B + λ I) S⁻¹, diagonal S (None: I), log det P = log det(B + λ I) + offset."""
+    """The parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), and log det P = log det(B + λ I) + offset."""
 
     base: LinearOperator
     level: float
@@ -167,7 +166,7 @@ class Split(Protocol):
         """Return the parts, or None."""
 
     def nearby_preconditioner(self) -> FactoredPreconditioner | None:
-        """Return a preconditioner from a closed form under a near diagonal, None where none is near enough."""
+        """Return a preconditioner from a closed form under a nearby diagonal; None if none is near enough."""
 
 
 def _split_logdet(
@@ -181,7 +180,7 @@ def _split_logdet(
     base, level, offset, scale = split
     if scale is not None and preconditioner == "auto" and isinstance(P, Split):
         preconditioner = P.nearby_preconditioner() or "auto"
-    if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it is one of P, not of B
+    if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it belongs to P, not to B
         least = float(scale.max()) ** -2
         beside = len(scale) * math.log(least) - float(offset.detach())
         with probing(P, generator, limits, LEAST_VECTORS) as probed:
@@ -199,7 +198,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
 
     Raises:
         NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
-        ValueError: it is not clearly positive, and no shift was given (with a shift, the bound is 0 then).
+        ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits
     most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
@@ -237,8 +236,8 @@ def _check_preconditioner(preconditioner: object) -> None:
         raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
     if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
         raise TypeError(
-            f"a log-determinant needs a preconditioner with a root and a log-determinant, {type(preconditioner)} has "
-            "none; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
+            f"a log-determinant needs a preconditioner with a root and a log-determinant, and {type(preconditioner)} "
+            "has none; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
         )
 
 
@@ -274,12 +273,12 @@ def _stochastic(
     keep: bool,
     beside: float = 0.0,
 ) -> tuple[Estimate, VectorPairs | None]:
-    """Estimate log det(A + shift), its tolerance relative to log det((A + shift)/μ) plus ``beside``."""
+    """Estimate log det(A + shift), with a tolerance relative to log det((A + shift)/μ) plus ``beside``."""
     n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
         most = min(most, memory // (6 * excess.facts.vector_bytes))
-    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for one of our own.
+    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     P, floor, scale, spent = None, mu, bound, 0
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor = preconditioner, preconditioner.floor(mu)

@@ -32,7 +32,7 @@ FIRST_PROBES = 3
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
 LEAST_VECTORS = 12
-"""Vectors that one probe of a few steps takes."""
+"""The number of vectors that one probe of a few steps takes."""
 
 
 @resumable
@@ -97,12 +97,12 @@ def run(
     of_shift: Callable[[float], ScalarFunction] = log_ratio,
     kept: Checkpoint = NOTHING,
 ) -> SpectralQuadrature:
-    """Add probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth.
+    """Add probes until tr f(G) is accurate to rtol for the f of each shift; the smallest shift decides the depth.
 
     A checkpoint is written after each group of probes.
     """
     functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
-    half = probed.with_half_memory()  # the sketch uses half, and stays beside the probes
+    half = probed.with_half_memory()  # the sketch uses half and stays in memory with the probes
     sketch, known = Sketch(half), kept.state
     if known is not None and known["sketch"] is not None:
         sketch.made = from_record(Nystrom, known["sketch"])
@@ -127,7 +127,7 @@ def run(
 
 
 class Sketch:
-    """A Nyström approximation that is made at most once."""
+    """A Nyström approximation that is computed at most once."""
 
     def __init__(self, probed: Probed) -> None:
         self.probed = probed
@@ -153,10 +153,10 @@ class Sketch:
 class Sampler:
     """Probes of one depth and their quadrature rules, on the CPU, for tr f(G) to the tolerance of its limits.
 
-    The first of ``functions`` decides the depth; the number of probes serves all of them. With ``keep``, ``solves``
-    stores each probe and its product with (G + ``mu`` I)⁻¹. ``known`` is the part of the trace that needs no probes;
-    the tolerance is relative to the whole. ``scale`` is the size of the matrix behind the products, if it is larger
-    than they are.
+    The first of ``functions`` decides the depth; the number of probes suffices for all of them. With ``keep``,
+    ``solves`` stores each probe and its product with (G + ``mu`` I)⁻¹. ``known`` is the part of the trace that needs
+    no probes; the tolerance is relative to the whole. ``scale`` is the size of the matrix behind the products, if it
+    is larger than they are.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Sampler:
         self.matvecs, self.depth, self.capped = 0, 0, False
 
     def state(self) -> dict[str, Any]:
-        """Return the state that further probes depend on, between two groups; a run that keeps its solves has more."""
+        """Return the state on which further probes depend, between two groups; a run that keeps its solves has more."""
         return state_of(self, STATE)
 
     def recall(self, state: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class Sampler:
             save()
 
     def probes_needed(self, sketch: Sketch | None) -> int:
-        """Return how many probes the tolerance needs, by the spread of the present ones."""
+        """Return how many probes the tolerance needs, judging by the spread of the present ones."""
         quadrature = self.quadrature(sketch)
         return max(self._probes_needed(quadrature.trace(f)) for f in self.functions)
 
@@ -259,7 +259,7 @@ class Sampler:
         return max(TRUSTED_PROBES, estimate.samples + 1, math.ceil(min(ratio * estimate.samples, 1e9)))
 
     def sketch_rank(self) -> int:
-        """Return the rank that lowers the expected products, by the spectrum of the first probes; 0 if none does.
+        """Return the rank that minimises the expected products, from the spectrum of the first probes; 0 for no sketch.
 
         A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own spread:
         random signs are better than that bound if the diagonal dominates, and a sketch then saves nothing.

@@ -39,13 +39,13 @@ FIRST_DEPTH = 10
 class SpectralDensity(Summarised):
     """The density of eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
 
-    ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and
-    so is ``bandwidth``; eigenvalues at or below ``threshold``, negative ones included, are not shown: ``zero_mass``
-    is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0. ``lower``
-    and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t
-    over the probes (at the upper end of the logarithm), widened by the change of the density with a quarter less
-    depth. ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, padding has weight
-    0. ``reason`` is CONVERGED if that change is small beside the band, and ITERATION_LIMIT or RANK_CAPPED if
+    ``grid`` holds eigenvalues. On the log scale the grid is geometric, and the density and ``bandwidth`` are per unit
+    of (natural) log λ. Eigenvalues at or below ``threshold``, including negative ones, are not shown: ``zero_mass`` is
+    their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0. ``lower`` and
+    ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over the
+    probes (at the upper end of the logarithm), widened by the change of the density with a quarter less depth.
+    ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, and padding has weight 0.
+    ``reason`` is CONVERGED if that change is small compared with the band, and ITERATION_LIMIT or RANK_CAPPED if
     ``steps`` or the memory budget ended the depth first.
     """
 
@@ -87,14 +87,14 @@ def spectral_density(
 
     Args:
         scale: "linear", for any symmetric A; "log", for wide positive spectra.
-        probes: the number of random-sign vectors; the band narrows as 1/√probes, and one probe has none.
-        steps: the largest depth of a Lanczos run, which ends sooner if more depth would not change the density. Details
-            finer than about (largest − smallest)/steps need more steps.
+        probes: the number of random-sign vectors; the band narrows as 1/√probes, and a single probe has no band.
+        steps: the largest depth of a Lanczos run, which ends earlier if more depth would not change the density.
+            Details finer than about (largest − smallest)/steps need more steps.
         grid_size: the number of grid points; the grid extends six bandwidths beyond the Ritz values.
-        bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
-        threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.
+        bandwidth: the standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
+        threshold: on the log scale, the largest number that counts as zero, by default 100 eps ‖A‖.
         level: the probability of the pointwise band.
-        memory_budget: bytes for the Lanczos bases: fewer probes run at once, and one too deep for it is cut short.
+        memory_budget: bytes for the Lanczos bases: fewer probes run at once, and one that is too deep is cut short.
             None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
@@ -119,14 +119,14 @@ def spectral_density(
         view = _View(scale, float(zero), grid_size, bandwidth)
         runs.go(view, level)
     nodes, weights = runs.rules(runs.depth)
-    # At full depth, and once more with less depth, on one grid.
+    # The density at full depth, and again at less depth, on one grid.
     x, width = view.grid(nodes, weights)
     each = view.density(nodes, weights, x, width)
     change = (each.mean(0) - view.density(*runs.rules(_less(runs.depth)), x, width).mean(0)).abs()
     if runs.complete:
         change = torch.zeros_like(change)
     half, value, place = _half_width(each, level), each.mean(0), describe_square(A).device
-    # Squared components of eigenvectors are skewed to the right: the upper end uses the logarithm of the mean.
+    # Squared components of eigenvectors are skewed to the right, so the upper end uses the logarithm of the mean.
     upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
     lower = (value - half - change).clamp_min(0)
     zero_mass = float((weights * (nodes <= view.threshold)).sum(1).mean()) if scale == "log" else 0.0
@@ -194,7 +194,7 @@ class _View:
             )
         low, high = float(places.min()), float(places.max())
         unit = 1.0 if self.scale == "log" else max(abs(low), abs(high)) or 1.0
-        # A single eigenvalue has no range: its broadening is by its own size.
+        # A single eigenvalue has no range: its broadening is relative to its own size.
         spread = high - low if high - low > 1e-6 * unit else unit
         width = DEFAULT_WIDTH * spread if self.bandwidth is None else self.bandwidth
         x = torch.linspace(low - TAILS * width, high + TAILS * width, self.size, dtype=torch.float64)
@@ -213,7 +213,7 @@ class _View:
 
 
 class _Probes:
-    """Lanczos runs of random signs, as many at once as memory allows."""
+    """Lanczos runs from random signs, as many at once as memory allows."""
 
     def __init__(self, probed: Probed, probes: int, steps: int) -> None:
         self.probed, self.probes = probed, probes
@@ -263,14 +263,14 @@ class _Probes:
             x, width = view.grid(*now)
         except ValueError:
             return False  # errors of the grid are raised at the end
-        x = x[:: max(1, int(width / float(x[1] - x[0])))]  # nothing is finer than the bandwidth
+        x = x[:: max(1, int(width / float(x[1] - x[0])))]  # no feature is finer than the bandwidth
         each = view.density(*now, x, width)
         change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
         half = _half_width(each, level) * math.sqrt(run.K / self.probes)
         return bool(change <= 0.1 * half.sum()) and run.K > 1
 
     def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
-        """Return nodes and weights of every probe at this depth, or at its own if that is less."""
+        """Return nodes and weights of every probe at this depth, or at its own depth if that is less."""
         return _rules([T[:depth, :depth] for T in self.tridiagonals])
 
 

@@ -47,19 +47,19 @@ def trace(
     Args:
         A: (n, n); it need not be symmetric. The value carries gradients for the tensors inside A.
         method: "xtrace" (any A, two products per probe); "xnystrace" (positive semidefinite A, one product per probe,
-            the most accurate if the spectrum decays); "hutch++"; "hutchinson" (streams: no vector is kept; as good as
-            any on a flat spectrum); "exact" (n products, no error).
+            the most accurate if the spectrum decays); "hutch++"; "hutchinson" (streams: no vector is kept; as good
+            as any on a flat spectrum); "exact" (n products, no error).
         rtol: add probes until the error bar is at most rtol times the estimate; earlier products are kept.
-        max_matvecs: the budget. Without rtol it is spent, 128 by default, and n or more give the exact trace; with
-            rtol it is a limit, none by default, and the exact trace is computed if growth reaches n products.
-        generator: source of the probes.
-        memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says if it limited the
-            accuracy.
+        max_matvecs: the budget. Without rtol all of it is spent, 128 by default, and n or more give the exact trace;
+            with rtol it is a limit, by default none, and the exact trace is computed if growth reaches n products.
+        generator: the source of the probes.
+        memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says whether it limited
+            the accuracy.
         progress: as in `cg`.
 
     Raises:
-        ValueError: an unknown method, A not square, a product that is not finite, or a budget too small for an error
-            bar (4 products; 2 for xnystrace and hutchinson, 6 for hutch++).
+        ValueError: the method is unknown, A is not square, a product is not finite, or the budget is too small for an
+            error bar (4 products; 2 for xnystrace and hutchinson, 6 for hutch++).
         NotPositiveSemidefinite: xnystrace found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.

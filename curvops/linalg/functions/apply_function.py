@@ -41,7 +41,7 @@ from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
-# Steps from a random start that show the range of the spectrum.
+# The number of steps from a random start that show the range of the spectrum.
 SEEN_DEPTH = 10
 
 
@@ -69,7 +69,7 @@ def apply_function(
         maxiter: the largest depth of the basis; min(n, 1000) by default.
         max_matvecs: the budget in products, for all columns together.
         lower_bound: a known lower bound of A's spectrum, such as its prior precision, for sharper estimates and so
-            fewer products with f that are singular at 0. It is not verified.
+            fewer products if f is singular at 0. It is not verified.
         memory_budget: bytes for the bases, which hold depth × n numbers per column.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
         progress: as in `cg`.
@@ -77,18 +77,18 @@ def apply_function(
     Returns:
         A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED or ITERATION_LIMIT: the value reached within the
         budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT:
-        rounding in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside max |f| ‖b‖; with an
-        estimate of inf the value may be all rounding. SINGULAR: f has no value at an eigenvalue that is zero to
-        working precision; the value is the last approximation that was defined, or zero.
+        rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny compared with
+        max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at an eigenvalue
+        that is zero to working precision; the value is the last approximation that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
-        NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
+        NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. A number within
             100 eps ‖A‖ of 0 counts as 0.
 
     Before a column counts as converged, the error estimate evaluates f at about a thousand points near the Ritz values,
     so that up to n products resolve a step or a peak between them. If a column ends after few steps, and f may be so
-    large elsewhere that rounding in b would count, ten products from a random start search the rest of the spectrum,
+    large elsewhere that rounding in b would matter, ten products from a random start explore the rest of the spectrum,
     once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak, nor an
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
@@ -109,7 +109,7 @@ def apply_function(
 
 
 class FunctionRun:
-    """Lanczos in lock-step on the active columns, each until its own end."""
+    """Lanczos in lock-step on the active columns; each ends by itself."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class FunctionRun:
         depth = depth if budget is None else min(depth, budget - self.matvecs)
         if depth < LEAST_DEPTH:
             return False
-        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's generator is not advanced
+        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's generator does not advance
         run = LockStep(multiply, random_block(self.B, 1, "gaussian", generator), depth)
         run.extend(depth)
         self.search_matvecs += run.matvecs

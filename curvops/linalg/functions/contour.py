@@ -55,7 +55,7 @@ SMALLEST_RATIO = 4 * np.finfo(np.float64).eps
 PILOT_DEPTH = 12
 CHECK_EVERY = 4
 GRADIENT_FACTOR = 1e-3
-# Below this share of b's residual, a shift adds nothing that the sum could show, even at a condition number of 1/eps.
+# Below this share of b's residual, a shift adds nothing visible to the sum, even at a condition number of 1/eps.
 NEGLIGIBLE = 1e-24
 
 
@@ -91,8 +91,8 @@ def contour(
     require_accuracy(A, rtol)
     most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
-    # A gradient multiplies the shifted solutions with each other: each must be more accurate than their sum needs to
-    # be.
+    # A gradient multiplies the shifted solutions with each other, so each must be more accurate than their sum needs
+    # to be.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
     with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
         usable = UsableColumns.of(as_columns(B))
@@ -132,9 +132,9 @@ def contour(
 
 
 def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
-    """Return a number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
+    """Return a number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mix of the columns.
 
-    The third result is the defect of A, if any.
+    The third result is the defect of A, if there is one.
     """
     mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])
     pilot = lanczos_from(mixture if float(norm(mixture)) > 0 else part(unit, 0, 1), A, PILOT_DEPTH)
@@ -149,7 +149,7 @@ def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
 
 
 def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: float) -> InverseRootQuadrature:
-    """Return a rule down to the lower bound; without one to eps ‖A‖, or where the rest adds little to A^½ b."""
+    """Return a rule down to the lower bound; without one, down to eps ‖A‖ or to where the rest adds little to A^½ b."""
     least = bound or size * (eps if inverse else min(eps, (0.1 * rtol) ** 2))
     return inverse_root_quadrature(least, max(size, 2 * least), 0.25 * rtol)
 
@@ -161,7 +161,7 @@ def _width(unit: Vectors, vectors: int, memory_budget: int | None) -> int:
 
 
 def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:
-    """Return the reasons and errors of all columns; ``trouble`` is the defect of A, if any."""
+    """Return the reasons and errors of all columns; ``trouble`` is the defect of A, if there is one."""
     K = len(usable.heights)
     reasons = [usable.reasons.get(j, trouble or Reason.ITERATION_LIMIT) for j in range(K)]
     errors = torch.tensor([0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf for reason in reasons]).double()
@@ -192,7 +192,7 @@ class _Part:
         self.errors = torch.full((K,), math.inf, dtype=torch.float64)
         self.reasons = [Reason.ITERATION_LIMIT] * K
         self.value = self.run.weighted
-        self.resolved = torch.zeros(K, dtype=torch.bool)  # whether a column has seen the lower end of the spectrum
+        self.resolved = torch.zeros(K, dtype=torch.bool)  # whether a column has reached the lower end of the spectrum
         self.matvecs = 0
 
     def solve(self, rtol: float, aim: float, maxiter: int, budget: float, callback: Callback | None) -> None:
@@ -239,7 +239,7 @@ class _Part:
         return self.B * float(run.weights.sum()) - run.R * residual - run.damped
 
     def _bounds(self, k: int) -> tuple[float, float]:
-        """Return the ends of the spectrum that column k has found so far."""
+        """Return the ends of the spectrum as column k shows them so far."""
         low, high, residual = self.run.ends(k)
         near = NEAR_ZERO * self.eps * self.size
         if low < (self.bound or 0.0) - near:
@@ -270,7 +270,7 @@ class _Part:
         return truncation, quadrature
 
     def _finish(self) -> Tensor:
-        """Compute the value; return its rounding error, by one product per column that shows the recurrences' drift."""
+        """Compute the value; return its rounding error, from one product per column that shows the drift."""
         run = self.run
         image = self.multiply(run.weighted)
         drift, sizes = norm(image - self._image()).cpu(), norm(run.weighted).cpu()
@@ -304,7 +304,7 @@ class MultiShift:
         self.squared = inner(self.R, self.R)
         self.squared_host = self.squared.cpu()
         self.alpha, self.beta = torch.ones(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
-        # Numbers: small tensors between the vectors of a step would hold on to the vectors' memory.
+        # Plain numbers: small tensors between the vectors of a step would keep the vectors' memory in use.
         self.alphas: list[list[float]] = []
         self.betas: list[list[float]] = [[0.0] * K]
         self.active = torch.ones(K, dtype=torch.bool)
@@ -317,7 +317,7 @@ class MultiShift:
         return len(self.alphas)
 
     def _multiplied(self, base: Float[Vectors, "n K"]) -> Float[Vectors, "n K"]:
-        """Return A P, with zeros for columns that are no longer active, which would waste products."""
+        """Return A P, with zeros for columns that are no longer active, on which products would be wasted."""
         if bool(self.active.all()):
             return self.multiply(base)
         index = self.active.nonzero().squeeze(1)
@@ -464,7 +464,7 @@ def inverse_root_quadrature(low: float, high: float, rtol: float) -> InverseRoot
 def _midpoint(ratio: float, low: float, high: float, count: int) -> InverseRootQuadrature:
     period = float(ellipkm1(ratio))  # K(k')
     u = (np.arange(count) + 0.5) * period / count
-    # Beyond the middle sn/cn(K' − u) = 1/(k sn/cn(u)), which keeps its digits where k' is 1 to rounding.
+    # Beyond the middle, sn/cn(K' − u) = 1/(k sn/cn(u)) keeps its digits if k' is 1 to rounding.
     mirrored = u > period / 2
     sn, cn, dn, _ = ellipj(np.where(mirrored, period - u, u), 1.0 - ratio)
     scale = math.sqrt(ratio * high)

@@ -1,17 +1,17 @@
 """The approximation of f(A) b after m steps of Lanczos, and an estimate of its error.
 
-With T = V diag(θ) Vᵀ the error of x_m = ‖b‖ Q f(T) e₁ is, exactly, ‖b‖ h(A) q_{m+1} for
-h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f; for f = 1/x this is the residual (Ilić, Turner &
-Simpson 2010). The largest |h| between and beside the Ritz values bounds the error if the Ritz values have reached the
+With T = V diag(θ) Vᵀ, the error of x_m = ‖b‖ Q f(T) e₁ is exactly ‖b‖ h(A) q_{m+1} for
+h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], with divided differences of f; for f = 1/x this is the residual (Ilić, Turner &
+Simpson 2010). The largest |h| between and beyond the Ritz values bounds the error if the Ritz values have reached the
 ends of the spectrum. It needs no further products. The change between two depths is not used: it becomes small while
 the error stagnates.
 
 The maximum is taken over few points as long as they show an error above the tolerance. Before an error is accepted as
 small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
 
-Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. If f(A) b is tiny beside max |f| ‖b‖,
-these parts outweigh it, and T may not show them: for b near an eigenvector it has a single entry. They are bounded at
-the same points, which cover the whole spectrum that this run or one from a random start (``seen``) has found.
+Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. If f(A) b is tiny compared with
+max |f| ‖b‖, these parts exceed it, and T may not show them: for b near an eigenvector it has a single entry. They are
+bounded at the same points, which cover the whole spectrum that this run or one from a random start (``seen``) found.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from curvops.linalg.spectra.lanczos import tridiagonal
 # Products in a dtype are those of a matrix at a distance of this many eps ‖A‖.
 ROUNDING = 4.0
 POINTS_BELOW = 24
-# Points between the Ritz values at which f is evaluated before an error counts as small, and the minimum in each gap.
+# How many points between Ritz values f is evaluated at before an error counts as small; the least number per gap.
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
 AT_ONCE = 1024
-# The share of the points in a gap where an eigenvalue may be missing; the others may be near a pole of f.
+# The share of a gap's points at which an eigenvalue may be missing; the others may be near a pole of f.
 ALL_BUT_A_POLE = 0.9
 # Fewer steps show too little of the spectrum for any estimate.
 LEAST_DEPTH = 3
-# Numbers this close, relative to the largest, count as one.
+# Numbers this close, relative to the largest, count as equal.
 SAME = 1e-15
 
 
 class Approximants(NamedTuple):
     """Approximations y ≈ f(T) e₁ of K columns of one depth, with absolute errors for start vectors of norm 1.
 
-    ``known`` is False if f has no value on a Ritz value that is zero to working precision; y is 0 there.
+    ``known`` is False if f has no value at a Ritz value that is zero to working precision; y is then 0.
     ``verified`` is False if too little of the spectrum was found for a meaningful estimate.
     ``settled`` is True if more steps do not help: within the tolerance, below rounding, or the space is complete.
     """
@@ -60,7 +60,7 @@ class Approximants(NamedTuple):
     settled: Bool[Tensor, " K"]
 
     def relative(self) -> Float[Tensor, " K"]:
-        """Return the error over the smallest possible ‖f(T) e₁‖ within rounding: ∞ if that is 0, and 0 for no error."""
+        """Return the error over the smallest ‖f(T) e₁‖ possible within rounding: ∞ if that is 0, 0 without error."""
         error, least = self.truncation + self.rounding, (self.coefficients.norm(dim=1) - self.rounding).clamp_min(0)
         return torch.where(error == 0, 0.0, torch.where(least == 0, math.inf, error / least))
 
@@ -157,7 +157,7 @@ def approximants(
             between = _points_between(*_expected_range(nodes[here], residuals[here], f), seen)
             finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between[None])
             truncation[k] = torch.maximum(truncation[k], finer[0])
-    # Where f is 0 at every Ritz value, f(A) b may be anything in comparison.
+    # If f is 0 at every Ritz value, f(A) b may be arbitrarily large in comparison.
     truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
     verified = (beta == 0) | (T.shape[1] >= LEAST_DEPTH)
     return Approximants(y, truncation, rounding, known, verified, _is_settled(truncation, rounding, allowed, beta))
@@ -222,7 +222,7 @@ def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor
 
 
 def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
-    """Return the midpoints between neighbouring Ritz values, and points beside the outermost ones."""
+    """Return the midpoints between neighbouring Ritz values, and points beyond the outermost ones."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     positive = first > 0
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
@@ -251,9 +251,9 @@ def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
     """Return ‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Both signs are used, since at the edge of its domain f may be finite for only one. E has random signs, or is a
-    multiple of I, which moves every Ritz value across a jump beside it. Infinite if a Ritz value may be zero within
-    rounding, and f has no value there.
+    Both signs are used, since f at the edge of its domain may be finite for only one. E has random signs, or is a
+    multiple of I, which moves every Ritz value across a jump near it. The result is infinite if a Ritz value may be
+    zero within rounding and f has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()

@@ -43,7 +43,7 @@ class _InverseRootProduct(Function):
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if not any(ctx.needs_input_grad[3:]):
             return (None, None, _contour(operator, gradient, ctx.lower_bound).product.value, *inside)
-        # dA^-½ = −Σ w (A + σ)⁻¹ dA (A + σ)⁻¹: both sides under one rule, as their columns run together.
+        # dA^-½ = −Σ w (A + σ)⁻¹ dA (A + σ)⁻¹: both sides use one rule, since their columns run together.
         both = _contour(operator, join(gradient, rhs), ctx.lower_bound, keep=True)
         K = rhs.shape[1]
         if both.rule is not None:
@@ -75,7 +75,7 @@ class _InverseRoot(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         require_first_derivative()
-        # In the eigenbasis, d(A^-½)_ij = −dA_ij / (√λ_i √λ_j (√λ_i + √λ_j)): no difference of eigenvalues.
+        # In the eigenbasis, d(A^-½)_ij = −dA_ij / (√λ_i √λ_j (√λ_i + √λ_j)), without differences of eigenvalues.
         values, vectors = ctx.saved_tensors
         root = values.sqrt()
         left, right = root.unsqueeze(-1), root.unsqueeze(-2)

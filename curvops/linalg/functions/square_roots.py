@@ -45,8 +45,8 @@ def inverse_sqrt(
     Args:
         method: "lanczos" keeps a basis of depth × n numbers per column and needs the fewest products. "contour" keeps
             about ten to forty vectors per column whatever the depth (see `curvops.linalg.functions.contour`), for cheap
-            products, large n and spectra that do not decay, where Lanczos goes deep: multi-shift conjugate gradients on
-            the quadrature of Hale, Higham & Trefethen.
+            products, large n and spectra that do not decay, for which Lanczos goes deep: multi-shift conjugate
+            gradients on the quadrature of Hale, Higham & Trefethen.
         lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
             Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
         maxiter: maximum number of iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the

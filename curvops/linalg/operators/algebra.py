@@ -90,7 +90,7 @@ class Transposed(UnaryOperator):
 class SumForm(ClosedForm):
     """The closed form of A + W Wᵀ + diag(d), A ≥ 0, d > 0, by Woodbury's identity and A's own closed form.
 
-    Its differences cancel ‖W‖² / d of the digits; if a step of refinement cannot correct that, it does not hold.
+    Its differences cancel ‖W‖² / d of the digits; if a step of refinement cannot correct this, the form does not hold.
     """
 
     @cached_property
@@ -131,7 +131,7 @@ class SumForm(ClosedForm):
 
     @property
     def _cancellation(self) -> float:
-        """The share of the digits that cancels in the differences of Woodbury's identity."""
+        """The share of the digits that is cancelled by the differences of Woodbury's identity."""
         size = self.root.detach().square().sum() / self.shift.detach().min()
         return torch.finfo(self.root.dtype).eps * float(size)
 
@@ -246,7 +246,7 @@ def _diagonal_error(operator: LinearOperator) -> Tensor:
 
 
 class ScaledForm(ClosedForm):
-    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by that of A, whose factors serve every c."""
+    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by the form of A, whose factors serve every c."""
 
     @property
     def holds(self) -> bool:
@@ -383,7 +383,7 @@ class Product(Operator):
 
     def _size(self) -> torch.Size:
         sizes = [factor.shape for factor in self.factors]
-        batches = {size[:-2] for size in sizes}  # mostly one; torch.broadcast_shapes is slow
+        batches = {size[:-2] for size in sizes}  # usually one; torch.broadcast_shapes is slow
         batch = batches.pop() if len(batches) == 1 else torch.broadcast_shapes(*batches)
         return torch.Size((*batch, sizes[0][-2], sizes[-1][-1]))
 
@@ -465,7 +465,7 @@ class Sliced(UnaryOperator):
 
 
 class Expanded(UnaryOperator):
-    """An operator as a batch of equal copies, (*batch, m, n), which is multiplied once for all of them."""
+    """An operator as a batch of equal copies, (*batch, m, n); one product is computed for all of them."""
 
     def __init__(self, base: Operator, batch: Sequence[int]) -> None:
         super().__init__(base, batch=torch.Size(batch))

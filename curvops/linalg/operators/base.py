@@ -1,4 +1,4 @@
-"""The base class of every operator: its properties, its products, and an algebra that stays within our classes."""
+"""The base class of every operator: its properties, its products, and an algebra that returns only our classes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from curvops.linalg.spectra.svds import svds
 from curvops.process_group import is_dtensor
 from curvops.progress import Progress, progress_of
 
-# Unit vectors are multiplied in blocks of this many columns to read single entries or the diagonal.
+# To read single entries or the diagonal, unit vectors are multiplied in blocks of this many columns.
 COLUMN_BLOCK = 64
 
 
@@ -98,7 +98,7 @@ class Operator(LinearOperator):
 
     @cached_property
     def shape(self) -> torch.Size:
-        """The shape, which linear_operator reads many times for a sum or a product."""
+        """The shape, cached because linear_operator reads it many times for a sum or a product."""
         return self._size()
 
     @property
@@ -145,7 +145,7 @@ class Operator(LinearOperator):
     def detached_from_weights(self) -> LinearOperator:
         """Return the matrix as a constant, which may be added to operators linearised at other weights.
 
-        Sums across weights are rejected, since they are the curvature of neither network; call this where one is
+        Sums across weights are rejected, since they are the curvature of neither network; call this if such a sum is
         intended (yesterday's curvature as a prior, merged Fishers). Costs nothing; shares tensors and caches.
         """
         parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
@@ -161,7 +161,7 @@ class Operator(LinearOperator):
 
     @property
     def product_error(self) -> float:
-        """The relative error of products, where it is known to be above rounding (`compute_dtype`); otherwise 0."""
+        """The relative error of products, if it is known to be above rounding (`compute_dtype`); otherwise 0."""
         return max((getattr(part, "product_error", 0.0) for part in self._args), default=0.0)
 
     @property
@@ -191,7 +191,7 @@ class Operator(LinearOperator):
     def matmul(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
         """Multiply a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
 
-        Raises ValueError where dtype, device or size do not fit. Costs one product with A per column.
+        Raises ValueError if dtype, device or size do not fit. Costs one product with A per column.
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
@@ -200,7 +200,7 @@ class Operator(LinearOperator):
         if isinstance(other, Sharded):
             return self._matmul(other)
         if not isinstance(other, Tensor):
-            named = " lin.flatten(mapping) makes a vector of named tensors." if isinstance(other, Mapping) else ""
+            named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
             raise TypeError(
                 f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
                 f"{named}"
@@ -211,18 +211,18 @@ class Operator(LinearOperator):
         return differentiable_once(found) if recorded else found
 
     def _times_shards(self, block: Sharded) -> Any:
-        """Multiply a block that was a DTensor; the result is one, too."""
+        """Multiply a block that was a DTensor; the result is a DTensor, too."""
         self._require_fit(block)
         if carries_graph(self.representation()):
             raise TypeError(
-                f"no gradient passes through sharded vectors, and {type(self).__name__} has one: detach() its tensors, "
-                "or multiply under torch.no_grad()."
+                f"no gradient passes through sharded vectors, and {type(self).__name__} requires one: detach() its "
+                "tensors, or multiply under torch.no_grad()."
             )
         found = product(over_ranks(self, block.rows))(as_columns(block))
         return stored(shaped_as(found, block))
 
     def _require_fit(self, other: Vectors) -> None:
-        """Raise ValueError where this cannot be multiplied."""
+        """Raise ValueError if this cannot be multiplied."""
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
@@ -233,27 +233,27 @@ class Operator(LinearOperator):
 
     @property
     def layouts(self) -> Layouts:
-        """How sharded vectors lie over ranks, by rows and by columns of A, if a part of it determines it."""
+        """The layouts over ranks of sharded vectors, by rows and by columns of A, if a part of A determines them."""
         return next((found for part in self._args if (found := layouts_of(part)) is not None), None)
 
     def sharded(self, mesh: Any) -> LinearOperator:
-        """Return the operator on vectors that are sharded over a device mesh of one dimension.
+        """Return the operator on vectors that are sharded over a one-dimensional device mesh.
 
-        Whatever algorithms keep beside it (bases, sketches, random vectors) is then sharded by rows, and results are
-        DTensors with `Shard(0)`: ``G.sharded(mesh).eigsh(50).vectors``. All ranks of the mesh make the same calls. If
-        the data are sharded, too, their process group has the ranks of the mesh.
+        Everything that algorithms keep with it (bases, sketches, random vectors) is then sharded by rows, and results
+        are DTensors with `Shard(0)`: ``G.sharded(mesh).eigsh(50).vectors``. All ranks of the mesh make the same calls.
+        If the data are sharded, too, their process group has the ranks of the mesh.
 
         A product gathers some columns at a time, and adds up or keeps the rows of each rank.
 
-        Raises ValueError for a mesh of several dimensions, or whose ranks are not those of the data.
+        Raises ValueError for a mesh of several dimensions, or one whose ranks are not those of the data.
         """
         return over_ranks(self, RowLayout.on(mesh, self.shape[-2]))
 
     def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
-        """Return the operator on vectors that lie so; a class that shows its parts puts them there instead."""
+        """Return the operator on vectors in these layouts; a class that shows its parts applies them to each part."""
         return on_shards.OnShards(self, rows, columns)
 
-    # The algebra: every spelling returns an Operator
+    # The algebra: every expression returns an Operator
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, ZeroLinearOperator) or (isinstance(other, int | float) and other == 0):
@@ -287,7 +287,7 @@ class Operator(LinearOperator):
         return algebra.Scaled(self, factor) if factor.ndim else self._times(factor)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        """Return c A for a number c, 0-d; a class whose multiples belong to itself overrides it."""
+        """Return c A for a number c, 0-d; a class whose multiples are of the same class overrides it."""
         return algebra.Scaled(self, factor)
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
@@ -297,7 +297,7 @@ class Operator(LinearOperator):
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         """Return A + diag(d) as `Damped`, d a number, a 0-d tensor, or a vector (n,); a batch (..., n) broadcasts.
 
-        Raises ValueError where the sizes do not fit or A is not square. Costs nothing until it is used.
+        Raises ValueError if the sizes do not fit or A is not square. Costs nothing until it is used.
         """
         if not self.is_square:
             raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
@@ -344,7 +344,7 @@ class Operator(LinearOperator):
         return self.matmul(unit_columns(index.to(self.device), self.shape[-1], self.dtype))
 
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer where memory is short."""
+        """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer if memory is short."""
         width, beside = solve_width(self, min(most, len(index)))
         for part in index.split(width):
             with holding(self, beside):
@@ -358,8 +358,8 @@ class Operator(LinearOperator):
     def to_dense(self) -> Tensor:
         """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
 
-        A small matrix is kept for further calls, each of which returns a copy, as long as the operator's tensors are
-        unchanged.
+        A small matrix is kept for further calls as long as the operator's tensors are unchanged; each call returns a
+        copy.
         """
         if max(self.matrix_shape) > routes.DENSE_SIZE:
             return self._form_dense()
@@ -380,7 +380,7 @@ class Operator(LinearOperator):
 
     @property
     def diagonal_matvecs(self) -> int:
-        """The number of products that the diagonal takes: n for classes without a cheaper way, also foreign ones."""
+        """The number of products that the diagonal takes: n for classes without a cheaper way, and for foreign ones."""
         if type(self)._diagonal is Operator._diagonal:
             return min(self.matrix_shape)
         parts = (part for part in self._args if isinstance(part, LinearOperator))
@@ -404,7 +404,7 @@ class Operator(LinearOperator):
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
-    # Our algorithms as methods whose first argument A is the operator
+    # Our algorithms as methods; the operator is their first argument A
 
     cg = cg
     """Solve by block conjugate gradients, see `co.linalg.cg`."""
@@ -431,7 +431,7 @@ class Operator(LinearOperator):
     ) -> Estimate:
         """Return the exact trace, at no product, if the diagonal is known; otherwise estimate it by `co.linalg.trace`.
 
-        With `method=` it is always an estimate of `co.linalg.trace`, by default with "xtrace".
+        With `method=` the result is always an estimate of `co.linalg.trace`, by default with "xtrace".
         """
         if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
             return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
@@ -482,7 +482,7 @@ class Operator(LinearOperator):
         return None
 
     def _exact_form(self) -> Any:
-        """Return the closed form, None if there is none, or if the small dense matrix has more gradients."""
+        """Return the closed form; None if there is none, or if the small dense matrix carries more gradients."""
         form = self._closed_form()
         if form is None or not (self._is_small and carries_graph(self.representation())):
             return form
@@ -531,9 +531,9 @@ class Operator(LinearOperator):
     def plan(self, columns: int = 1) -> routes.SolvePlan:
         """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
 
-        For each route it lists the products (at least), the bytes, and, for routes that are not possible, the reason.
-        Raises TypeError or ValueError unless columns is a whole number, at least 1. Cost: none; two products if
-        symmetry is not known.
+        For each route it lists the least number of products, the bytes and, for routes that are not possible, the
+        reason. Raises TypeError or ValueError unless columns is a whole number, at least 1. Costs nothing, or two
+        products if the symmetry of A is not known.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
         return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
@@ -543,7 +543,7 @@ class Operator(LinearOperator):
 
         Raises `NotConverged` (a RuntimeError with the `Solution`) if the tolerance was not reached, and
         `NotPositiveDefinite` (also linear_operator's `NotPSDError`) if A is indefinite; warns once if the dtype's
-        precision was the limit. Cost: block CG, or the operator's closed form.
+        precision was the limit. Cost: that of block CG, or of the operator's closed form.
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
@@ -559,7 +559,7 @@ class Operator(LinearOperator):
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         if num_tridiag:
-            raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
+            raise ValueError("solve computes no tridiagonal matrices: use curvops.linalg.lanczos.")
         return solve(self, rhs)
 
     def inv_quad(self, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
@@ -608,7 +608,7 @@ class Operator(LinearOperator):
 
     @property
     def _is_regularised(self) -> bool:
-        """Whether a diagonal was added, so that a Cholesky factor takes no jitter besides."""
+        """Whether a diagonal was added, so that a Cholesky factor needs no further jitter."""
         return False
 
     def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
@@ -642,7 +642,7 @@ class Operator(LinearOperator):
     def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
 
-        Differentiable in A, B and L. Computed densely if A is small, otherwise by the closed form or by contour
+        Differentiable in A, B and L. It is computed densely if A is small, otherwise by the closed form or by contour
         quadrature (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` if the tolerance was not reached
         and `NotPositiveSemidefinite` if A is indefinite.
         """
@@ -654,8 +654,8 @@ class Operator(LinearOperator):
     def diagonalization(self, method: str | None = None) -> tuple[Tensor, LinearOperator]:
         """Return eigenvalues (m,) and vectors (n, m), all of them if A is small or `method` is "symeig".
 
-        Otherwise m = `_root_decomposition_size()` (at most n), the pairs of largest absolute value, by `eigsh`; a
-        RuntimeError names those that did not converge.
+        Otherwise m = `_root_decomposition_size()` (at most n), and the pairs are those of largest absolute value, by
+        `eigsh`; a RuntimeError names pairs that did not converge.
         """
         if self._is_small or method == "symeig":
             return self._symeig(eigenvectors=True)
@@ -668,7 +668,7 @@ class Operator(LinearOperator):
     ) -> tuple[Tensor, LinearOperator | None]:
         self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
         require_precision(self.dtype)
-        values, vectors = torch.linalg.eigh(self.to_dense())  # keep negative ones: clamping would hide them
+        values, vectors = torch.linalg.eigh(self.to_dense())  # keeps negative values, which clamping would hide
         return values, to_linear_operator(vectors) if eigenvectors else None
 
     def _svd(self) -> tuple[LinearOperator, Tensor, LinearOperator]:
@@ -695,7 +695,7 @@ class Operator(LinearOperator):
         """Draw k columns of N(0, A), (n, k), all at once; `draw` keeps to the memory budget.
 
         A class with a root overrides it. Otherwise a small matrix is factorised; for a large one tagged as positive
-        semidefinite, noise is multiplied by its square root; any other raises ValueError.
+        semidefinite, noise is multiplied by its square root; any other matrix raises ValueError.
         """
         if self._is_formed:
             return draw_dense(self, k, generator)
@@ -730,7 +730,7 @@ class Operator(LinearOperator):
     def to_scipy(self) -> Any:
         """Return a `scipy.sparse.linalg.LinearOperator` of these products on NumPy arrays (copied to the CPU)."""
 
-        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import, which few calls need
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import that few calls need
 
         def wrap(matmul: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             return lambda x: matmul(torch.as_tensor(x, dtype=self.dtype, device=self.device)).detach().cpu().numpy()

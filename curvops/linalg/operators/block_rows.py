@@ -19,10 +19,10 @@ from curvops.process_group import is_dtensor
 
 
 class BlockRows(Operator):
-    """A matrix (m, n) of which each rank holds its rows; sharded vectors are gathered for a product, and no more.
+    """A matrix (m, n) of which each rank holds its rows; a product gathers only the sharded vectors.
 
-    `co.TangentKernel(lin).formed(mesh)` and `BlockRows.of(tensor)` make it; a DTensor with `Shard(0)` as the matrix
-    of a solver becomes one.
+    `co.TangentKernel(lin).formed(mesh)` and `BlockRows.of(tensor)` make one; a DTensor with `Shard(0)`, given as the
+    matrix of a solver, becomes one.
 
     Args:
         own: the rows of this rank, (m_rank, n).
@@ -33,14 +33,14 @@ class BlockRows(Operator):
     def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:
         if not isinstance(layout, RowLayout) or own.ndim != 2 or len(own) != layout.counts[layout.ranks.rank]:
             raise ValueError(
-                f"BlockRows holds this rank's rows of a matrix, as a layout of all ranks says, got {tuple(own.shape)} "
-                f"and {layout}: make it by co.linalg.BlockRows.of(tensor), or by co.TangentKernel(lin).formed(mesh)."
+                f"BlockRows takes this rank's rows of a matrix and a layout of all ranks that agrees with them, got "
+                f"{tuple(own.shape)} and {layout}: use BlockRows.of(tensor) or co.TangentKernel(lin).formed(mesh)."
             )
         super().__init__(own, layout=layout, psd=psd)
 
     @classmethod
     def of(cls, matrix: Any, psd: bool = False) -> BlockRows:
-        """Make it from a DTensor (m, n) with `Shard(0)` over a device mesh of one dimension.
+        """Make it from a DTensor (m, n) with `Shard(0)` over a one-dimensional device mesh.
 
         Raises TypeError for anything else, and ValueError for another placement.
         """
@@ -108,12 +108,12 @@ class BlockRows(Operator):
         return Sharded(self.own.diagonal(layout.own.start), layout).whole()
 
     def to_dense(self) -> Float[Tensor, "m n"]:
-        """Bring all rows together, on each rank."""
+        """Return all rows, gathered on each rank."""
         return self._shared.whole()
 
 
 class SharedRows:
-    """Rows of a symmetric matrix as its columns, whose entries lie over the ranks; what dual descent asks of rows."""
+    """Rows of a symmetric matrix, stored as its columns with entries spread over the ranks, for dual descent."""
 
     def __init__(self, columns: Sharded) -> None:
         self._columns = columns

@@ -1,9 +1,9 @@
 """Closed forms of P = A + diag(d), and the part shared by all with a known eigenbasis.
 
-Each operand's file contains its closed form, which the operand's class names as its `_damped_form`. It is built from
-(A, d), d a number or a vector, and factorises once, on first use. All results are exact and consist of differentiable
-operations; only the eigenvectors of a Kronecker product have no gradient if eigenvalues of a factor coincide (its
-solves, through `linalg.solve`, and log-determinants have).
+Each operand's file contains its closed form, which the operand's class names as its `_damped_form`. The form is built
+from (A, d), with d a number or a vector, and factorises once, on first use. All results are exact and consist of
+differentiable operations, with one exception: the eigenvectors of a Kronecker product have no gradient if eigenvalues
+of a factor coincide (its solves, through `linalg.solve`, and its log-determinants do have one).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class ClosedForm(ABC):
         return True
 
     def nearby_shift(self) -> Tensor:
-        """Return a shift near the given one, or itself, for which this form holds, if there is one."""
+        """Return a shift for which this form holds, equal or near to the given one, if there is one."""
         return self.shift
 
-    def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
+    def require_definite(self) -> None:  # noqa: B027 - some hold only for definite P
         """Raise NotPositiveSemidefinite (a ValueError) if P is singular or indefinite."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class ClosedForm(ABC):
         """Return log det P in nats, 0-d."""
 
     def logdet_error(self) -> float:
-        """Return the largest change of `logdet`, in nats, by rounding of the operand's eigenvalues."""
+        """Return the largest change of `logdet`, in nats, that rounding of the operand's eigenvalues can cause."""
         return 0.0
 
     def logdet_estimate(self, rtol: float) -> Estimate:
@@ -93,7 +93,7 @@ class ClosedForm(ABC):
         """Return the diagonal of P⁻¹, (n,)."""
 
     def inverse_diagonal_error(self) -> Tensor:
-        """Return the largest change of `inverse_diagonal`, (n,), by that rounding."""
+        """Return the largest change of `inverse_diagonal`, (n,), that this rounding can cause."""
         return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
 
     def inverse_parts(self) -> DiagonalPlusRoot | None:
@@ -121,7 +121,7 @@ class ClosedForm(ABC):
 
 
 def closed_form(base: Any, shift: Tensor) -> ClosedForm | None:
-    """Return the form that A's class names for A + diag(d), whether it holds or not; None if it names none."""
+    """Return the form that A's class names for A + diag(d), whether it holds or not; None if the class names none."""
     form_class: type[ClosedForm] | None = getattr(base, "_damped_form", None)
     return None if form_class is None else form_class(base, shift)
 
@@ -182,7 +182,7 @@ def warn_of_rounding(base: LinearOperator, error: float) -> None:
     if error > ROUNDING_SEEN:
         warnings.warn(
             f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} may have changed the "
-            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as "
+            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions by as "
             "much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
             PrecisionLimit,

@@ -33,13 +33,13 @@ from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
-"""Up to this condition number, a nearby closed form saves a log-determinant more products than a sketch does."""
+"""The largest condition number for which a nearby closed form saves a log-determinant more products than a sketch."""
 
 
 class Damped(UnaryOperator):
     """The sum P = A + diag(d) for a symmetric A (n, n) and d, a number, a vector (n,), or a batch of vectors.
 
-    Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
+    `A.add_diagonal(d)` makes it. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
     operand's closed form if it has one, otherwise from block CG with a Nyström preconditioner (Frangella, Tropp & Udell
     2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names the data of a
     shift that is not a prior.
@@ -164,12 +164,12 @@ class Damped(UnaryOperator):
     ) -> Any:
         """Return M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None if none pays off.
 
-        It is a Nyström sketch of A^-½-scaled A, with its rank chosen by expected total cost and within
-        ``memory_budget`` bytes, and kept for later solves. With a vector shift d the sketch is of S A S, S =
+        The preconditioner is a Nyström sketch of A^-½-scaled A, with its rank chosen by expected total cost and within
+        ``memory_budget`` bytes, and is kept for later solves. With a vector shift d the sketch is of S A S, S =
         diag(d)^-½, so that the prior's scales cost no iterations. If A has a closed form under a shift near d (a KFAC
         under one number for each layer), that form is used if its bound on the condition number is lower. With a
         ``checkpoint`` the sketch is that of the folder, or a new one, as in `nystrom`. Without a ``generator`` it has
-        a fixed seed: a solve does not change torch's generator, and is the same each time.
+        a fixed seed: a solve does not advance torch's generator, and gives the same result each time.
         """
         cache = self._cache
         with cache.lock:
@@ -220,7 +220,7 @@ class Damped(UnaryOperator):
         return inner if scale is None else ScaledPreconditioner(scale, inner)
 
     def _nearby_form(self) -> NearbyForm | None:
-        """Return A's closed form of A + diag(m), m near d, as a preconditioner; None if there is no such form."""
+        """Return A's closed form of A + diag(m), with m near d, as a preconditioner; None if there is no such form."""
         base, shift = self.base.detach(), self.shift.detach()
         form = closed_form(base, shift)
         if form is None or self.batch_shape or not is_psd(base) or not bool((shift > 0).all()):
@@ -283,7 +283,7 @@ class Damped(UnaryOperator):
         if not is_psd(self.base):  # A has no root, although P may be positive definite
             return (draw_dense if self._is_small else draw_by_products)(self, k, generator)
         if bool((self.shift < 0).any()):
-            raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
+            raise ValueError(f"A + diag(d) has no known root for a negative shift ({float(self.shift.min()):.3g}).")
         if self.shift.ndim > 1:
             raise ValueError(f"this is a batch of {tuple(self.batch_shape)} operators; draw from each one, P[i].")
         noise = normal(self.shape[-1], k, self.dtype, self.device, generator)
@@ -323,7 +323,7 @@ class NearbyForm(NamedTuple):
 
 
 class Inverse(UnaryOperator):
-    """The inverse A⁻¹ as `A.inverse()` returns it, by one solve with A per column."""
+    """The inverse A⁻¹, as returned by `A.inverse()`, with one solve with A per column."""
 
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
         super().__init__(base, rtol=rtol)
@@ -378,7 +378,7 @@ class Inverse(UnaryOperator):
 
 
 def _solve_definite(form: ClosedForm, block: Tensor) -> Tensor:
-    """Return P⁻¹ B by the closed form; raise for an indefinite P, which is not a precision."""
+    """Return P⁻¹ B by the closed form; raise an error for an indefinite P, which is not a precision."""
     form.require_definite()
     return form.solve(block)
 

@@ -44,7 +44,7 @@ class DenseForm(ClosedForm):
         return L
 
     def _has_lost_pivot(self, L: Tensor) -> bool:
-        """Return whether a pivot is rounding and no shift stands above it: its sign is chance then."""
+        """Return whether a pivot consists of rounding and is not dominated by a shift, so that its sign is random."""
         diagonal = self.dense.detach().diagonal()
         exact = isinstance(self.base, Dense) and self.base.rest is not None
         level = 2 * len(L) * torch.finfo(diagonal.dtype if exact else self.base.dtype).eps * diagonal
@@ -95,9 +95,9 @@ class DenseForm(ClosedForm):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: one matrix, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` is the space of its rows and columns, `sources`
-    its data. A `rest` of the same shape is the part of the matrix that rounding to its dtype removed: products ignore
-    it, factorisations add it in float64.
+    `psd` promises that the matrix is positive semi-definite; `space` is the space of its rows and columns, and
+    `sources` its data. A `rest` of the same shape is the part of the matrix that rounding to its dtype removed:
+    products ignore it, factorisations add it in float64.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm

@@ -32,7 +32,7 @@ class DiagonalForm(Spectral):
     def solve(self, block: Tensor) -> Tensor:
         if bool((self.spectrum == 0).any()):
             raise not_definite(self.base, 0.0)
-        return block / self.spectrum.unsqueeze(-1)  # of any sign
+        return block / self.spectrum.unsqueeze(-1)  # entries may have any sign
 
     def inverse_diagonal(self) -> Tensor:
         return self.definite_spectrum.reciprocal()

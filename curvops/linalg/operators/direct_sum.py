@@ -35,7 +35,7 @@ class DirectSumForm(ClosedForm):
             near, form = shift, closed_form(block.base, block.shift) if form is None else None
             if form is not None:
                 near = form.nearby_shift()
-                rest = near if block.base is own else near - own.shift  # a damped block has its own shift already
+                rest = near if block.base is own else near - own.shift  # a damped block already has its own shift
                 near = rest if bool((rest > 0).all()) else near
             shifts.append(near.expand(block.shape[-1]))
         return self.partition.join(shifts)
@@ -105,7 +105,7 @@ class DirectSumForm(ClosedForm):
         bases = [basis for basis in found if basis is not None]
         if len(bases) < len(found):
             return None
-        sizes = [len(basis.values) for basis in bases]  # eigenvectors stand block by block
+        sizes = [len(basis.values) for basis in bases]  # eigenvectors are ordered block by block
 
         def rotate(block: Tensor) -> Tensor:
             return self.partition.join_columns([basis.rotate(part) for basis, part in zip(bases, block.split(sizes))])
@@ -209,7 +209,7 @@ class DirectSum(Operator):
 
 
 def check_blocks(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:
-    """Return the partition for these blocks; raise ValueError where sizes differ, TypeError for non-Operators."""
+    """Return the partition for these blocks; raise ValueError if sizes differ, TypeError for non-Operators."""
     for block in blocks:
         if not isinstance(block, Operator):
             raise TypeError(f"a block must be an Operator, got {type(block).__name__}; wrap a tensor in Dense(tensor).")

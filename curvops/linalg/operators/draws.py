@@ -13,7 +13,7 @@ from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
 
-# Draws of an operator without a root: columns that run at once, and their relative error.
+# Draws of an operator without a root: the number of columns that run at once, and their relative error.
 DRAW_BLOCK = 32
 DRAW_RTOL = 1e-5
 
@@ -27,12 +27,12 @@ def draw(
 ) -> Tensor:
     """Draw k columns of N(0, A), (n, k), exact from the square roots that the parts of A have.
 
-    A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a root of their own
+    A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with their own root
     (`Operator._draw`). A small matrix is factorised. For a large one tagged as positive semidefinite, noise is
     multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError
     for any other large operator. If the memory budget (of A's networks, or ``memories``) has no room for the working
-    vectors of all draws, some of them are made at a time, with the same numbers: a draw's noise depends on the seed and
-    the draw's position alone.
+    vectors of all draws, they are made in groups, with the same numbers: a draw's noise depends only on the seed and
+    the draw's position.
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories

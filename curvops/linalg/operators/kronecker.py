@@ -22,10 +22,10 @@ from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_defin
 from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
-"""From this many operations on, eigendecompositions run in parallel: LAPACK gains little from threads."""
+"""From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""
 VALUES_ALONE = 2**22
 """Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
-needed; beyond, to do both would take noticeably longer."""
+needed; beyond, computing both would take noticeably longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Details:
     """The parts of a factor that rounding to its dtype removed, for its eigendecomposition.
 
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
-    the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms;
+    the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms; and
     `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
     """
 
@@ -111,7 +111,7 @@ class EigenKroneckerForm(Spectral):
             floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
             if not bool((found > floor).all()):
                 raise not_definite(self.base, float((found - floor).min()))
-        if rounding >= torch.finfo(torch.float32).eps:  # only estimates report rounding in float64
+        if rounding >= torch.finfo(torch.float32).eps:  # rounding in float64 is reported by estimates only
             largest = self.values.detach().flatten(1).amax(1, keepdim=True)
             warn_of_rounding(self.base, float((rounding * largest / found).max()))
         return self.spectrum
@@ -210,7 +210,7 @@ class Kronecker(_GroupedBlocks):
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
     product costs 2·n·(p + q) operations per column, as two batched matrix products. `details` of the factors make their
-    eigendecompositions more accurate than their dtype allows, or cheaper than their size does.
+    eigendecompositions more accurate than their dtype allows, or cheaper than their size would require.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
@@ -258,7 +258,7 @@ class Kronecker(_GroupedBlocks):
     def _product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(self.left, self.right, _to_groups(block, self.sizes)))
 
-    # Transposed factors have the same product, but their gradient differs between an entry and its mirror image.
+    # Transposed factors have the same product, but their gradients differ between an entry and its mirror image.
 
     def _transposed_product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(_transpose(self.left), _transpose(self.right), _to_groups(block, self.sizes)))
@@ -294,19 +294,19 @@ class Kronecker(_GroupedBlocks):
     def eigen(self) -> EigenKronecker:
         """Return U diag(values) Uᵀ by the factors' eigendecompositions, g·(p³ + q³) operations, and keep it.
 
-        They run in float64. In float32 the small eigenvalues are lost, and with them the solution (2 × 300 rows,
-        condition 1e8, shift 1e-6: relative error 1e-2 instead of 5e-7, for half of the time), even if the factor
-        itself is a sum in float32 (its own rounding is below one unit of the largest eigenvalue, that of the
-        decomposition up to 13). A factor with a root of r < m rows takes r³ operations and some 4·m³/3, in the
-        factor's dtype, to complete its eigenvectors. Raises NotPositiveSemidefinite if a factor has an eigenvalue
-        below zero beyond its dtype's rounding.
+        They run in float64. In float32 the small eigenvalues would be lost, and the solution with them (2 × 300 rows,
+        condition 1e8, shift 1e-6: relative error 1e-2 instead of 5e-7, in half of the time), even if the factor itself
+        is a sum in float32 (its own rounding is below one unit of the largest eigenvalue, that of the decomposition up
+        to 13). A factor with a root of r < m rows takes r³ operations, and some 4·m³/3 in the factor's dtype to
+        complete its eigenvectors. Raises NotPositiveSemidefinite if a factor has an eigenvalue below zero beyond its
+        dtype's rounding.
         """
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
     def eigenvalues(self) -> Float[Tensor, "g p q"]:
         """Return the eigenvalues, and keep them; see `VALUES_ALONE`.
 
-        They are the same whether or not the vectors are known, so that results do not depend on earlier questions.
+        They are the same whether or not the vectors are known, so that results do not depend on earlier calls.
         """
         if carries_graph(self._args) or sum(map(_operations, self.factors)) > VALUES_ALONE:
             return self.eigen().values
@@ -352,9 +352,9 @@ class Kronecker(_GroupedBlocks):
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
 
-        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use
-            `add_diagonal`. π = 1 in a group with a zero factor. Raises ValueError unless λ = `shift` is one positive
-            number.
+        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use `add_diagonal`.
+            π
+        is 1 in a group with a zero factor. Raises ValueError unless λ = `shift` is a single positive number.
         """
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):
@@ -489,7 +489,7 @@ Factor = tuple[Tensor, Details, str]
 def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
     """Compute the missing eigendecompositions of Kronecker blocks in parallel, if that pays; each block keeps its own.
 
-    Others are computed when they are asked for.
+    The others are computed on first use.
     """
     blocks = [block for block in blocks if isinstance(block, Kronecker)]
     if sum(_operations(factor) for block in blocks for factor in block.factors) < AT_ONCE:
@@ -511,7 +511,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
     inference = torch.is_inference_mode_enabled()
 
     def work(factor: Factor) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(inference), torch.no_grad():  # modes belong to a thread
+        with torch.inference_mode(inference), torch.no_grad():  # each thread has its own modes
             return _eigh(*factor)
 
     limit: Callable[[int], None] = torch.set_num_threads
@@ -526,18 +526,18 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
             try:
                 while waiting:
                     done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                    finished = len([future.result() for future in done])  # or raise the error of one
+                    finished = len([future.result() for future in done])  # raises the error of any that failed
                     sizes = [f"{factors[i][0].shape[1]:,}" for i, future in futures.items() if future.running()]
                     steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
                 return [futures[i].result() for i in range(len(factors))]
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # after an interruption none starts
+                pool.shutdown(wait=False, cancel_futures=True)  # after an interruption no other one starts
     finally:
         torch.set_num_threads(threads)  # for later threads
 
 
 def _operations(factor: Factor) -> int:
-    """Return the order of the operations that an eigendecomposition takes."""
+    """Return the order of magnitude of the operations that an eigendecomposition takes."""
     tensor = factor[0]
     return tensor.shape[0] * tensor.shape[1] ** 3 if tensor.ndim == 3 else 0
 
@@ -549,7 +549,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     elif details.root is not None and details.root.shape[1] < factor.shape[1]:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = to_double(factor, details)  # of which the lower triangle is read
+        matrix = to_double(factor, details)  # only its lower triangle is read
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2 if matrix.requires_grad else matrix)
         vectors = vectors.to(factor.dtype)
     return _without_rounding(values, factor, details, name), vectors
@@ -571,7 +571,7 @@ def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
 def _without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
     """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
     m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
-    # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
+    # A sum of many outer products in the factor's dtype is this far from being positive semi-definite.
     slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), _noise(details, factor)
     known = values.detach()
     least, largest = known.aminmax(dim=1, keepdim=True)
@@ -601,7 +601,7 @@ def to_double(factor: Tensor, details: Details) -> Tensor:
 def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
     """Return the eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
 
-    QR orders the eigenvectors by falling eigenvalues, so that rounding remains in the smallest ones, and completes
+    QR orders the eigenvectors by decreasing eigenvalues, so that rounding remains in the smallest ones, and completes
     them by a basis of the null space.
     """
     g, r, m = root.shape

@@ -60,12 +60,12 @@ class LowRankForm(ClosedForm):
         return self.U @ small
 
     def _pull(self, block: Tensor) -> Tensor:
-        """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is one number."""
+        """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is a single number."""
         return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else self.scaled.mT @ block
 
     @cached_property
     def capacitance(self) -> Tensor:
-        """The capacitance I + UᵀD⁻¹U S, (r, r), not symmetric, but with a gradient even if S has a zero."""
+        """The capacitance I + UᵀD⁻¹U S, (r, r); it is not symmetric, but has a gradient even if S has a zero."""
         return self._eye + self._pull(self.U) * self.base.values
 
     @cached_property
@@ -91,7 +91,7 @@ class LowRankForm(ClosedForm):
     def _split_solve(self, block: Tensor) -> Tensor:
         """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.
 
-        Of a b within the span of U the second part is rounding, much of it within the span: twice is not enough.
+        For a b in the span of U the second part is rounding, much of it in the span: two passes are not enough.
         """
         inside = self._against(block)
         outside = block - self._spread(inside)
@@ -140,7 +140,7 @@ class LowRankForm(ClosedForm):
         base, shift, U = self.base.detach(), self.shift.detach(), self.U.detach()
         sizes = inner(U if shift.ndim == 0 else self.scaled.detach(), U)
         sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
-        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # even if singular to the last bit
+        lu, pivots, _ = torch.linalg.lu_factor_ex(self.capacitance.detach())  # computed even if it is exactly singular
         return CapacitanceRounding(self.capacitance.detach(), lu, pivots, sizes, base.values.double())
 
     def logdet_error(self) -> float:
@@ -204,8 +204,8 @@ def _sizes_of_rows(rows: Tensor, matrix: Tensor) -> Float[Tensor, "n 1"]:
 class CapacitanceRounding:
     """The changes by rounding of the capacitance C = I + UᵀD⁻¹U S, of its log-determinant and of its inverse.
 
-    The computed C differs from the exact one by at most E, entry by entry: the product UᵀD⁻¹U by Cauchy and Schwarz
-    from its diagonal `sizes`, the elimination by |L| |U| (Higham 2002, theorem 9.3). Everything else follows from
+    The computed C differs from the exact one by at most E, entry by entry: for the product UᵀD⁻¹U by Cauchy and Schwarz
+    from its diagonal `sizes`, for the elimination by |L| |U| (Higham 2002, theorem 9.3). Everything else follows from
     |C⁻¹ΔC| ≤ B = |C⁻¹| E, whose powers are bounded by its Perron root.
     """
 
@@ -217,7 +217,7 @@ class CapacitanceRounding:
 
     @property
     def unit(self) -> float:
-        """The largest relative error of a sum of products of the dtype, per size of its terms."""
+        """The largest relative error of a sum of products in the dtype, relative to the size of its terms."""
         return ROUNDINGS * torch.finfo(self.lu.dtype).eps
 
     @cached_property
@@ -311,7 +311,7 @@ class LowRank(Operator):
     """The matrix U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0, (n, n).
 
     `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which estimates the `error`: r
-    products with the matrix and 16 for the error. A product is two multiplications by U, 4·n·r operations. Memory: n·r
+    products with the matrix, and 16 for the error. A product is two multiplications by U, 4·n·r operations. Memory: n·r
     numbers, and three times that while it is built. Choose it for many solves if the spectrum decays fast.
     """
 
@@ -344,7 +344,7 @@ class LowRank(Operator):
 
     @property
     def error(self) -> Estimate | None:
-        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, if it was made by `co.low_rank`."""
+        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, if `co.low_rank` made it."""
         return self._kwargs["error"]
 
     @property
@@ -396,19 +396,19 @@ class LowRank(Operator):
         return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
-        """Add diag(e), e ≥ 0, such that the sum has the given diagonal, that of the approximated matrix.
+        """Add diag(e), e ≥ 0, so that the sum has the given diagonal, that of the approximated matrix.
 
         Returns a `Damped`: products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal
         added to e is positive. Raises ValueError if a given entry is smaller than that of the low-rank part beyond
-        rounding. This never happens for `co.low_rank(method="nystrom")` and the exact diagonal, while Lanczos' part
-        can exceed its matrix.
+        rounding. This never happens for `co.low_rank(method="nystrom")` and the exact diagonal, whereas the Lanczos
+        approximation can exceed its matrix.
         """
         n = self.shape[-1]
         if diagonal.shape != (n,):
             raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
         own = self._diagonal()
         rest = diagonal - own
-        # Rounding of a Nyström approximation (its stabilising shift), and of the sums over points in both.
+        # Allows for rounding of a Nyström approximation (its stabilising shift) and of the sums over points in both.
         eps = torch.finfo(self.dtype).eps
         slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * own.detach().abs()
         if not bool((rest.detach() >= -slack).all()):
@@ -423,5 +423,5 @@ class LowRank(Operator):
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         require_not_negative(self.values)
         if self.layouts is not None:
-            raise ValueError("draws of a LowRank whose vectors are sharded over ranks are not known.")
+            raise ValueError("a LowRank whose vectors are sharded over ranks cannot be drawn from.")
         return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)

@@ -41,12 +41,12 @@ from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, 
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.progress import Progress, at_work
 
-# Products that measure the error; for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
+# The number of products that measure the error; for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
 FEWEST_PROBES = 4
-# The vectors that one rank and the fewest probes take.
+# The number of vectors that one rank and the fewest probes take.
 LEAST_VECTORS = 12
-# Arrays of n × rank numbers in memory at once.
+# The number of n × rank arrays in memory at once.
 KEPT = 3
 
 Satisfied = Callable[[Tensor, Tensor], bool]
@@ -70,30 +70,30 @@ def low_rank(
 ) -> LowRank:
     """Approximate positive semi-definite A (n, n) by Â = U diag(s) Uᵀ, U (n, r) orthonormal, s (r,) descending.
 
-    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors independent of the approximation (from all n unit
-    vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors independent of the approximation (exactly, from all n
+    unit vectors, if n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
 
     Args:
         op: a tensor or an operator, symmetric, and positive semi-definite for "nystrom".
-        rank: r; the result has less if A has no more eigenvalues above rounding. With rtol, the largest r.
+        rank: r; the result has fewer if A has no more eigenvalues above rounding. With rtol, the largest r.
         rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 if neither is given). The same random vectors
             measure the error after each doubling.
         method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the other;
             more accurate for the same rank, but it finds a repeated eigenvalue only once, which shows in the error).
-        generator: source of the random vectors.
+        generator: the source of the random vectors.
         memory_budget: bytes for the stored vectors, which limit the rank. None is the rest of the budget of the
             linearisation behind A; then fewer vectors, at least four, may measure the error. The rank is at most 1024
             if neither rank nor memory_budget is given.
         progress: as in `cg`.
         checkpoint: a folder for intermediate results, written at most every half minute: a killed run continues from
-            there and gives bitwise the same result. It also keeps the result, which a later run returns at once.
-            "nystrom" only.
+            there and gives bitwise the same result. It also keeps the result, which a later run returns at once. Only
+            for "nystrom".
 
-    Warns `RankTooLow` if the budget, the limit or a Krylov space that became invariant ended the growth first.
+    Warns with `RankTooLow` if the budget, the limit or an invariant Krylov space ended the growth first.
 
     Raises:
-        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, a tensor in A
-            that requires a gradient (Â has none), or a checkpoint of another problem.
+        ValueError: rank is not in 1..n, rtol is not in (0, 1), the method is unknown, the budget is below one vector, a
+            tensor in A requires a gradient (Â has none), or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefinite: Nyström found an eigenvalue clearly below zero.
     """
@@ -110,7 +110,7 @@ def low_rank(
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
     if checkpoint is not None and method != "nystrom":
-        raise ValueError(f'method={method!r} keeps no checkpoint; use method="nystrom".')
+        raise ValueError(f'method={method!r} saves no checkpoint; use method="nystrom".')
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
     generator = kept.source("generator", spawn_generator(generator), facts.device)
 
@@ -123,7 +123,7 @@ def low_rank(
     else:
         with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
-            if memory_budget is None and room is not None:  # a given budget covers only the stored vectors
+            if memory_budget is None and room is not None:  # a given budget covers the stored vectors only
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
                 room -= 2 * probes * vector_bytes(facts)
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
@@ -230,13 +230,13 @@ class _Check:
         width = max(1, CHUNK // self.probed.facts.rows)
         columns = range(0, count, width)
         errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
-        # The products with A, and with Â, which is no larger, have errors of this times their own size.
+        # The products with A, and with Â, which is no larger, have errors of this size relative to their own.
         rounding = 2 * rounding_level(self.probed.facts.dtype, self.probed.facts.rows)
         if self.exact:
             size = norm(self.images).square().sum()
             value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
             return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
-        # ‖Â‖_F is known, so that probes estimate only ‖A‖² − ‖Â‖²; it is not negative for a projection of A.
+        # ‖Â‖_F is known, so the probes estimate only ‖A‖² − ‖Â‖²; this is not negative for a projection of A.
         known = values.double().square().sum()
         sizes = known + norm(self.images).square() - seen
         size = torch.maximum(sizes.mean(), known)

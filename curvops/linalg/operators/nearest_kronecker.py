@@ -27,8 +27,8 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
 
     Rearranged, Σ_i B_i ⊗ A_i is the matrix Σ_i vec(B_i) vec(A_i)ᵀ, and its nearest product is that matrix's first
     singular pair: B = Σ_i b_i B_i and A = σ Σ_i a_i A_i with b an eigenvector of K_A K_B, the matrices of the inner
-    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These are non-negative for positive semidefinite factors, and so (Perron) are b
-    and a: B and A are positive semidefinite. Errors are exact, to rounding of √ε.
+    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These products are non-negative for positive semidefinite factors, and so are b
+    and a (Perron): B and A are positive semidefinite. Errors are exact, to rounding of √ε.
 
     Cost: k² inner products of the factors for k terms, in float64.
     """

@@ -23,7 +23,7 @@ from curvops.process_group import Ranks
 
 
 class OnShardsForm(ClosedForm):
-    """The closed form of A + diag(d) for whole vectors, on sharded ones some columns at a time."""
+    """The closed form of A + diag(d) for whole vectors, applied to sharded ones some columns at a time."""
 
     @cached_property
     def inner(self) -> ClosedForm | None:
@@ -77,7 +77,7 @@ def _applied(function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
 class OnShards(UnaryOperator):
     """The matrix A on sharded vectors: for each product some columns are gathered, and each rank keeps its rows.
 
-    `op.sharded(mesh)` makes it. What is built from it (sums, multiples, a prior) takes sharded vectors, too.
+    `op.sharded(mesh)` makes it. Operators built from it (sums, multiples, with a prior) take sharded vectors, too.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OnShardsForm
@@ -116,7 +116,7 @@ class OnShards(UnaryOperator):
         return self.base._is_formed if isinstance(self.base, Operator) else self._is_small
 
     def to_dense(self) -> Tensor:
-        """Form the matrix, on each rank."""
+        """Form the matrix on each rank."""
         return self.base.to_dense()
 
     def exact_solver(self) -> Callable[[Tensor], Tensor] | None:
@@ -132,14 +132,14 @@ class OnShards(UnaryOperator):
 
 @dataclass(frozen=True)
 class Agreed:
-    """A budget of which each rank has its own: what is left is the least of all."""
+    """A budget that each rank has its own share of; the bytes left are the least over all ranks."""
 
     memory: Memory
     layout: RowLayout
     of_ranks: Ranks | None = None
 
     def room(self) -> int:
-        """Return the bytes left on each rank. One all-reduce."""
+        """Return the bytes left on every rank. One all-reduce."""
         own = torch.tensor([self.memory.room()], dtype=torch.float64, device=self.layout.mesh.device_type)
         return int(self.layout.stacked(own).min())
 

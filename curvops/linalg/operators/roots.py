@@ -19,7 +19,8 @@ from curvops.linalg.spectra.lanczos import lanczos
 def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
     """Return the Cholesky factor L; a matrix singular to rounding gets the smallest jitter that makes it definite.
 
-    With `strict` it gets none, as for densities, of which the jitter would decide: what it needs is an error.
+    With `strict` no jitter is added, as for densities, which the jitter would determine; a matrix that needs one is an
+    error.
 
     The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the whole
     variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefinite if
@@ -43,7 +44,7 @@ def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
 
 
 def ritz_pairs(operator: LinearOperator) -> tuple[Tensor, Tensor]:
-    """Return all Ritz values and vectors of Lanczos with as many steps as linear_operator allows a root."""
+    """Return all Ritz values and vectors of Lanczos with as many steps as linear_operator allows for a root."""
     result = lanczos(operator, min(operator.shape[-1], operator._root_decomposition_size()))
     values, rotation = torch.linalg.eigh(result.T)
     return values.to(result.Q.dtype), result.Q @ rotation.to(result.Q.dtype)

@@ -1,1 +1,1 @@
-"""Approximate inverses, on a shelf below all solvers."""
+"""Approximate inverses, one floor below all solvers."""

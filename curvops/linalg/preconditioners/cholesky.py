@@ -46,7 +46,7 @@ from curvops.progress import Progress, at_work
 MOST_RANK = 1024
 BLOCK = 16
 FIRST_ROOM = 64
-# Vectors that a rank of one takes.
+# The number of vectors that a rank of one takes.
 LEAST_VECTORS = 6
 MOST_CONDITION = 28.0
 
@@ -70,8 +70,8 @@ class PivotedCholesky:
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
         """Make P = F Fᵀ + shift I (Woodbury, in F Fᵀ's eigenbasis); the shift defaults to that of ``cholesky``.
 
-        With shift 0 the mean of the eigenvalues left out takes its place outside the range of F. With a positive shift,
-        P^-½(A + shift)P^-½ has condition number at most 1 + trace_left/shift.
+        With shift 0, the mean of the eigenvalues left out takes its place outside the range of F. With a positive
+        shift, P^-½(A + shift)P^-½ has condition number at most 1 + trace_left/shift.
 
         Raises:
             ValueError: the shift is negative, or zero although F Fᵀ is singular and nothing was left out.
@@ -88,7 +88,7 @@ class PivotedCholesky:
         else:
             level = shift if shift > 0 else self.trace_left / (n - kept)
         if level <= 0:
-            raise ValueError("a preconditioner of an operator of low rank needs a positive shift; got 0.")
+            raise ValueError("a preconditioner from an operator of low rank needs a positive shift; got 0.")
         added = values + shift
         return LowRankPreconditioner(combine(Q, V[:, :kept]), values, added, level, self.matvecs)
 
@@ -231,12 +231,12 @@ def _grow(
 
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Raise ValueError where the columns and the diagonal disagree."""
+    """Raise ValueError if the columns and the diagonal disagree."""
     check_finite(core, "a column of A")
     gap = (core.diagonal() - expected).abs().amax()
     if not bool(gap <= math.sqrt(torch.finfo(dtype).eps) * scale):
         raise ValueError(
-            f"the diagonal and the columns of A differ by {float(gap):.3e}, where the largest entry is {scale:.3e}. "
+            f"the diagonal and the columns of A differ by {float(gap):.3e}, and the largest entry is {scale:.3e}. "
             "Pass the exact diagonal, not an estimate, and a symmetric deterministic A."
         )
 

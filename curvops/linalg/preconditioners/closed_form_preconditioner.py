@@ -54,8 +54,8 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     """Make P ≈ A + μI, such as ``KFAC(lin).add_diagonal(μ)``, a preconditioner for any solver and for ``logdet``.
 
     P is an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a positive
-    definite tensor, which is factorised, or a preconditioner, which is returned. Solvers multiply by an operator
-    passed as ``preconditioner``, which must then be P⁻¹; here the operator is P.
+    definite tensor, which is factorised, or a preconditioner, which is returned. An operator passed to a solver as
+    ``preconditioner`` is multiplied by, and must then be P⁻¹; here the operator is P.
 
     Raises:
         TypeError: no closed form of P is known.

@@ -1,4 +1,4 @@
-"""Preconditioners P ≈ A + μI with a square root, a log-determinant and bounds of the spectrum besides P⁻¹.
+"""Preconditioners P ≈ A + μI with P⁻¹, a square root, a log-determinant and bounds of the spectrum.
 
 ``cg`` needs only ``P @ V``; a preconditioned log-determinant needs the rest. ``nystrom``, ``cholesky``,
 ``block_jacobi`` and ``diagonal_preconditioner`` make them, and ``as_preconditioner`` turns an operator or a small
@@ -74,7 +74,7 @@ class FilteredPreconditioner(ABC):
         return shaped_as(self._filtered(torch.sqrt, as_columns(V)), V)
 
     def floor(self, level: float) -> float:
-        """Return level over the largest eigenvalue of P, since only B ≥ level is known about B itself."""
+        """Return level over the largest eigenvalue of P, since nothing but B ≥ level is known about B itself."""
         return level / self.bounds()[1]
 
     @abstractmethod
@@ -119,7 +119,7 @@ class LowRankPreconditioner(FilteredPreconditioner):
         return min(every), max(every)
 
     def floor(self, level: float) -> float:
-        """Return a c with B ≥ c P, by B ≥ (Â + level)/2, which follows from B ≥ Â and B ≥ level."""
+        """Return a c with B ≥ c P, from B ≥ (Â + level)/2, which follows from B ≥ Â and B ≥ level."""
         # U diagonalises (Â + level)/2 as it does P.
         ratios = [level / (2 * self.level)] if len(self.values) < self.U.shape[0] else []
         if len(self.values):

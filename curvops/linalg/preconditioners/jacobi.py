@@ -128,11 +128,11 @@ def block_jacobi(
         progress: as in `cg`.
 
     The blocks of a tensor are read from it. Any other A costs one product for each column, n in total, since a product
-    with several blocks at once would mix their contributions. For the layers of a network
+    with several blocks at once would mix their contributions. For the layers of a network,
     ``as_preconditioner(co.BlockDiagonal(lin).add_diagonal(prior))`` is cheaper.
 
     Raises:
-        ValueError: A is not square, the blocks do not cover 0..n − 1, do not fit in the budget, or are not finite.
+        ValueError: A is not square, or the blocks do not cover 0..n − 1, do not fit in the budget, or are not finite.
         NotPositiveSemidefinite: a block of A + shift I has an eigenvalue that is not positive.
 
     Source: Jacobi 1845; with b blocks the largest eigenvalue of P^-½AP^-½ is at most b.

@@ -78,7 +78,7 @@ class Nystrom(Summarised):
         if not shift >= 0:
             raise ValueError(f"shift must not be negative, got {shift}.")
         if self.tail + shift <= 0 and len(self.eigenvalues):
-            raise ValueError("a preconditioner of an operator of low rank needs a positive shift; got 0.")
+            raise ValueError("a preconditioner from an operator of low rank needs a positive shift; got 0.")
         ratios = (self.eigenvalues + shift) / (shift if shift else self.tail)
         return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
@@ -105,10 +105,10 @@ def nystrom(
     """Approximate positive semidefinite A from ``rank`` products with random vectors.
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until a
-    larger one costs more than the products that it would save a CG solve of A + shift I with ``rhs`` right-hand
-    sides; earlier products are kept. Three n × rank arrays are in memory meanwhile; ``memory_budget`` (bytes) limits
-    them, by default the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``,
-    a folder, keeps the state, from which a killed run continues, and the result.
+    larger rank costs more than the products that it would save a CG solve of A + shift I with ``rhs`` right-hand sides;
+    earlier products are kept. Three n × rank arrays are in memory meanwhile; ``memory_budget`` (bytes) limits them, by
+    default the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``, a folder,
+    keeps the state, from which a killed run continues, and the result.
 
     Raises:
         ValueError: A is not square or not symmetric, rank, shift, rhs, max_rank or memory_budget is negative, or the
@@ -197,13 +197,14 @@ def negligible_size(eps: float, known_psd: bool) -> float:
     """Return the size of a negative eigenvalue, relative to the matrix, that rounding explains.
 
     Products of an operator that is positive semidefinite by construction may round by far more than their own size
-    (near p = 1 a softmax multiplies large derivatives by the small 1 − p); for it, this is the root of the precision.
+    (near p = 1 a softmax multiplies large derivatives by the small 1 − p); for such an operator the result is the root
+    of the precision.
     """
     return math.sqrt(eps) if known_psd else 100 * eps
 
 
 def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
-    """Return U, the eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
+    """Return U, the eigenvalues above rounding, and whether some fell below it, so that the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
     if not math.isfinite(size):

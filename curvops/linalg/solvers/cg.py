@@ -61,10 +61,10 @@ VECTORS = 12
 REFINED = 16
 """Further working vectors for iterative refinement, in float64."""
 SKEWED = 0.01
-"""⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
+"""⟨x, Aq⟩ − ⟨Ax, q⟩, relative to ‖A‖‖x‖‖q‖, above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
 STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed", "renewals")
 MOST_RENEWALS = 4
-"""How often a column may restart; no consistent system was seen to need more than two."""
+"""How often a column may restart; no consistent system needed more than two restarts in tests."""
 DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
 
@@ -92,8 +92,8 @@ def cg(
         A: (n, n), symmetric positive definite.
         B: (n,) or (n, K). Columns may be zero, dependent, of any scale, or more than n.
         preconditioner: M⁻¹ as an object with ``@``, a matrix, or a function on blocks (n, k).
-        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖; 0 means the best accuracy that
-            the dtype allows.
+        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖; 0 means the best accuracy
+            that the dtype allows.
         maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000.
         x0: initial guess, with the shape of B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
@@ -107,15 +107,15 @@ def cg(
             never. A function (description, products so far, total or None) is called after each product.
         checkpoint: a folder for the state of the iteration, written at most every half minute. After a crash the same
             call, with an equal preconditioner, continues from there and gives bitwise the same solution, which the
-            folder keeps, too. Not with ``refine``.
+            folder also keeps. Not available with ``refine``.
 
     Returns:
         A Solution; ``x`` has the shape of B. One iteration costs one product per active column. Each column's
         residual is recomputed every 50 iterations and at its end, by one product each.
 
     Raises:
-        TypeError: A, B or x0 is not of one real dtype, float32 or float64 (half precision is for storage: solve with
-            ``A.to(torch.float32)``, which loses nothing).
+        TypeError: A, B and x0 do not share one real dtype, float32 or float64 (half precision is for storage: solve
+            with ``A.to(torch.float32)``, which loses nothing).
         ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, refine is
             another dtype, or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
@@ -129,7 +129,7 @@ def cg(
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
-        raise ValueError(f"cg keeps no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
+        raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     goal = goal_of(facts.rows, rtol, maxiter, callback)
     kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, refine is False, ranks_of(A))
     if kept.done:
@@ -153,7 +153,7 @@ def cg(
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
-    """Return the preconditioner in the dtype it was made for, on blocks of another."""
+    """Return the preconditioner as a function on blocks of another dtype, applied in the dtype it was made for."""
     return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
@@ -166,7 +166,7 @@ def _solve(
     goal: Goal,
     first: int = 0,
 ) -> Solution:
-    """Iterate on columns of unit norm, the first of which is column `first` of all."""
+    """Iterate on columns of unit norm; the first of them is column `first` of all."""
     kept = named_part(f"columns-{first}-{B.shape[1]}", B.device)
     if kept.done:
         return kept.result(Solution)
@@ -207,14 +207,14 @@ class ConjugateGradients:
         self.nearest = list(self.records.best)
         """The smallest backward error of each column."""
         self.checked = [math.inf] * K
-        """The smallest residual of each column in checks that showed drift; `strikes`: how often none was halved."""
+        """The smallest residual of each column in checks that showed drift; `strikes`: checks that did not halve it."""
         self.strikes = [0] * K
         self.drifted = [False] * K
         self.last: Step | None = None
         self.null_met = False
         """Whether a direction was left out of a step because its image is only rounding."""
         self.renewed = list(self.active)
-        """Columns whose directions are their residuals, and so conjugate to nothing."""
+        """Columns whose directions are their residuals, and so are conjugate to nothing."""
         self.renewals = [0] * K
 
     def solve(self) -> None:
@@ -292,11 +292,11 @@ class ConjugateGradients:
         return Z if step is None else self.directions.conjugate(Z, step)
 
     def repair(self, step: Step) -> Step:
-        """Take a step along its safe directions only; columns without one restart, or stop.
+        """Take a step along its safe directions only; columns without a safe direction restart, or stop.
 
-        Conjugation may leave only rounding of a residual that A can still reduce, after a direction of nearly no
-        curvature has made it larger: then the column restarts. If the residual itself is such a direction, the column
-        stops.
+        After a direction of nearly no curvature has made a residual larger, conjugation may leave only rounding of a
+        residual that A can still reduce: then the column restarts. If the residual itself is such a direction, the
+        column stops.
         """
         step, failed = self.directions.repair(step, self.r, self.norm_A)
         again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
@@ -312,7 +312,7 @@ class ConjugateGradients:
         return step
 
     def may_restart(self, column: int) -> bool:
-        """Return whether a column's small residual was not just a direction, and it has restarts left."""
+        """Return whether a column's small residual was not itself the direction, and the column has restarts left."""
         small = self.records.current[column] <= ANSWERED
         return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
 
@@ -368,8 +368,8 @@ class ConjugateGradients:
         return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
 
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
-        """Store the solution if it is the best, and return whether it is a gain."""
-        # The residual may first grow by √κ while the error shrinks: the backward error shows progress then.
+        """Store the solution if it is the best, and return whether it is an improvement."""
+        # The residual may first grow by √κ while the error shrinks: the backward error then shows the progress.
         best = self.records.best[column]
         if residual < 0.99 * best or backward < 0.99 * self.nearest[column]:
             self.records.gained[column] = self.records.iteration
@@ -378,7 +378,7 @@ class ConjugateGradients:
             self.records.keep(column, x, residual, backward)
 
     def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
-        """Return a reason to stop: converged, or checks that show drift and did not halve the residual.
+        """Return a reason to stop: convergence, or checks that show drift and did not halve the residual.
 
         At the rounding level one such check is enough; elsewhere it takes three in a row.
         """
@@ -442,7 +442,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Directions(ABC):
-    """The small algebra of a step: the energy's minimum over the directions, and the next conjugate directions.
+    """The small algebra of a step: the minimum of the energy over the directions, and the next conjugate directions.
 
     Curvature below ``noise`` ‖A‖ is rounding.
     """
@@ -451,7 +451,7 @@ class Directions(ABC):
 
     @abstractmethod
     def overlap(self, P: Vectors) -> Tensor:
-        """Return the numbers that ``basis`` needs of P, which go to the CPU with the residual norms."""
+        """Return the numbers of P that ``basis`` needs, which are sent to the CPU with the residual norms."""
 
     @abstractmethod
     def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
@@ -459,7 +459,7 @@ class Directions(ABC):
 
     @abstractmethod
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
-        """Return the energy-minimising step; nothing moves along directions that are not safely positive."""
+        """Return the energy-minimising step, without directions whose curvature is not safely positive."""
 
     @abstractmethod
     def conjugate(self, Z: Vectors, step: Step) -> Vectors:
@@ -479,8 +479,8 @@ def classify_directions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which directions are sound, which prove that A is not positive definite, and which are null to rounding.
 
-    For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction of no curvature has no image. An image without curvature
-    therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
+    For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction without curvature has no image. An image without
+    curvature therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
     """
     finite = torch.isfinite(curvature) & torch.isfinite(image)
     floor = noise * norm_A
@@ -562,7 +562,7 @@ class ColumnDirections(Directions):
         for j in (~sound).nonzero().squeeze(1).tolist():
             known = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else Reason.NON_FINITE
             failed[j] = Reason.SINGULAR if bool(null[j]) else known
-        return replace(step, alpha=torch.zeros_like(step.alpha)), failed  # the sound columns have taken it
+        return replace(step, alpha=torch.zeros_like(step.alpha)), failed  # the sound columns have taken this step
 
     def keep(self, step: Step, index: Tensor) -> Step:
         where = index.to(step.alpha.device)

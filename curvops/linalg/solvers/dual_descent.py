@@ -69,10 +69,10 @@ def dual_descent(
 
     Args:
         K: (n, n), symmetric positive semidefinite with cheap rows: a tensor, or an operator whose ``K[index, :]``
-            evaluates nothing else (a row of an operator known by its products costs a product).
+            evaluates only those rows (a row of an operator known by its products costs a product).
         B: (n,) or (n, K).
         noise: added to the diagonal.
-        batch_size: rows per step, drawn without replacement.
+        batch_size: the number of rows per step, drawn without replacement.
         step_size: β; None is 1/L, with L the smoothness of the sampled objective, estimated by 12 power iterations and
             the diagonal of one batch. If the residual grows tenfold, the step is halved and the best iterate restored.
         momentum: ρ of Nesterov's method.
@@ -81,19 +81,19 @@ def dual_descent(
         maxiter: the maximum number of epochs, 200 by default. An epoch passes over the rows and reads n of them, as a
             product does.
         x0: initial guess, with the shape of B.
-        generator: draws the batches.
+        generator: the source of the batches.
         callback: called as ``callback(epoch, relative_residuals (K,))``.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
             None is the rest of the budget of the linearisation behind K.
         progress: as in `cg`.
 
     Returns:
-        A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, where
-        rows count as their share of a product. STAGNATION: steps of this size no longer lower the residual.
-        ITERATION_LIMIT: more epochs would.
+        A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, with
+        rows counted as their share of a product. STAGNATION: steps of this size no longer lower the residual.
+        ITERATION_LIMIT: more epochs would still lower it.
 
     Raises:
-        TypeError: K, B or x0 is not of one real dtype, float32 or float64.
+        TypeError: K, B and x0 do not share one real dtype, float32 or float64.
         ValueError: shapes or devices do not fit, or an option is out of range.
 
     Source: Lin, Padhy, Antorán, Tripp, Terenin, Szepesvári, Hernández-Lobato & Janz 2024, algorithm 1, with geometric

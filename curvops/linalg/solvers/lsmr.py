@@ -72,14 +72,14 @@ def lsmr(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Solution:
-    """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; of all minimisers, return the one nearest to x0.
+    """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; among all minimisers, return the one nearest to x0.
 
     Args:
         A: (m, n), of any shape and rank; its transposed product is needed, too.
-        B: (m,) or (m, K). The columns share the block products and nothing else.
+        B: (m,) or (m, K). The columns share only the block products.
         damp: the square root of a ridge, not negative.
         consistent: require a solution of Ax = b: a minimum with a residual above rtol counts as SINGULAR (as
-            STAGNATION if rounding hides the minimum: in float32, b less than about 1e-4 ‖b‖ outside the range).
+            STAGNATION if rounding hides the minimum: in float32, with less than about 1e-4 ‖b‖ of b outside the range).
         rtol: a column has converged when ‖b − Ax‖ ≤ rtol ‖b‖ (damp = 0) or ‖Aᵀr − damp² x‖ ≤ rtol ‖A‖ ‖(r, damp x)‖,
             by true products.
         maxiter: the maximum number of iterations; by default 10 min(m, n), at least 100, at most 10 000.
@@ -95,7 +95,7 @@ def lsmr(
         check of the true residual, every 50 iterations and at the end.
 
     Raises:
-        TypeError: A, B or x0 is not of one real dtype, float32 or float64.
+        TypeError: A, B and x0 do not share one real dtype, float32 or float64.
         ValueError: shapes or devices do not fit, or damp, rtol, maxiter or memory_budget is negative.
 
     Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
@@ -191,7 +191,7 @@ class Bidiagonalisation(ShortRecurrence):
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
         self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
-        """‖Aᵀr‖ and ‖r‖ of each column's best solution, by true products, damping included; the rounding of ‖Aᵀr‖."""
+        """‖Aᵀr‖ and ‖r‖ of each column's best solution, by true products with damping; the rounding of ‖Aᵀr‖."""
         self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
         self.within: set[int] = set()
         """Positions whose estimates, by the recurrence, are within the tolerance."""
@@ -304,11 +304,11 @@ class Bidiagonalisation(ShortRecurrence):
         return records.normal[column] <= records.rtol and not self.consistent
 
     def flat(self, column: int) -> bool:
-        """Return whether ‖Aᵀr‖ is at most the rounding in r and in the product, or in A: nothing lowers it."""
+        """Return whether ‖Aᵀr‖ is at most the rounding in r and in the product, or in A, so that nothing lowers it."""
         return self.slopes[column] <= self.noise[column] or self.records.normal[column] <= self.records.level
 
     def null(self, column: int) -> bool:
-        """Return whether r is a null vector of Aᵀ: flat, and by at least half the digits.
+        """Return whether r is a null vector of Aᵀ: flat, and by at least half of the digits.
 
         A residual in directions of small singular values is flat long before the smallest residual is reached.
         """
@@ -359,7 +359,7 @@ class Bidiagonal(ColumnState):
         return cls.with_fields(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
 
     def advance(self, alpha: Numbers, beta: Numbers) -> Numbers:
-        """Advance by β_{k+1}, α_{k+1}; return the weights of hbar in itself, of hbar in x, of h in the next h."""
+        """Advance by β_{k+1}, α_{k+1}; return the weights of hbar in itself, of hbar in x, and of h in the next h."""
         rhoold, rhobarold, zetaold = self.rho, self.rhobar, self.zeta
         c, s, self.rho = reflection(self.alphabar, beta)
         thetanew = s * alpha

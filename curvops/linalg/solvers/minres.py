@@ -65,7 +65,7 @@ from curvops.progress import Progress
 VECTORS = 16
 """Working vectors per right-hand side, temporaries included."""
 FREE = 1e-2
-"""The part of x that a null vector may be removed from without an error to be measured."""
+"""The part of x that may be removed along a null vector before the error of this has to be measured."""
 WATCHED = 6
 """The number of steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
@@ -88,7 +88,7 @@ def minres(
 
     Args:
         A: (n, n), symmetric; it may be indefinite or singular.
-        B: (n,) or (n, K). The columns share the block product and nothing else.
+        B: (n,) or (n, K). The columns share only the block product.
         shift: added to the diagonal, of any sign.
         preconditioner: M⁻¹, symmetric positive definite, as in `cg`.
         rtol: a column has converged when its true residual is at most rtol ‖b‖; 0 means the best the dtype allows.
@@ -100,14 +100,14 @@ def minres(
         progress: as in `cg`.
 
     Returns:
-        A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b is not in the
+        A Solution. Among all solutions (CONVERGED), or all minimisers of the residual (SINGULAR: b is not in the
         range), x is the one nearest to x0 (without x0, of smallest norm) in the preconditioner's metric. Minimisers
-        have at least a third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩
+        have at least a third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC means that ⟨u, Av⟩ = ⟨Au, v⟩
         does not hold. An iteration costs one product per active column; a check of the true residual, every 50
-        iterations and at the end, one more, and one for A r if the residual stagnates.
+        iterations and at the end, costs one more, and one for A r if the residual stagnates.
 
     Raises:
-        TypeError: A, B or x0 is not of one real dtype, float32 or float64.
+        TypeError: A, B and x0 do not share one real dtype, float32 or float64.
         ValueError: shapes or devices do not fit, A is not square, the preconditioner is not positive definite, or
             rtol, maxiter or memory_budget is negative.
 
@@ -133,7 +133,7 @@ def minres(
 
 @dataclass(eq=False)
 class LanczosVectors:
-    """The vectors of the active columns: two residuals of Lanczos, M⁻¹ of the last, its vector, W, and part of x."""
+    """The vectors of the active columns: two Lanczos residuals, M⁻¹ of the last, its vector, W, and a part of x."""
 
     before: Float[Vectors, "n k"]
     last: Float[Vectors, "n k"]
@@ -179,7 +179,7 @@ class MinimalResiduals(ShortRecurrence):
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
         self.spoiled: dict[int, float] = {}
-        """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that it is no null vector any more."""
+        """‖A z‖/(‖A‖‖z‖) of columns from which so much was removed along z that z is no longer a null vector."""
         z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
         self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
@@ -244,7 +244,7 @@ class MinimalResiduals(ShortRecurrence):
         return marked_positions(ended), set()
 
     def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
-        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, for clearly orthogonal v', v."""
+        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
         sound = (self.scalars.started > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
         gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
         self.asymmetry = max([self.asymmetry, *gaps])
@@ -284,7 +284,7 @@ class MinimalResiduals(ShortRecurrence):
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, normal: float) -> None:
         """Store the solution if it is the best by its true residual.
 
-        If the residual is a null vector, lowered only by errors along it, the smallest ‖Aᵀr‖ decides.
+        If the residual is a null vector, and only errors along it lower it, the smallest ‖Aᵀr‖ decides.
         """
         records = self.records
         best, before = records.best[column], records.normal[column]
@@ -301,7 +301,8 @@ class MinimalResiduals(ShortRecurrence):
         """Return ‖A z‖/(‖A‖‖z‖), z = M⁻¹r, of some columns, otherwise NaN; remove null vectors from x and r.
 
         In an inconsistent system r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022). It is one
-        up to rounding: where much of x is removed, much of its error comes into x, and the numbers are those after it.
+        up to rounding: if much of x is removed, much of its error enters x, and the numbers are those after the
+        removal.
         """
         normal = [math.nan] * len(positions)
         if not which:
@@ -326,7 +327,7 @@ class MinimalResiduals(ShortRecurrence):
         for k, (i, value) in enumerate(zip(which, found.tolist())):
             normal[i], column = value, self.active[positions[i]]
             if k in spoiled and self.records.vanishing < value < 0.5 * self.spoiled.get(column, math.inf):
-                self.spoiled[column], self.records.reference[column] = value, math.inf  # it restarts from here
+                self.spoiled[column], self.records.reference[column] = value, math.inf  # the column restarts from here
         return normal
 
     def images(self, z: Vectors) -> tuple[Vectors, Numbers, Numbers]:
@@ -399,10 +400,10 @@ class QLP(ColumnState):
         )
 
     def advance(self, alfa: Numbers, betan: Numbers, norm_A: float, eps: float) -> tuple[Numbers, Marks]:
-        """Advance by a step of Lanczos; return (cr1, sr1, cr2, sr2, ul2, ul, u) and which columns are at an end.
+        """Advance by a step of Lanczos; return (cr1, sr1, cr2, sr2, ul2, ul, u) and which columns have ended.
 
-        A column is at an end if the Krylov space is complete, or L_k is singular to rounding: then u is 0, which
-        makes x_k the shortest minimiser.
+        A column has ended if the Krylov space is complete, or if L_k is singular to rounding: then u is 0, which makes
+        x_k the shortest minimiser.
         """
         dbar = self.dltan
         dlta = self.cs * dbar + self.sn * alfa

@@ -27,7 +27,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.verdicts import Goal, precision_limited
 from curvops.progress import as_step
 
-# Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
+# Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all systems.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
 CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, Goal], Solution]
 
@@ -61,7 +61,7 @@ class Refinement:
         self.iterations = self.matvecs = self.exact_matvecs = 0
 
     def solve(self, solver: CorrectionSolver, goal: Goal) -> Solution:
-        """Correct as long as that halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
+        """Correct as long as this halves the residual; ``solver(B, X0, goal)`` works in ``dtype``."""
         todo = self.usable.live
         while len(todo):
             todo = self.look(todo, goal.rtol)

@@ -22,7 +22,7 @@ from curvops.linalg.solvers.systems import UnitSystems
 from curvops.linalg.solvers.verdicts import CHECK_EVERY, Goal, Verdict
 
 Numbers: TypeAlias = NDArray[np.float64]
-"""One number per column; on so few numbers NumPy's operations take a quarter of the time of torch's."""
+"""One number per column; for so few numbers, NumPy takes a quarter of the time that torch takes."""
 Marks: TypeAlias = NDArray[np.bool_]
 AnyColumnState = TypeVar("AnyColumnState", bound="ColumnState")
 
@@ -61,7 +61,7 @@ def reflection(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def ratio(a: Numbers, b: Numbers) -> Numbers:
-    """Return a / b, and 0 where b is 0."""
+    """Return a / b, or 0 if b is 0."""
     zero = b == 0
     return np.where(zero, 0.0, a / np.where(zero, 1.0, b))
 
@@ -72,7 +72,7 @@ class ColumnState:
 
     @classmethod
     def with_fields(cls: type[AnyColumnState], **known: Numbers) -> AnyColumnState:
-        """Return the state with these fields, and 0 in the others."""
+        """Return the state with these fields, and with zeros in the others."""
         nothing = np.zeros_like(next(iter(known.values())))
         return cls(**{field.name: known.get(field.name, nothing).copy() for field in fields(cls)})
 
@@ -90,7 +90,7 @@ class ColumnCheck(NamedTuple):
     """The outcome of a check of one column by true products."""
 
     size: float
-    """The number that should fall; not finite after NaN or Inf."""
+    """The number that should decrease; not finite after NaN or Inf."""
     solved: bool
     over: bool
     """Whether the recurrence cannot improve the size further."""
@@ -110,7 +110,7 @@ class ShortRecurrence(ABC):
         self.norm_A = 0.0
 
     def solve(self) -> None:
-        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
+        """Iterate until every column has a reason; check true residuals periodically and when they may end it."""
         records, ended = self.records, set[int]()
         while self.active:
             due = self.note() | ended
@@ -155,11 +155,11 @@ class ShortRecurrence(ABC):
 
     @abstractmethod
     def step(self) -> tuple[set[int], set[int]]:
-        """Take one step; return positions at their end, and those that found NaN or Inf."""
+        """Take one step; return the positions that have ended, and those that met NaN or Inf."""
 
     @abstractmethod
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
-        """Compute true residuals, store the best solutions; return a check for each, and how to restart some."""
+        """Compute true residuals, store the best solutions; return a check for each, and a function to restart some."""
 
     @abstractmethod
     def stop(self, column: int, reason: Reason) -> None:

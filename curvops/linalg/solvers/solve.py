@@ -66,7 +66,7 @@ Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
 
 class Promises(NamedTuple):
-    """The known properties of an operator; with ``definite`` it is solved by CG, and negative curvature is an error."""
+    """The known properties of an operator; a ``definite`` one is solved by CG, and negative curvature is an error."""
 
     symmetric: bool
     definite: bool
@@ -90,7 +90,7 @@ class TaggedOperator(Protocol):
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """Return the relative residual that `solve` promises: 1e-6, tightened towards √eps in float64."""
+    """Return the relative residual that `solve` guarantees: 1e-6, tightened towards √eps in float64."""
     return min(1e-6, math.sqrt(torch.finfo(dtype).eps))
 
 
@@ -109,7 +109,7 @@ def _method_for(system: System) -> Method:
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
-    """Collect the facts about A from which routes follow: those that decide now, or all (`whole`)."""
+    """Collect the facts about A that decide the route: those needed now, or all of them (`whole`)."""
     square, informed = A.shape[-1] == A.shape[-2], isinstance(A, TaggedOperator)
     form = square and isinstance(A, TaggedOperator) and A.exact_solver() is not None
     known = Promises(False, False)
@@ -133,7 +133,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
 
 
 def seems_symmetric(A: Matrix) -> bool:
-    """Return whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors to half the digits; it errs with probability √eps."""
+    """Return whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors to half of the digits; it errs with probability √eps."""
     facts = describe(A)
     pair = random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
     image = product(A)(pair)
@@ -144,7 +144,7 @@ def seems_symmetric(A: Matrix) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of a solve; `solve` records a graph for gradients, while calling the request does not."""
+    """The options of a solve; `solve` records a graph for gradients, and calling the request does not."""
 
     method: Method
     rtol: float | None = None
@@ -227,19 +227,20 @@ def solve(
         A: a tensor or operator; its known properties decide the method, see `method_for`.
         B: the right-hand sides.
         method: "auto", or one of the table.
-        rtol: the true relative residual to reach; None is 1e-6, and 1.5e-8 in float64.
+        rtol: the true relative residual to reach; None means 1e-6, and 1.5e-8 in float64.
         maxiter: the maximum number of iterations of an iterative method.
         preconditioner: as in `cg`; by default an `Operator` gives `cg` its own.
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch of an
-            `Operator`'s own preconditioner; one kept from an earlier solve is used whatever its size. None is the
+            `Operator`'s own preconditioner; a sketch kept from an earlier solve is used whatever its size. None is the
             rest of the budget of the linearisation behind A, for both together.
         progress: as in `cg`.
 
     Raises:
-        TypeError: A and B are not of one real dtype, float32 or float64.
+        TypeError: A and B do not share one real dtype, float32 or float64.
         NotConverged: a column failed; the error has the `Solution` and its reasons.
-        NotPositiveDefinite: A, a curvature plus a prior or under `cg`, is indefinite. It is also linear_operator's
-            NotPSDError. A closed form raises NotPositiveSemidefinite. To solve with an indefinite A, name the method.
+        NotPositiveDefinite: A is indefinite, and is a curvature plus a prior or solved by `cg`. The error is also
+            linear_operator's NotPSDError. A closed form raises NotPositiveSemidefinite. To solve with an indefinite A,
+            name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     check_choice("method", method, ("auto", *get_args(Method)))
@@ -281,7 +282,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     require_accuracy(operator, rtol)
     matrix = operator.to_dense()
     if symmetric:
-        matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
+        matrix = (matrix + matrix.mT) / 2  # makes gradients inside A symmetric, too
     x, info = torch.linalg.solve_ex(matrix, B)
     with torch.no_grad():
         found = certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
@@ -293,7 +294,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
 
 
 def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
-    """Return x (..., n, K) as the solution for B with its true residuals; an `info` other than 0 means singular."""
+    """Return x (..., n, K) as the solution for B with its true residuals; a nonzero `info` means that A is singular."""
     r = B - matrix @ x
     sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, B.expand_as(r)))
     residual, size, length = sizes
@@ -302,7 +303,7 @@ def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: floa
     relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
     level = rounding_level(x.dtype, x.shape[-2])
     singular = bool((info != 0).any())
-    if not singular and bool((relative <= max(rtol, level)).all()):  # of thousands of columns one by one is slow
+    if not singular and bool((relative <= max(rtol, level)).all()):  # a loop over thousands of columns is slow
         reasons = (Reason.CONVERGED,) * len(relative)
     else:
         pairs = zip(relative.tolist(), backward.tolist())
@@ -346,7 +347,7 @@ class _Solve(Function):
 
 
 class _LeastSquares(Function):
-    """A⁺ B as an autograd function, with gradients where the rank does not change."""
+    """A⁺ B as an autograd function, with gradients as long as the rank does not change."""
 
     @staticmethod
     def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def check(
 
 
 def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
-    """Return the goal of solving systems of n unknowns."""
+    """Return the goal of solving systems in n unknowns."""
     return Goal(float(rtol), iterations_allowed(n, maxiter), callback)
 
 
@@ -110,7 +110,7 @@ def as_function(preconditioner: Preconditioner | None) -> Multiply:
     """Return the preconditioner as a function on blocks.
 
     Raises:
-        TypeError: it cannot be applied to a block, or is a sketch of A, which would be taken for its inverse.
+        TypeError: it cannot be applied to a block, or is a sketch of A, which would be mistaken for its inverse.
     """
     if preconditioner is None:
         return lambda V: V
@@ -118,8 +118,8 @@ def as_function(preconditioner: Preconditioner | None) -> Multiply:
         return aside(product(preconditioner))
     if callable(getattr(preconditioner, "preconditioner", None)):
         raise TypeError(
-            f"a {type(preconditioner).__name__} approximates A, and a preconditioner its inverse: pass what its "
-            "preconditioner(shift) returns."
+            f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
+            "inverse: pass the result of its preconditioner(shift)."
         )
     if isinstance(preconditioner, Multiplies):
         known = preconditioner
@@ -227,7 +227,7 @@ def _in_groups(
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     found: list[Solution] = []
     X, start, halving = B, 0, Halving("solved for")
-    widths: list[int] = kept.state or [width]  # the groups so far: a continued run makes the same groups
+    widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
     kept.save(lambda: widths, now=True)
 
     def work(start: int, stop: int) -> Solution:
@@ -246,7 +246,7 @@ def _in_groups(
         else:
             X = empty_block(one.x, K) if start == 0 else X
             put(X, start, one.x)
-            found.append(replace(one, x=X))  # the solution's own buffer is freed
+            found.append(replace(one, x=X))  # frees the solution's own buffer
             start = stop
     return join_solutions(found, X)
 

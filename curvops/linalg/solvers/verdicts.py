@@ -19,14 +19,14 @@ from curvops.records import restore, state_of
 
 Callback: TypeAlias = Callable[[int, Tensor], object]
 CHECK_EVERY = 50
-"""Iterations between two checks of the true residual."""
+"""The number of iterations between two checks of the true residual."""
 STEADY = 10
 """The smallest number of iterations over which a rate is measured."""
 ANSWERED = 0.1
-"""With a residual above this share of b, x is not a solution, however small the backward error is."""
+"""If the residual is above this share of b, x is not a solution, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
 UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
-"""Reasons that show how the iteration ended, but say nothing about the operator."""
+"""Reasons that tell how the iteration ended, but nothing about the operator."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Goal:
 
 
 def precision_limited(residual: float, backward: float, level: float) -> bool:
-    """Return whether a solution is as good as the dtype allows: exact up to rounding, and not just zero."""
+    """Return whether a solution is as good as the dtype allows: exact up to rounding, and not merely zero."""
     return backward <= level and residual <= ANSWERED
 
 
@@ -61,9 +61,9 @@ class Records:
 
     A recurrence that has ended restarts from the true residual as long as that gains a factor of two, which is
     iterative refinement in the vectors' own precision. ``X`` holds the best solutions by true residuals, which are
-    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``; at ``trigger`` the true
-    residual is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN where unknown. A column stops after ``patience``
-    iterations without a gain of a hundredth.
+    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``; at ``trigger`` the true residual
+    is checked. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN if unknown. A column stops after ``patience`` iterations without a
+    gain of a hundredth.
     """
 
     def __init__(self, X: Vectors, residuals: list[float], level: float, goal: Goal) -> None:
@@ -101,7 +101,7 @@ class Records:
         return self.iteration - self.gained[column]
 
     def measure(self, column: int, size: float) -> None:
-        """Record a gain of a hundredth since the last one; slow progress adds up to it."""
+        """Record a gain of a hundredth since the last record, so that slow progress adds up."""
         if size < 0.99 * self.mark[column]:
             self.mark[column], self.gained[column] = size, self.iteration
 
@@ -138,7 +138,7 @@ class Records:
         self.give(column, reason)
 
     def give(self, column: int, reason: Reason) -> None:
-        """Set a reason, and the true residual as the last of the history."""
+        """Set a reason, and make the true residual the last of the history."""
         self.reasons[column] = reason
         self.current[column] = self.best[column]
 

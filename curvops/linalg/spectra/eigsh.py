@@ -54,7 +54,7 @@ from curvops.progress import Progress, at_work
 
 Solver: TypeAlias = Callable[..., Solution]
 
-# Solves in the interior are more accurate than the requested pairs by this factor.
+# Solves for interior pairs are more accurate than the requested pairs by this factor.
 INNER = 0.1
 
 
@@ -82,25 +82,26 @@ def eigsh(
 
     A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
     more) and no better pair was missed. If as many equal values were found as the block has columns, Lanczos runs on a
-    fresh random block in the complement of the pairs found, until it would have found a missed one with probability
+    fresh random block in the complement of the pairs found, until it would have found a missed pair with probability
     0.999 (if the budget ends before that, the reason is UNVERIFIED).
 
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.
         k: the number of pairs, 1..n.
         which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
-            (largest |λ|), or "interior" (nearest to ``sigma``). The best pair comes first; "both" is descending.
+            (largest |λ|), or "interior" (nearest to ``sigma``). The best pair comes first; "both" is in descending
+            order.
         sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
         rtol: 0 means the best accuracy that the dtype allows, and the reason is then PRECISION_LIMIT.
-        block_size: the number of vectors multiplied at once. A larger one needs somewhat more products.
-        maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. k products are
-            always made.
+        block_size: the number of vectors multiplied at once. A larger block needs somewhat more products.
+        maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. At least k
+            products are always made.
         max_matvecs: the maximum number of products with a vector, including the k of the final check.
         start: (n, b), initial vectors instead of random ones; the complement is then always checked.
-        generator: source of the random vectors.
+        generator: the source of the random vectors.
         memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
-            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the reason is
-            RANK_CAPPED if they did not suffice.
+            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller basis needs more products, and the
+            reason is RANK_CAPPED if they did not suffice.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
@@ -109,11 +110,11 @@ def eigsh(
 
     Returns:
         Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each. A
-        product with NaN or Inf ends the run: every value is then NaN, and the reason NON_FINITE.
+        product with NaN or Inf ends the run: every value is then NaN, and the reason is NON_FINITE.
 
     Raises:
-        ValueError: A is not square, k not in 1..n, an unknown ``which``, sigma without "interior" or the reverse, a
-            budget too small for k pairs, or a checkpoint of another problem.
+        ValueError: A is not square, k is not in 1..n, ``which`` is unknown, sigma and "interior" are not given
+            together, the budget is too small for k pairs, or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
@@ -175,7 +176,7 @@ def _check(n: int, k: int, which: str, sigma: float | None) -> None:
         raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
     check_choice("which", which, (*get_args(Which), "interior"))
     if (sigma is None) == (which == "interior"):
-        raise ValueError(f'sigma and which="interior" need each other, got which={which!r} and sigma={sigma}.')
+        raise ValueError(f'sigma and which="interior" must be given together, got which={which!r} and sigma={sigma}.')
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -284,7 +285,7 @@ class BlockLanczos(Projection):
 
 
 def invert_shifted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
-    """Return the inverse of A − σ, by solves to a tenth of ``rtol`` and within ``most`` products of A in total."""
+    """Return the inverse of A − σ, by solves to a tenth of ``rtol`` and within ``most`` products with A in total."""
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
     return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
 

@@ -40,10 +40,10 @@ from curvops.progress import Progress, at_work
 class LanczosResult(Summarised):
     """A Lanczos factorisation A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
 
-    ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
+    ``betas`` has m entries: the m − 1 off-diagonal entries of T, and the last, which is ``residual_norm``.
     ``reason`` is CONVERGED for the requested depth, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
-    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the columns before it), NOT_SYMMETRIC
-    for an A that is not symmetric, for which the identity does not hold.
+    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the columns before it), and
+    NOT_SYMMETRIC for an A that is not symmetric, for which the identity does not hold.
     """
 
     Q: Float[Vectors, "n m"]
@@ -60,7 +60,7 @@ class LanczosResult(Summarised):
 
 
 LEAST_VECTORS = 6
-"""Vectors that a run of two steps takes."""
+"""The number of vectors that a run of two steps takes."""
 
 
 def tridiagonal(diagonal: Float[Tensor, " m"], off: Float[Tensor, " m_less_one"]) -> Float[Tensor, "m m"]:
@@ -143,10 +143,10 @@ def lanczos_from(
 class LockStep:
     """Lanczos for K start vectors at once: one block product per step, each vector with its own basis.
 
-    The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
-    ``alphas`` and ``betas`` are (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done``
-    (K,) marks invariant Krylov spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be
-    called again for more depth; ``most`` is the depth that memory allows.
+    The bases lie one after another in ``store``, a block of K (capacity + 1) columns. ``alphas`` and ``betas`` are
+    (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done`` (K,) marks invariant Krylov
+    spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be called again for more depth;
+    ``most`` is the depth that memory allows.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LockStep:
         """Prepare for ``first`` and later at most ``steps`` steps, as many as fit in ``memory_budget`` bytes."""
         n, K, vector = starts.shape[0], max(1, starts.shape[1]), column_bytes(starts)
         most = depth_within(steps, n, vector, K, memory_budget)
-        # If memory could not hold a growing basis and the one before, all of it is reserved at once.
+        # If memory cannot hold a growing basis together with the previous one, all of it is reserved at once.
         tight = memory_budget is not None and 3 * (most + 2) * vector * K > 2 * memory_budget
         return cls(multiply, starts, most if tight else min(first, most), most)
 
@@ -195,7 +195,7 @@ class LockStep:
 
     @property
     def skew(self) -> float:
-        """The largest difference of QᵀAQ to its transpose in the Frobenius norm, over all bases."""
+        """The largest difference between QᵀAQ and its transpose in the Frobenius norm, over all bases."""
         return float(self.gaps.amax().sqrt())
 
     def check(self, scale: float = 0.0) -> None:
@@ -223,7 +223,7 @@ class LockStep:
         return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
 
     def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
-        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without any product."""
+        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without more products."""
         found = []
         for k in range(self.K):
             m = int(self.depths[k])
@@ -236,8 +236,8 @@ class LockStep:
     def reserve(self, capacity: int) -> None:
         """Reserve memory for ``capacity`` steps, keeping those done.
 
-        Once half of ``most`` is needed, memory for all of it is reserved: the old basis is held beside the new one
-        meanwhile, and must be the smaller one.
+        Once half of ``most`` is needed, memory for all of it is reserved: both the old basis, which must be the smaller
+        one, and the new one are held meanwhile.
         """
         if capacity <= self.capacity:
             return
@@ -278,7 +278,7 @@ class LockStep:
         W, along = project_out(W, self.store, self.capacity + 1, m + 1, live)
         beta = norm(W)
         put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
-        # For symmetric A, Qᵀ A q has only the last two entries, the first of which mirrors the last step's beta.
+        # For symmetric A, Qᵀ A q has only the last two entries, and the first of them mirrors the last step's beta.
         stray = along[:, : max(m - 1, 0)].double().square().sum(1)
         facts = torch.stack([alpha, beta, image, mirrored, stray]).cpu()
         alpha_host, beta_host, image_host, mirrored_host, stray_host = facts

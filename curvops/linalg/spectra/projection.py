@@ -1,6 +1,6 @@
 """The common part of block Lanczos and block Golub–Kahan: a growing basis, a pending block, locked pairs.
 
-The basis grows by blocks: two-pass Gram–Schmidt, dependent directions dropped, fresh ones drawn.
+The basis grows by blocks: two-pass Gram–Schmidt drops dependent directions, and fresh ones are drawn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COUNTED = ("matvecs", "failure")
 
 
 def within_zeros(block: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
-    """Return zeros with the block in their first rows, from a column on (torch 2.7 pads no empty matrix)."""
+    """Return zeros with the block in their first rows, from a column on (torch 2.7 cannot pad an empty matrix)."""
     whole = block.new_zeros(rows, columns)
     whole[: block.shape[0], first : first + block.shape[1]] = block
     return whole
@@ -101,7 +101,7 @@ class Projection(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Multiply the pending block and project; ``failed`` says that a product contained NaN or Inf."""
+        """Multiply the pending block and project; ``failed`` is set if a product contained NaN or Inf."""
 
     @abstractmethod
     def ritz(self) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class Projection(ABC):
         """Keep some locked columns and some Ritz vectors as the basis."""
 
     def lock(self, old: Tensor, found: Tensor) -> None:
-        """Settle some of the locked columns and some Ritz vectors; drop the rest of the basis and the pending block."""
+        """Lock some of the locked columns and some Ritz vectors; drop the rest of the basis and the pending block."""
         self._rotate(old, found)
         self.locked = self.basis.width
         self.T = self.C = torch.zeros(0, 0, dtype=torch.float64)
@@ -150,7 +150,7 @@ class Projection(ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to multiply: the whole space is spanned, or an invariant part of it."""
+        """Whether nothing is left to multiply: the basis spans the whole space, or an invariant part of it."""
         return not self.pending_columns
 
     @property
@@ -175,13 +175,13 @@ class Projection(ABC):
             self.failed = True
             return W
         if self.size == 0 and image > 0:
-            self.scale = 2.0 ** round(math.log2(image))  # a power of two: dividing by it is exact
+            self.scale = 2.0 ** round(math.log2(image))  # a power of two, so that dividing by it is exact
         self.size = max(self.size, image / self.scale)
         W /= self.scale
         return W
 
     def _advance(self, R: Tensor) -> None:
-        """Take the residual's coefficients on the new pending block."""
+        """Store the residual's coefficients on the new pending block."""
         self.C = within_zeros(R, len(R), self.width, self.width - R.shape[1])
         self.degree += 1
         self.refill(self.block_size)
@@ -249,7 +249,7 @@ class Basis:
 
 
 def _trim(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tensor, float]:
-    """Return V's orthonormal basis without directions of V R up to ``floor``, its R, V's least singular value."""
+    """Return V's orthonormal basis without directions of V R up to ``floor``, its R, and V's least singular value."""
     Q, S = tall_qr(V)
     S = S.cpu()
     share = float(torch.linalg.svdvals(S)[-1]) if S.numel() else 0.0

@@ -64,13 +64,13 @@ def svds(
 ) -> SingularTriplets:
     """Find the k largest (or smallest) singular triplets of A (m, n), with multiplicity.
 
-    AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, rounding of ‖A‖. A
-    triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`. The options
-    are those of `eigsh`, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in
-    ``max_matvecs``. One iteration is a block product of each.
+    AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, the rounding of ‖A‖.
+    A triplet is CONVERGED when its true residual is at most rtol σ and no better one was missed, as in `eigsh`. The
+    options are those of `eigsh`, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ
+    in ``max_matvecs``. One iteration is a block product of each.
 
     Raises:
-        ValueError: k not in 1..min(m, n), an unknown ``which``, or a budget too small for k triplets.
+        ValueError: k is not in 1..min(m, n), ``which`` is unknown, or the budget is too small for k triplets.
 
     Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
     """
@@ -120,7 +120,7 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]
 
 
 def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: Tensor) -> SingularTriplets:
-    """Order singular values, true residuals and reasons; NaN if a product was not finite."""
+    """Order singular values, true residuals and reasons; all are NaN if a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
         U, V = (zero_block(X, k) + math.nan for X in (U, V))

@@ -31,7 +31,7 @@ STATE = ("iteration", "seen", "values", "residuals", "found", "further", "histor
 # Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
 FREE_BYTES = 1 << 26
 MOST_COLUMNS = 512
-# Blocks of vectors held beside the basis in a step.
+# The number of blocks of vectors held in a step, in addition to the basis.
 BLOCK_VECTORS = 4
 # A true residual of this many units of rounding is the best that the dtype allows.
 ROUNDING = 20
@@ -40,12 +40,12 @@ MISSED = 1e-3
 SAFETY = 0.5
 # Ritz values within this many tolerances may belong to one eigenvalue.
 WINDOW = 10
-# A restart keeps the wanted pairs and one part in this many of the other columns; a third did best on eleven spectra.
+# A restart keeps the wanted pairs and 1/KEPT_PART of the other columns; a third did best on eleven spectra.
 KEPT_PART = 3
 
 
 def best_positions(values: Tensor, which: Which, k: int) -> Tensor:
-    """Return the positions of the k (or fewer) wanted among ascending values, best first."""
+    """Return the positions of the k (or fewer) wanted values among ascending ones, best first."""
     order = values.argsort(descending=which != "smallest", stable=True)
     if which == "magnitude":
         order = values.abs().argsort(descending=True, stable=True)
@@ -213,7 +213,7 @@ class Search:
         )
 
     def _deep(self, top: float, bottom: float, high: float) -> bool:
-        """Return whether the fresh space would show an eigenvalue at ``high`` beside a spectrum below ``top``."""
+        """Return whether the fresh space would show an eigenvalue at ``high`` next to a spectrum below ``top``."""
         if high == math.inf:
             return True
         if top >= high or top <= bottom:
@@ -228,12 +228,12 @@ class Search:
 def basis_columns(
     n: int, size: int, k: int, block_size: int, least_block: int, memory_budget: int | None
 ) -> tuple[int, int, bool]:
-    """Return the columns of a basis, a block size that fits them, and whether the budget made them fewer.
+    """Return the columns of a basis, a block size that fits them, and whether the budget reduced them.
 
     There are at most n columns of ``size`` bytes each; the block may shrink to ``least_block``.
 
     Raises:
-        ValueError: the budget holds too few columns.
+        ValueError: the budget is too small for the least number of columns.
     """
     usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
     for b in (block_size, least_block):

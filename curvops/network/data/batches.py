@@ -47,7 +47,7 @@ LABELS = ("labels", "label")
 IGNORED = -100
 """The label of ignored positions in Hugging Face batches."""
 STACKED = 1024
-"""The fingerprints that are put into one tensor: by itself each would take hundreds of bytes."""
+"""The number of fingerprints put into one tensor: each by itself would take hundreds of bytes."""
 
 
 class DataChanged(RuntimeError):
@@ -55,7 +55,7 @@ class DataChanged(RuntimeError):
 
 
 class NoData(ValueError):
-    """There is no point in the data."""
+    """The data contain no point."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataPrints:
-    """Fingerprints of all points, whatever their batches and shards: `contents` in any order, `order` in this one."""
+    """Fingerprints of all points, whatever the batches and shards: `contents` ignores the order, `order` does not."""
 
     contents: int
     order: int
@@ -157,7 +157,7 @@ class Batches:
 
     is_present: ClassVar[bool] = True
     start = 0
-    """The position of the first point among all: of a shard, after those of the ranks before."""
+    """The position of the first point among all points; for a shard, after those of the preceding ranks."""
 
     def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
         self._source, self._reading = source, reading
@@ -185,20 +185,20 @@ class Batches:
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
         self.largest = max(sizes)
-        """The number of points of the largest batch, of all ranks: how many points are tried together elsewhere."""
+        """The number of points of the largest batch on any rank, which other code uses as its own batch size."""
 
     @cached_property
     def prints(self) -> DataPrints:
-        """The fingerprints of the points; data moved to another device or dtype keep them."""
+        """The fingerprints of the points; they stay the same for data moved to another device or dtype."""
         return DataPrints(*self._sums.tolist())
 
     @property
     def print_of_batches(self) -> int:
-        """The fingerprint of the batches one after the other, by which earlier versions knew the data."""
+        """The fingerprint of the batches one after the other, by which earlier versions identified the data."""
         return int(fingerprint([self._first_pass.prints]))
 
     def _note_points(self, prints: Tensor, start: int) -> None:
-        """Add up the fingerprints of these points: in any order, and in this one."""
+        """Add the fingerprints of these points to both sums, with and without regard to their order."""
         sums = torch.stack([prints.sum(), ordered_sum(prints, start)])
         self._sums = sums if start == 0 else self._sums + sums
 
@@ -284,7 +284,7 @@ class Batches:
 class AbsentBatches:
     """The properties of `Batches` without the data themselves; reading a batch raises ValueError.
 
-    `few` are the inputs of one or two points, on which a model is tried; `sizes` the sizes of the batches.
+    `few` are the inputs of one or two points, on which a model is tried; `sizes` are the sizes of the batches.
     """
 
     few: Inputs
@@ -440,8 +440,8 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
         raise ValueError(
-            "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, and its "
-            "outputs at a position predict the next token. Pass (inputs, targets) with the targets shifted, "
+            "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, but its "
+            "output at a position predicts the next token. Pass (inputs, targets) with the targets shifted, "
             "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
         )
     return [inputs, *(item[name] for name in apart)]
@@ -491,12 +491,12 @@ def _in_batch(index: int) -> Iterator[None]:
 
 
 class _Noted:
-    """The shapes, dtypes and fingerprints of the batches of a pass: of a million batches some 24 MB."""
+    """The shapes, dtypes and fingerprints of the batches of a pass; for a million batches they take some 24 MB."""
 
     def __init__(self, batches: Iterable[Batch] = ()) -> None:
         self.signatures: list[object] = []
         self.sizes: list[int] = []
-        self._known: dict[object, tuple[object, int]] = {}  # a few, to which all batches refer
+        self._known: dict[object, tuple[object, int]] = {}  # the few distinct ones, to which all batches refer
         self._stacks: list[Tensor] = []
         self._last: list[Tensor] = []
         for batch in batches:

@@ -18,10 +18,10 @@ from curvops.network.data.shard import Shard
 
 @dataclass(frozen=True)
 class ChosenPoints:
-    """The points of this process among `total`, from the position `start` on."""
+    """The points of this process among `total` points, beginning at position `start`."""
 
     read: Callable[[Tensor], Any]
-    """Return the batch of the points at some positions among those of this process, None if it has none at all."""
+    """Return the batch of the points at some positions among those of this process; None if it has no points at all."""
     held: int
     start: int
     total: int
@@ -30,8 +30,8 @@ class ChosenPoints:
     def of(cls, data: Any, weights: bool, shard: Shard | None, total: int | None = None) -> ChosenPoints:
         """Return the points of data in the form of `co.linearize`, which are those of a shard.
 
-        Raises TypeError for data that are neither tensors nor a Dataset with a length, ValueError for another number of
-        points than the shard's, or in one process `total`.
+        Raises TypeError for data that are neither tensors nor a Dataset with a length, and ValueError if their number
+        of points differs from the shard's or, in a single process, from `total`.
         """
         held, read = _reader(data, weights)
         expected = total if shard is None else shard.num_own
@@ -41,7 +41,7 @@ class ChosenPoints:
         return cls(read, held, 0, held) if shard is None else cls(read, held, shard.start, shard.num_data)
 
     def minibatches(self, size: int, generator: torch.Generator | None) -> Iterator[tuple[Any, int]]:
-        """Yield minibatches of all points in random order: this process's part of each, and how many points it has."""
+        """Yield minibatches of all points in random order: this process's part of each, and its number of points."""
         device = None if generator is None else generator.device
         for chosen in torch.randperm(self.total, generator=generator, device=device).cpu().split(size):
             own = chosen[(chosen >= self.start) & (chosen < self.start + self.held)]
@@ -68,7 +68,7 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
     def read(chosen: Tensor) -> Any:
         if not len(data):
             return None
-        if not len(chosen):  # of the form that other batches have
+        if not len(chosen):  # of the same form as other batches
             return tree_map_only(Tensor, lambda each: each[:0], default_collate([data[0]]))
         return default_collate([data[i] for i in chosen.tolist()])
 

@@ -4,7 +4,8 @@ All inputs have the same leading dimension n, the number of points. NumPy arrays
 
 A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
 prior precision and mean, positions), so later in-place changes have no effect. A tensor that requires a gradient is
-kept itself, so that results and gradients belong to its current value. Data are not copied but compared by
+prior precision and mean, positions), so that later in-place changes have no effect. A tensor that requires a gradient
+is not copied, so that results and gradients belong to its current value. Data are not copied but compared by
 fingerprints (`network.data.batches`).
 """
 
@@ -53,7 +54,7 @@ def normalise(x: object) -> Inputs:
         return inputs
     raise TypeError(
         "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
-        f"in their place); given {_kind(x)}. Drop entries that are neither, and convert lists by torch.tensor(x)."
+        f"in their place); given {_kind(x)}. Drop entries that are neither, and convert lists with torch.tensor(x)."
     )
 
 
@@ -134,7 +135,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest number, or NaN if there is one, in a tenth of the time of `isfinite().all()`.
+    """Return the smallest and the largest number, or NaN if there is one, ten times faster than `isfinite().all()`.
 
     Waits for the device once.
     """
@@ -168,7 +169,7 @@ def tensor_of(x: Any) -> Any:
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype.kind == "u" and x.dtype.itemsize > 1:
-        x = x.astype(np.int64)  # torch has hardly any operations for unsigned integers
+        x = x.astype(np.int64)  # torch has few operations for unsigned integers
     try:
         return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
     except TypeError as error:

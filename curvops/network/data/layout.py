@@ -46,7 +46,7 @@ class Layout:
         """Return outputs (n, *shape), or one number per point (n,), as rows (n, T·C)."""
         if not self.shape:
             return outputs.unsqueeze(1)
-        # With one position, or the classes last, nothing moves: in the graph only a view follows the last layer.
+        # With one position, or the classes last, nothing moves: only a view follows the last layer in the graph.
         moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
         return moved.flatten(1)
 
@@ -77,8 +77,8 @@ class Layout:
     def _misplaced(self, y: Tensor) -> str:
         if self.class_dim != 1:
             first = (
-                " They fit outputs with the classes at dimension 1, as torch's cross-entropy has them: then say "
-                "likelihood=torch.nn.CrossEntropyLoss(...), or return outputs.movedim(1, -1)."
+                " They fit outputs with the classes at dimension 1, as in torch's cross-entropy: if that is meant, "
+                "pass likelihood=torch.nn.CrossEntropyLoss(...), or return outputs.movedim(1, -1)."
             )
             return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
         C, n = self.num_outputs, len(y)

@@ -1,4 +1,4 @@
-"""Passes over a user's DataLoader that read each point once, in order, and leave the loader's own state alone."""
+"""Passes over a user's DataLoader that read each point once, in order, without changing the loader's own state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch.utils.data import (
 class LoaderPasses:
     """The batches of a DataLoader, read again by every iterator.
 
-    A loader whose workers persist has one iterator, which a second one would set back: a pass that begins within
-    another gets a copy of the loader, with workers of its own. Worker seeds are drawn from a generator of these passes,
-    so that the user's stays where it was, and differ from pass to pass, so that random batches are noticed.
+    A loader with persistent workers has one iterator, and a second one would reset it: a pass that begins within
+    another gets a copy of the loader, with its own workers. Worker seeds are drawn from a generator of these passes,
+    so that the user's generator does not advance. They differ from pass to pass, so that random batches are detected.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -44,7 +44,7 @@ class LoaderPasses:
         except GeneratorExit:
             self._idle.append(loader)
             raise
-        except (ConnectionError, EOFError) as error:  # of a worker that ended while it handed over a batch
+        except (ConnectionError, EOFError) as error:  # a worker ended while it handed over a batch
             if loader.num_workers == 0 or "in DataLoader worker process" in str(error):  # raised by the dataset
                 raise
             raise RuntimeError(
@@ -56,29 +56,29 @@ class LoaderPasses:
         return LoaderPasses, (self.loader,)  # neither iterators nor their workers can be copied
 
     def require_parts_apart(self, prints: Tensor) -> None:
-        """Raise ValueError if each worker read all of an iterable dataset, by the fingerprints of a pass."""
+        """Raise ValueError if each worker read the whole iterable dataset, judging by the fingerprints of a pass."""
         workers = self.loader.num_workers
         if workers < 2 or not isinstance(self.loader.dataset, IterableDataset):
             return
         if not bool((prints.unique(return_counts=True)[1] % workers).any()):
             raise ValueError(
-                f"each batch came {workers} times, from each of the loader's {workers} workers: a worker iterates over "
-                f"the whole {type(self.loader.dataset).__name__} unless its __iter__ yields a part for each, by "
-                "torch.utils.data.get_worker_info(). Let it do so, or pass num_workers=1."
+                f"each batch came {workers} times, once from each of the loader's {workers} workers: every worker "
+                f"iterates over the whole {type(self.loader.dataset).__name__} unless its __iter__ yields a part for "
+                "each, using torch.utils.data.get_worker_info(). Change it to do so, or pass num_workers=1."
             )
 
 
 def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
 
-    Raises ValueError if its sampler does not draw each point once, or is one that repeats points for other ranks, and
-    if batches come in the order in which its workers are ready.
+    Raises ValueError if its sampler does not draw each point once or repeats points so that ranks have equally many,
+    and if batches come in the order in which its workers are ready.
     """
     sampler, dataset = loader.sampler, loader.dataset
     if not getattr(loader, "in_order", True) and loader.num_workers > 1:
         raise ValueError(
-            "this DataLoader has in_order=False, so that its batches come as its workers are ready, in another order "
-            "in each pass. Sums over the data are compared pass by pass: leave in_order=True."
+            "this DataLoader has in_order=False, so that batches come as its workers are ready, in a different order "
+            "in each pass. The library compares its passes over the data: leave in_order=True."
         )
     if isinstance(sampler, DistributedSampler) and sampler.total_size > len(dataset):  # type: ignore[arg-type]
         raise ValueError(

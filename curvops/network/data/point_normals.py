@@ -1,7 +1,7 @@
-"""Standard normal numbers that belong to a draw and a point, whatever the batches and the order of a walk.
+"""Standard normal numbers that belong to a draw and a point, independent of batches and of the order of a walk.
 
-Philox (Salmon et al. 2011) computes its numbers from a key and a counter, without a state to pass on. Here the key is a
-seed, and the counter the draw and the number's place in it, so that each batch or process computes its own part.
+Philox (Salmon et al. 2011) computes its numbers from a key and a counter and needs no state. Here the key is a seed,
+and the counter is the draw and the number's position in it, so that each batch or process computes its own part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from curvops.checks import drawn_seed
 
 WORDS = 4
-"""How many numbers one counter gives."""
+"""The number of random numbers per counter."""
 CHUNK = 2**15
-"""How many numbers are made at a time, so that they stay in a CPU's cache."""
+"""The number of random numbers computed at a time, so that they stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class PointNormals:
     def block(self, draws: range, points: slice, outputs: int, like: Tensor) -> Float[Tensor, "k n {outputs}"]:
         """Return the numbers of some draws and points, `outputs` per point, in the dtype and device of `like`.
 
-        Each depends only on (seed, draw, point, output): equal requests give equal numbers, in any company. A number
-        takes 10 to 15 ns on a CPU: half of `torch.randn` in float64, twice that in float32.
+        Each number depends only on (seed, draw, point, output): equal requests give equal numbers, whatever else is
+        requested. A number takes 10 to 15 ns on a CPU: half of `torch.randn` in float64, twice that in float32.
         """
         count = points.stop - points.start
         numbers = torch.empty(len(draws), count * outputs, dtype=like.dtype, device=like.device)
@@ -52,4 +52,4 @@ class PointNormals:
         for part in row.split(CHUNK):
             bits = source.random_raw(len(part)) >> np.uint64(12)
             uniform = torch.from_numpy(bits.view(np.int64)).to(part.device).double().add_(0.5).mul_(2.0**-51).sub_(1)
-            part.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps but these are exact, and ±1 cannot occur
+            part.copy_(uniform.erfinv_().mul_(math.sqrt(2)))  # all steps except these are exact, and ±1 cannot occur

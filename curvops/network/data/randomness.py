@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 
 def items(source: Iterable[T], device: torch.device) -> Iterator[T]:
-    """Yield the items of `source`, each computed in the library's stream."""
+    """Yield the items of `source`, each computed under the library's random stream."""
     if type(source) in (list, tuple):  # these draw nothing
         yield from source
         return
@@ -34,7 +34,7 @@ def items(source: Iterable[T], device: torch.device) -> Iterator[T]:
 
 
 class _Stream:
-    """One default generator, and the two states that it alternates between; a context, as `own_randomness` says."""
+    """One default generator and the two states that it alternates between; a context, as in `own_randomness`."""
 
     def __init__(self, generator: Any) -> None:
         self._generator, self._inside = generator, 0

@@ -1,4 +1,4 @@
-"""The training data of one rank of a process group, in batches that count and tell the points of all ranks."""
+"""The training data of one rank of a process group, in batches with the counts and fingerprints of all ranks' data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from curvops.network.data.inputs import Inputs, components, map_inputs, move, no
 from curvops.process_group import Ranks, RanksDiffer
 
 COMPARED = 2**13
-"""How many points of each rank are compared with those of others."""
+"""The number of points of each rank that are compared with those of other ranks."""
 CHANCE = 1e-6
-"""How often data that repeat points may be taken for shards that overlap, if they are split at random."""
+"""The accepted probability of taking data that repeat points, and are split at random, for overlapping shards."""
 
 
 class SharedPoints(UserWarning):
-    """A few points are on two ranks each: their data repeat them, or they count twice."""
+    """A few points are each on two ranks: either their data repeat them, or they count twice."""
 
 
 class Shard(Batches):
-    """The batches of one rank, which count and tell the data of all ranks.
+    """The batches of one rank; counts and fingerprints cover the data of all ranks.
 
-    A rank without points holds a copy of the first point of all (`borrows`), so that its sums have the form of the
-    others': its walks leave out what it gives.
+    A rank without points holds a copy of the first point of all (`borrows`), so that its sums have the same form as
+    those of the others; its walks leave out the contribution of this point.
     """
 
     def __init__(self, source: Iterable[object], reading: Reading, ranks: Ranks) -> None:
@@ -77,7 +77,7 @@ class Shard(Batches):
         return total * 0 if self.borrows else total
 
     def line_up(self, rows: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
-        """Return the rows of the points of all ranks, in the order of the points; see `Ranks.add_up`."""
+        """Return the rows of the points of all ranks, in the order of the points; see `Ranks.line_up`."""
         return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim, told)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,7 +100,7 @@ class Shard(Batches):
         )
 
     def in_turn(self) -> Iterator[Inputs | None]:
-        """Yield the inputs of the points of each rank that has some, one after the other; None for this rank's own."""
+        """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
         with self.ranks.guarded():
             own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
         self._require_one_form(components(own))
@@ -110,7 +110,7 @@ class Shard(Batches):
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise RanksDiffer unless points of all ranks are of one shape and dtype."""
+        """Raise RanksDiffer unless the points of all ranks have the same shape and dtype."""
         forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
         self.ranks.require_equal(forms)
 
@@ -119,8 +119,8 @@ class Shard(Batches):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         raise ValueError(
-            "the data of a linearisation over a process group cannot be converted: linearise the model in that dtype, "
-            "and on that device, on each rank."
+            "the data of a linearisation over a process group cannot be converted: linearise the model in the new "
+            "dtype and on the new device, on each rank."
         )
 
     def _note_points(self, prints: Tensor, start: int) -> None:
@@ -129,11 +129,11 @@ class Shard(Batches):
         super()._note_points(prints, start)
 
     def require_apart(self) -> None:
-        """Raise RanksDiffer where ranks hold the same points; warn where these may be points that the data repeat.
+        """Raise RanksDiffer if ranks hold the same points; warn if the data themselves may repeat these points.
 
-        Compares the points of lowest fingerprints, at most `COMPARED` of each rank, which are the same points on all:
-        one message of 8 bytes for each. Points that a random split has dealt out, some of them equal, would fall on one
-        rank as often as not: where hardly any did, the shards overlap.
+        Compares the points of lowest fingerprints, at most `COMPARED` of each rank, which are the same points on all
+        ranks, in one message of 8 bytes for each. If a random split had dealt out repeated points, many copies would be
+        on the same rank; if hardly any are, the shards overlap.
         """
         own = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
         found, counts = self.ranks._lined_up(own, 0)
@@ -152,12 +152,12 @@ class Shard(Batches):
         together = sum((count / self.num_data) ** 2 for count in self.counts)
         if (within == 0 and shared == of) or _unlikely(within, repeated, together):
             raise RanksDiffer(
-                f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank a shard of its own, "
-                "such as x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size)). Points that the data "
-                "repeat on purpose belong on one rank, or stand once, with a weight."
+                f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard, such as "
+                "x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size)). If the data repeat points on "
+                "purpose, put all copies on one rank, or pass each point once, with a weight."
             )
         if within == 0:
-            warnings.warn(f"{what}. That is right if the data repeat them.", SharedPoints, stacklevel=6)
+            warnings.warn(f"{what}. Ignore this if the data repeat these points.", SharedPoints, stacklevel=6)
 
 
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:
@@ -166,7 +166,7 @@ def _shared(held: list[Counter[int]], i: int, j: int) -> int:
 
 
 def _unlikely(within: int, repeated: int, together: float) -> bool:
-    """Return whether so few of the repeated points fall on one rank with a chance below `CHANCE` (Chernoff's bound)."""
+    """Return whether so few repeated points on one rank would have a chance below `CHANCE` (Chernoff's bound)."""
     share = within / repeated
     if share >= together:
         return False
@@ -176,7 +176,7 @@ def _unlikely(within: int, repeated: int, together: float) -> bool:
 
 
 def _first_point(item: object, weights: bool) -> dict[str, object]:
-    """Return the first point of an item of a source as an item of its own, on the CPU."""
+    """Return the first point of an item of a source as a separate item, on the CPU."""
     given, targets, w = parts_of(item, weights)
     point = {"inputs": take(normalise(given), slice(0, 1)), "targets": targets[:1]}
     if w is not None:

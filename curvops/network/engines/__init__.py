@@ -1,1 +1,1 @@
-"""Products with J on one batch, and the choice of the engine that makes them."""
+"""Products with J on one batch, and the choice of the engine that computes them."""

@@ -1,7 +1,8 @@
-"""The projections of `nn.MultiheadAttention`, which it computes by functional calls without hooks.
+"""The projections of `nn.MultiheadAttention`, which computes them by functional calls that run no hooks.
 
-If query, key and value are one tensor, `in_proj_weight` is one linear layer; `out_proj` always is one. In the recorded
-pass both are computed separately, points first, and torch's attention is called with identities in their place.
+If query, key and value are the same tensor, `in_proj_weight` is one linear layer; `out_proj` always is one. In the
+recorded pass both are computed separately, with points first, and torch's attention is called with identity matrices
+in their place.
 """
 
 from __future__ import annotations

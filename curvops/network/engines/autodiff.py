@@ -27,8 +27,8 @@ class Streamed:
 
     A push costs a forward-mode pass per vector (1 gradient), a pull a forward pass and a backward pass per vector (1
     gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
-    both, and the memory of two forward passes. `pushes` by double backward take a second backward pass; by rows they
-    need only first derivatives: C backward passes for each point by itself, whose rows all vectors share.
+    both, with the memory of two forward passes. With `pushes` by double backward, a push takes a second backward pass.
+    By rows it needs only first derivatives: C backward passes for each point, whose rows all vectors share.
     """
 
     kind = "streamed"
@@ -51,7 +51,7 @@ class Streamed:
         return self._outputs
 
     def record(self) -> None:
-        """Record a pass that gives the outputs and serves the next pull."""
+        """Record a pass that gives the outputs and is used by the next pull."""
         self._graph = record_graph(self.model, self.inputs, self.names)
         self._outputs = self._graph.outputs.detach()
 
@@ -75,8 +75,8 @@ class Streamed:
         if self.roomy:
             self._outputs, result = self._pass(self.inputs, tangent, record)
             return result
-        # Half the points at a time: a layer's inputs and outputs are in memory with their tangents, and a pull should
-        # be what takes most in a product.
+        # Half the points at a time: inputs and outputs of a layer are in memory together with their tangents, and the
+        # pull should be the part of a product that takes most memory.
         half = -(-num_points(self.inputs) // 2)
         parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
         found = [self._pass(part, tangent, record) for part in parts if num_points(part)]
@@ -102,8 +102,8 @@ class Streamed:
 class Recorded:
     """The recorded engine: J of one batch from one kept forward pass, 1.33 gradients per push and pull instead of 2.
 
-    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass, or without one differentiate the
-    pull (double backward).
+    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass or, without one, differentiate
+    the pull (double backward).
     """
 
     kind = "recorded"
@@ -112,7 +112,7 @@ class Recorded:
         self.model, self.names, self._replay = model, tuple(names), replay
         with SavedBytes(model, inputs) as saved:
             self._graph = record_graph(model, inputs, names)
-        # The graph of a pull, for a double backward pass, was seen to keep at most twice as much again.
+        # The graph of a pull, for a double backward pass, kept at most twice as much again when measured.
         self.nbytes = saved.total * 3 if replay is None else saved.total + replay_bytes(replay, model, inputs)
 
     @property
@@ -134,7 +134,7 @@ class Recorded:
 
 
 def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
-    """Return one recorded forward-mode pass over the tangents; None where it fails, or cannot be run again."""
+    """Return one recorded forward-mode pass over the tangents; None if it fails or cannot be run again."""
     recorder = Recorder()
     with (
         contextlib.suppress(RuntimeError, NotImplementedError),
@@ -146,7 +146,7 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         values = model.values
         duals = {}
         for name in names:
-            # Any tangent will do, such as the weights, which exist already.
+            # Any tangent serves, such as the weights, which exist already.
             duals[name] = forward_ad.make_dual(_own_storage(values[name]), _own_storage(values[name]))
             recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
         return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
@@ -160,7 +160,7 @@ class _Graph:
         self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
 
     def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
-        """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
+        """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and must be the last one."""
         last = None if keep else len(cotangents) - 1
         rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
         return {name: _stack([row[name] for row in rows]) for name in self.names}
@@ -189,7 +189,7 @@ class _Graph:
         return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
 
     def push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K C"]:
-        """Return J V at the one point of this graph, with its rows one at a time by backward passes."""
+        """Return J V at the one point of this graph; its rows come one at a time from backward passes."""
         (outputs,) = self.outputs.detach()
         columns = next(iter(tangents.values())).shape[0]
         result = outputs.new_empty(columns, len(outputs))
@@ -239,7 +239,7 @@ def _stack(rows: list[Tensor]) -> Tensor:
 
 
 def _own_storage(view: Tensor) -> Tensor:
-    """Return these numbers in a storage of their own size, where possible in the same memory.
+    """Return these numbers in a storage of their own size, in the same memory if possible.
 
     A dual number keeps a tangent unchanged only if both storages have the same layout; for views into the flat vector
     it would allocate a tangent as large as all weights.

@@ -22,13 +22,13 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobi
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
-# At least this many bytes of sensitivities are used at a time while a layerwise engine is built.
+# The least number of bytes of sensitivities used at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
 # The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
-# The checked uses of layer rules: products with J, those with J and some columns, rows.
+# The checked uses of layer rules: products with J, products with J and some columns, rows.
 WHOLE, COLUMNS, ROWS = "whole", "columns", "rows"
 
 
@@ -48,11 +48,11 @@ class Engine(Protocol):
 class Engines:
     """A builder of engines for batches of a model, which is probed on the first two points of the inputs `first`.
 
-    The probe finds the number of outputs, which derivatives exist and are right (see `probes`), which layers run as
-    layers, and the bytes that an engine keeps. An engine that is kept is checked on the first batch that it serves, and
-    the layer rules on some of its points, or on all if its recorded pass has another path than theirs. Checks of a
-    network of the same structure are not repeated (see `proofs`). With `whole`, the pass over all of `first` is kept
-    for a caller that needs its rows (`pop_first`).
+    The probe determines the number of outputs, which derivatives exist and are right (see `routes`), which layers run
+    as layers, and how many bytes an engine keeps. An engine that is kept is checked on the first batch that it is used
+    for. The layer rules are checked on some of its points, or on all if its recorded pass has another path than those.
+    Checks are not repeated for a network of the same structure (see `proofs`). With `whole`, the pass over all of
+    `first` is kept for a caller that needs its rows (`pop_first`).
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
@@ -74,7 +74,7 @@ class Engines:
         self.model, self._first = model, (seen, (outputs, calls, misfits)) if whole else None
         key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
         if key is not None and key == self._key:
-            return  # rules found wrong after they were proven are known here, too
+            return  # this includes rules found wrong after they were proven
         self._key, self._num_outputs = key, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ class Engines:
         def prove() -> Proof:
             names = model.selection.names
             routes = find_routes(model, self._few, names, keep=False)
-            # One point besides two, so that a dimension of length two is not taken for that of the points.
+            # One point in addition to two, so that a dimension of length two is not mistaken for the points.
             owned = self._owned
             alone = record(model, take(self._few, slice(0, 1)), owned)[2] if owned else set()
             return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owned), NO_LAYER))
@@ -104,9 +104,9 @@ class Engines:
         return None if self._first_differs else recording[:2]
 
     def record(self, inputs: Any, graph: bool = False) -> Recording:
-        """Return a pass over these points as `layerwise.record` does; a layer that ran differently is a misfit, too.
+        """Return a pass over these points as `layerwise.record` does; layers that ran differently are misfits, too.
 
-        Without layer rules it has no graph.
+        Without layer rules the pass has no graph.
         """
         with self.model.lock:
             if not self.plan.layers:
@@ -116,7 +116,7 @@ class Engines:
             return outputs, calls, misfits | self._differing(inputs, (outputs, calls, misfits))
 
     def _differing(self, inputs: Any, recording: Recording) -> Set[str]:
-        """Return the parameters whose layers are wrong in this pass, looked up by its path or checked."""
+        """Return the parameters whose layers are wrong in this pass; looked up by its path, or checked."""
         outputs, _, misfits = recording
         if misfits:
             return misfits
@@ -137,7 +137,7 @@ class Engines:
         return [name for name in self._served if name not in self.plan.others]
 
     def try_keeping(self) -> Plan:
-        """Return the plan after trying whether and how a recorded pass may be kept; a single product can do without."""
+        """Return the plan after trying whether and how a recorded pass may be kept; a single product needs no trial."""
         with self.model.lock:
             if not self.plan.routes.tried and self._choice != "streamed":
                 names, plan = self.model.selection.names, self.plan
@@ -149,9 +149,9 @@ class Engines:
     def build(
         self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY, dtype: torch.dtype | None = None
     ) -> Engine:
-        """Return an engine of this kind for a batch, within `room` bytes; a streamed one if it proves to be wrong.
+        """Return an engine of this kind for a batch, within `room` bytes; a streamed one if the engine proves wrong.
 
-        With a root L it multiplies by Lᵀ J. A layerwise engine keeps its tensors in `dtype`, if one is given.
+        With a root L it multiplies by Lᵀ J. A layerwise engine keeps its tensors in `dtype` if that is given.
         """
         if kind == "layerwise":
             return self._prove_layerwise(inputs, room, root, dtype)
@@ -164,10 +164,10 @@ class Engines:
         return self._build_streamed(inputs, room)
 
     def _prove_layerwise(self, inputs: Any, room: int, root: Root, dtype: torch.dtype | None) -> Engine:
-        """Return the layerwise engine without layers that prove to be wrong; streamed if none is left.
+        """Return the layerwise engine without the layers that prove wrong; a streamed engine if none is left.
 
-        If layers that were proven run differently in this batch, products are left to autodiff from now on. Rows are
-        not: they are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
+        If layers that were proven run differently in this batch, autodiff computes products from now on, but not rows:
+        these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self._prove_on_few(inputs, whole=root is IDENTITY)
         if self.plan.layers:
@@ -181,7 +181,7 @@ class Engines:
     def _prove_on_few(self, inputs: Any, whole: bool) -> None:
         """Check on some points that the rules multiply by J (`whole`), or by J and some columns, as autograd does.
 
-        A random column is used: with zero residuals a check would show nothing.
+        The column is random: with zero residuals a check would show nothing.
         """
 
         def check(few: Any, recording: Recording) -> set[str]:
@@ -207,9 +207,9 @@ class Engines:
             return tuple(self.plan.others)
 
     def agree(self, inputs: Any, gather: Callable[[tuple[str, ...]], list[tuple[str, ...]]]) -> None:
-        """Check layers on some points, and leave those to autodiff that this or another process rejects.
+        """Check layers on some points, and leave to autodiff those that this or another process rejects.
 
-        `gather` returns what each process gave. Without this, sums by layers would be of other layers on each.
+        `gather` returns the result of each process. Otherwise sums by layers would be over different layers on each.
         """
         with self.model.lock:
             self._prove_on_few(inputs, whole=True)
@@ -217,10 +217,10 @@ class Engines:
                 self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
 
     def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], set[str]]) -> None:
-        """Leave layers to autodiff that a check rejects until it rejects none; note what was checked.
+        """Leave to autodiff the layers that a check rejects, until it rejects none; note what was checked.
 
-        A layer that is right at a single point stays: several points may change their order or the layer's calls, and
-        `record` finds the batches in which they do.
+        A layer that is right at a single point stays: with several points their order or the layer's calls may change,
+        and `record` finds the batches in which this happens.
         """
         while self.plan.layers and not self._proof.checked & {WHOLE, what}:
             for count in (CHECKED_POINTS, 1):
@@ -255,7 +255,7 @@ class Engines:
                 if names in self._recorded_verified or proves_itself(engine):
                     self._recorded_verified.add(names)
                     return engine
-            # The batch shows the fault: routes found on it are used from now on, without the one that failed.
+            # The batch shows the fault: from now on, use routes found on this batch, without the one that failed.
             found = find_routes(self.model, inputs, names)
             again = found.recordable and found.replayed is routes.replayed
             self._proof = forget(self._proof)
@@ -287,7 +287,7 @@ class Engines:
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
         """Return the plan for layers that made these calls at the first points; without calls, make them."""
-        # Whatever the engine, rows and factors come from the rules, and no result may depend on the engine.
+        # Rows and factors come from the rules with every engine, so that no result depends on the engine.
         rejected, names = self._proof.rejected, self.model.selection.names
         if calls is None:
             calls = record(self.model, self._few, self._owners(rejected))[1]

@@ -35,20 +35,20 @@ from curvops.network.model.parameters import Blocks, FlatLayout
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
-"""Bytes of δ per cotangent from which on, on a CPU, each gets its own backward pass, since batching rules copy."""
-# On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
+"""Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
+# On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
 WIDENED_BYTES = 2**20
-"""Bytes of a tensor kept in a lower precision that are converted at a time: few, so that they stay in a cache."""
+"""Bytes of a tensor kept in a lower precision that are converted at a time: few enough to stay in a cache."""
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with its rule, its parameters among the selected, and the shape of its output.
+    """One layer with its rule, the names of its selected parameters, and the shape of its output.
 
-    `is_last`: its outputs are the model's, position by position.
+    `is_last`: its outputs are the model's outputs, position by position.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Layer:
     rule: Rule
     names: dict[str, str]  # "weight" -> the parameter's name in the model
     output: torch.Size
-    inputs: int  # numbers of the parameters' size kept of its input per point
+    inputs: int  # numbers per point of its input that are kept in the parameters' dtype
     multiply_adds: int
     is_last: bool = False
 
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """The columns q of the layer's matrix (g, p, q) of weight and bias; see `Rule.left` and `Rule.right`."""
+        """The number q of columns of the layer's matrix (g, p, q) of weight and bias; see `Rule.left`, `Rule.right`."""
         shape = self.shape_of("weight")
         return (shape[0] if self.rule.matrix_is_transposed else shape[1:].numel()) + ("bias" in self.names)
 
@@ -110,7 +110,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded forward pass: its inputs, and its place in the graph."""
+    """One call of a layer in a recorded forward pass: its inputs, and its position in the graph."""
 
     owner: nn.Module
     layer: Layer
@@ -121,7 +121,7 @@ class Call:
 
 
 Recording = tuple[Tensor, list[Call], set[str]]
-"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran differently."""
+"""The outputs of a pass with their graph, the calls of layers, and the parameters of layers that ran differently."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class Factors:
 
 
 def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
-    """Yield the vectors of a block, as many at a time as fit into this many bytes of memory that is used again."""
+    """Yield ranges of a block's vectors, each as wide as fits into this many bytes of memory that is used again."""
     if is_cuda or columns * column_bytes <= MAPPED_BYTES:
         return [slice(0, columns)]
     width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
@@ -192,12 +192,12 @@ def concatenate(pieces: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def converted(kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a layer's kept input in this dtype; indices stay."""
+    """Return a layer's kept input in this dtype; indices stay as they are."""
     return kept.to(dtype) if kept.is_floating_point() else kept
 
 
 def widened_pieces(kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (some points, their part of a kept tensor in the dtype of vectors): all at once if that is its own."""
+    """Yield (some points, their part of a kept tensor in the vectors' dtype); all at once if it has that dtype."""
     if kept.dtype == dtype:
         yield slice(None), kept
         return
@@ -209,7 +209,7 @@ def widened_pieces(kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Te
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A layer kept as its own rows, (n, R, p), with p its parameters side by side."""
+    """A layer kept as its own rows, (n, R, p), with its p parameters side by side."""
 
     layer: Layer
     jacobian: Tensor
@@ -242,7 +242,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The layer whose outputs are the model's, kept as its input a; its δ is the identity, whatever C."""
+    """The layer whose outputs are the model's, kept as its input a; its δ is the identity, for any C."""
 
     layer: Layer
     kept: Tensor
@@ -287,7 +287,7 @@ class Features:
 
 
 class Layerwise:
-    """J of one batch, or Lᵀ J for a root L, as layer parts; an autodiff part serves the parameters in `rest`."""
+    """J of one batch, or Lᵀ J for a root L, as layer parts; an autodiff part covers the parameters in `rest`."""
 
     kind = "layerwise"
 
@@ -312,12 +312,12 @@ class Layerwise:
 
     @property
     def features(self) -> Features | None:
-        """The only part, if that is the last layer's input."""
+        """The only part, if it is the last layer's input."""
         part = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
         return part if isinstance(part, Features) else None
 
     def at(self, points: slice) -> Layerwise | None:
-        """Return the engine of some of the points, in the memory of this one; None if autodiff has a part in it."""
+        """Return the engine of some of the points, in the memory of this one; None if an autodiff part is involved."""
         if self.rest is not None:
             return None
         other = copy(self)
@@ -371,10 +371,10 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
     With `graph`, kept inputs have their graph, too.
 
     A misfit is a layer that ran without gradients, on other rows than one per point (a single query, positions
-    first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook
-    outlives the pass.
+    first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. All hooks
+    are removed after the pass.
     """
-    found: list[tuple[Any, ...]] = []  # the parts of calls, once it is known which layer is the last
+    found: list[tuple[Any, ...]] = []  # the parts of calls, once the last layer is known
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
@@ -389,7 +389,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         kept = rule.keep(module, *(given if graph else [a.detach() for a in given]))
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
-        # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
+        # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         found.append((owner, layer, tuple(given), _versions(given), kept, GradientEdge(node, output.output_nr)))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -424,7 +424,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
 
 
 def _follow_reshapes(node: Node | None) -> list[Node]:
-    """Return a node and those before it as far as numbers keep their order; a layer among them is the last."""
+    """Return a node and its predecessors as long as numbers keep their order; a layer among them is the last."""
     path = []
     while node is not None:
         path.append(node)
@@ -434,7 +434,7 @@ def _follow_reshapes(node: Node | None) -> list[Node]:
 
 
 def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors are of that dtype, or indices."""
+    """Return whether the tensors have that dtype, or are indices."""
     return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
 
 
@@ -453,7 +453,7 @@ def _parts(
 ) -> list[Factors | Rows | Features]:
     """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ.
 
-    What is kept is rounded to `dtype`, if one is given.
+    What is kept is rounded to `dtype` if that is given.
     """
     dtype = outputs.dtype if dtype is None else dtype
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
@@ -499,9 +499,9 @@ def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
 def sensitivities(
     model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
 ) -> list[Tensor | None]:
-    """Return δ (n, r, *out) of each call for r cotangents of the outputs, None if a branch does not reach them.
+    """Return δ (n, r, *out) of each call for r cotangents of the outputs; None for branches that do not reach them.
 
-    With `graph` they have their own graph.
+    With `graph` the results have their own graph.
     """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
@@ -524,7 +524,7 @@ def sensitivities(
 
 
 def _gather(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
-    """Concatenate δ of one cotangent after the other, (n, 1, *out) each, into (n, r, *out)."""
+    """Concatenate the δ of the cotangents, (n, 1, *out) each, into (n, r, *out)."""
     if graph:
         rows = list(zip(*each))
         return [None if row[0] is None else torch.cat(row, 1) for row in rows]

@@ -6,20 +6,20 @@ Unit: one loss gradient of the batch, 3 F multiply-adds if a forward pass takes 
 - recorded: the same without the forward passes, 4/3 (5/3 if J v comes from a double backward pass). To build: a forward
   pass, one with tangents, and a product that checks it. The count is 4 F less two input gradients of the first layer;
   these passes cannot give an exact GGN for less (docs/engines.md);
-- layerwise: two products per layer, 2/3 in all, plus reading what is stored once in each direction. To build: a forward
-  pass, C backward passes and the layer Jacobians. Layers without a rule add a recorded product.
+- layerwise: two products per layer, 2/3 in all, and the stored numbers are read once in each direction. To build: a
+  forward pass, C backward passes and the layer Jacobians. Layers without a rule add a recorded product.
 
-For a Fisher from residuals the layerwise engine stores one row per sample and point instead of C (`for_rows`): it is
-built for 2/3 of a gradient whatever C is, and pays from the first product.
+For a Fisher from residuals the layerwise engine stores one row per sample and point instead of C (`for_rows`): building
+it takes 2/3 of a gradient for any C, and it pays from the first product.
 
 Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
-Each visit of a layer costs `OVERHEAD` multiply-adds whatever its size: one visit per vector by autodiff, one per
-block by the layerwise engine. This is most of the cost of small networks.
+Each visit of a layer costs `OVERHEAD` multiply-adds, whatever the layer's size: one visit per vector by autodiff, one
+per block by the layerwise engine. These visits are most of the cost of small networks.
 
-The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced (the
-ski-rental bound: never more than twice the best cost; and a solver whose block narrows does not make two engines take
-turns). After the first product it expects at least `SOLVER`: a second product means a solver, and an engine that is
-built early pays most.
+The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced. This is
+the ski-rental bound: the cost is never more than twice the best one, and a solver whose block narrows does not make two
+engines alternate. After the first product it expects at least `SOLVER` vectors: a second product means a solver, and
+engines that are built early pay most.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "
 class Plan:
     """The choice of engines for products with J, and its reasons; `print(lin.plan)` shows a table.
 
-    `layers` have rules: whatever engine multiplies with J, their rows and Kronecker factors come from the rules, and
-    the layerwise engine can serve them. `others` maps the parameters without a rule to the reason. Bytes are per data
-    point; `in_use` counts the batches for which an engine is kept.
+    `layers` have rules: with every engine, their rows and Kronecker factors come from the rules, and the layerwise
+    engine can multiply by them. `others` maps the parameters without a rule to the reason. Bytes are per data point;
+    `in_use` counts the batches for which an engine is kept.
     """
 
     engine: EngineChoice
@@ -65,11 +65,11 @@ class Plan:
     routes: Routes  # of all selected parameters
     rest: Routes | None  # of `others`
     memory_budget: int
-    half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
+    half_base: bool = False  # frozen tensors round more coarsely than the selected parameters' dtype
     unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
-    compute_dtype: torch.dtype | None = None  # of the tensors that layers keep, if it is not the weights'
-    product_error: float | None = None  # the relative error of products that this makes, as measured
+    compute_dtype: torch.dtype | None = None  # of the tensors that layers keep, if not the weights' dtype
+    product_error: float | None = None  # the relative error of products that it causes, as measured
 
     @cached_property
     def forward(self) -> int:
@@ -103,7 +103,7 @@ class Plan:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Bytes a point that the engine keeps which keeps most, of those that may serve."""
+        """The largest number of bytes per point that an engine keeps, among the candidates."""
         return max(map(self.bytes_needed, self.candidates()))
 
     def records(self, kind: EngineKind) -> bool:
@@ -112,15 +112,15 @@ class Plan:
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether the only selected layer is the one whose outputs are the model's: one forward pass gives J."""
+        """Whether the only selected layer is the one whose outputs are the model's: J then takes one forward pass."""
         return bool(self.layers) and not self.others and len(self.layers) == 1 and self.layers[0].is_last
 
     def candidates(self) -> tuple[EngineKind, ...]:
-        """Return the engines that may serve, before memory is considered."""
+        """Return the engines that may be used, before memory is considered."""
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
-        if self.compute_dtype is not None:  # other engines would multiply by another, unrounded J
+        if self.compute_dtype is not None:  # other engines would multiply by a different, unrounded J
             return ("layerwise",)
         if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded)
@@ -128,10 +128,10 @@ class Plan:
 
     @property
     def prefers_layerwise(self) -> bool:
-        """Whether the layerwise engine serves wherever its bytes fit: the user chose it, or only it is accurate.
+        """Whether the layerwise engine is used if its bytes fit: the user chose it, or it is the only accurate one.
 
         On a base in half precision every pass rounds anew, J and Jᵀ are not adjoint, and solvers stagnate; the
-        layerwise engine rounds J once. It also needs only first derivatives: if there are no others, its build costs
+        layerwise engine rounds J once. It also needs only first derivatives: if there are no others, building it costs
         less than one product by rows. For a last layer J is the features, which the first pass computes anyway.
         """
         alone = self.half_base or self.routes.pushes == "rows" or self.is_last_layer
@@ -149,12 +149,12 @@ class Plan:
     def _autodiff(self, routes: Routes, columns: int, kept: bool) -> float:
         if kept:
             return REPLAYED if routes.replayed else DOUBLE_BACKWARD
-        if routes.pushes == "rows":  # forward and C backward passes for a block, a dot product per vector, and the pull
+        if routes.pushes == "rows":  # 1 forward, C backward passes a block, a dot product per vector, the pull
             return (1 + 2 * self.num_outputs) / (3 * columns) + self.num_outputs / 3 + 1
         return STREAMED if routes.pushes == "forward mode" else STREAMED_TWICE
 
     def build(self, kind: EngineKind) -> float:
-        """Return the expected gradients to build an engine for a batch."""
+        """Return the expected gradients for building an engine for a batch."""
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
@@ -182,12 +182,12 @@ class Plan:
                 if kind == "layerwise" and self.rest is not None:
                     fixed += self._overhead(THROUGH["recorded"], points)
                 total += count * (self.per_vector(kind, width) + fixed)
-            return round(total, 9)  # rounded, so that ties go to the first, which keeps least
+            return round(total, 9)  # rounded, so that ties go to the first kind, which keeps least
 
         return min(allowed, key=cost)
 
     def _overhead(self, through: float, points: int) -> float:
-        """Return what that many visits of all layers cost, in gradients of a batch, whatever the layers' sizes."""
+        """Return the cost of that many visits of all layers, in gradients of a batch, whatever the layers' sizes."""
         return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:
@@ -229,7 +229,7 @@ class Plan:
             for kind in self.candidates()
         ]
         if self.routes.why:
-            serves = "the layerwise engine, by first derivatives alone" if self.prefers_layerwise else "rows of J"
+            serves = "the layerwise engine, from first derivatives only" if self.prefers_layerwise else "rows of J"
             lines.append(f"{self.routes.why}: products with J by {serves}.")
         if self.product_error is not None:
             lines.append(

@@ -1,14 +1,14 @@
 """Proofs that a network's derivatives are right, reused for later linearisations of networks of the same structure.
 
-Two networks have the same structure if their modules, tensors, inputs and options are alike, and their recorded
+Two networks have the same structure if their modules, tensors, inputs and options are alike, and if their recorded
 passes at the first points are the same graph of operations. The description of a model determines which rules apply;
-its graph shows that it still runs the same way. The numbers may differ, as after further training. If this cannot be
-decided (hooks, a custom `autograd.Function`, a mode that intercepts operations, attributes without an identity),
-everything is proven again, and so it is after a failure. Proofs refer weakly to classes and other objects, and keep
-no model and no tensor.
+its graph shows that it still runs the same way. The numbers may differ, for example after further training. If this
+cannot be decided (hooks, a custom `autograd.Function`, a mode that intercepts operations, attributes without an
+identity), or after a failure, everything is proven again. Proofs refer weakly to classes and other objects, and keep no
+model and no tensor.
 
 A proof at a few points holds for a batch whose recorded pass has the same path (`path_of`): a model may run differently
-for more points, or for other points.
+on more points or on other points.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from curvops.network.engines.routes import Routes
 from curvops.network.model.model import Model
 
 MOST = 64
-"""How many structures are remembered: the last ones used."""
+"""The number of structures that are remembered, the most recently used."""
 COMMON = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MOVING = {
     *("Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexReduce", "Gather", "Take", "Sort"),
     *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
 }
-"""Operations that may give points another order, by the numbers that they are given."""
+"""Operations that may reorder points, depending on the numbers they are given."""
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, type(None))
 
 
@@ -45,7 +45,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 class Proof:
     """Facts about networks of one structure: routes to J v by parameters, names without a layer rule, and checks.
 
-    `paths` names the parameters whose layers were not right in passes that were checked.
+    `paths` names the parameters whose layers were not right in the passes that were checked.
     """
 
     routes: dict[tuple[str, ...], Routes] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashab
 
 
 def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
-    """Return the proof for networks of this structure, made by `prove` if there is none."""
+    """Return the proof for networks of this structure, which `prove` makes if there is none."""
     if key is None:
         return prove()
     known = _proofs.get(key)
@@ -131,12 +131,12 @@ def _part(path: str, part: nn.Module) -> Hashable:
     own = tuple([(name, _plain(value)) for name, value in held.items() if name not in COMMON])
     kind = type(part)
     forward = kind.forward
-    # Classes and functions equal only themselves, so their references need no `_Same`.
+    # Classes and functions equal only themselves, so references to them need no `_Same`.
     return path, weakref.ref(kind), weakref.ref(forward), getattr(forward, "__code__", None), part.training, own
 
 
 def _plain(value: Any) -> Hashable:
-    """Return a value that is equal for equal ones, or the object's identity."""
+    """Return a value that is equal for equal arguments, or the object's identity."""
     if type(value) in PLAIN:
         return type(value), value
     if isinstance(value, tuple | list | set | frozenset):
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Hashable:
 
 
 class _Same:
-    """A key that equals only the key of the very same object, while that exists."""
+    """A key that equals only the key of the same object, as long as that object exists."""
 
     __slots__ = ("_hash", "_what")
 
@@ -162,12 +162,12 @@ class _Same:
 
 
 def graph_of(model: Model, outputs: Tensor) -> Hashable:
-    """Return the operations behind these outputs with the sizes of their results, and the parameters at their start."""
+    """Return the operations behind these outputs with the sizes of their results, and the parameters they start at."""
     start = model.tensors()[0].data_ptr()
     found: list[Hashable] = []
     order = [] if outputs.grad_fn is None else [outputs.grad_fn]
     numbers = {node: i for i, node in enumerate(order)}
-    for node in order:  # which grows
+    for node in order:  # the list grows
         if hasattr(type(node), "_forward_cls"):  # a user's function may do anything
             raise Unlike
         variable = getattr(node, "variable", None)
@@ -187,17 +187,17 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
 
 
 def path_of(model: Model, recording: Recording) -> int | None:
-    """Return a number that is equal for passes with the same operations and calls of layers, at one point or at more.
+    """Return a number that is equal for passes with the same operations and calls of layers, at any number of points.
 
     It determines whether layer rules are right: which paths lead from the outputs to a parameter, and which of them
-    through the call of a layer. Return None if an operation may move points, as a sort does.
+    lead through the call of a layer. Return None if an operation may move points, as a sort does.
     """
     outputs, calls, _ = recording
     n = len(outputs)
     found: list[Hashable] = [n == 1]
     order = [] if outputs.grad_fn is None else [outputs.grad_fn]
     numbers = {node: i for i, node in enumerate(order)}
-    for node in order:  # which grows
+    for node in order:  # the list grows
         parents = node.next_functions
         if not parents:
             variable = getattr(node, "variable", None)
@@ -217,7 +217,7 @@ def path_of(model: Model, recording: Recording) -> int | None:
 
 
 def _moves_points(node: Any, n: int) -> bool:
-    """Return whether an indexing operation may move points: it is not one within each of n points, which come first."""
+    """Return whether an indexing operation may move points, unless it acts within each of the n leading points."""
     shape = node._input_metadata[0].shape
     if len(shape) == 0 or shape[0] != n:
         return True

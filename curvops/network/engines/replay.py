@@ -1,9 +1,9 @@
-"""Replays of J v from one forward-mode pass: the operations that carry tangents, to be run on other tangents.
+"""Replays of J v from one forward-mode pass: the operations that carry tangents, run again on other tangents.
 
 The pass runs on real tensors under a dispatch mode, which intercepts the operations below automatic differentiation.
 Operations with a tangent among their arguments are linear in it and become the steps of the replay; their other
-arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs
-about as much as the pass itself, where `torch.func.linearize` takes some milliseconds for every operation.
+arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs about
+as much as the pass itself, whereas `torch.func.linearize` takes some milliseconds for every operation.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class Recorder(TorchDispatchMode):
     """A context that records the operations on the tangents passed to `follow`.
 
     The result belongs to one pass: the constants of the steps have the values of that pass. A constant that the model
-    overwrites later is copied before. `replay` is None if a tangent was written into memory that is not its own,
-    which a second run would find changed.
+    overwrites later is copied beforehand. `replay` is None if a tangent was written into memory that is not its own,
+    because a second run would find this memory changed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slot_of: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that an identity belongs to one tensor throughout
+        self._alive: list[Tensor] = []  # kept alive, so that an id belongs to one tensor throughout
         self._given: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
@@ -171,7 +171,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) -> list[_Step]:
-    """Return the steps without added constants, which in a linear map are zeros: only their shape remains."""
+    """Return the steps without added constants, which are zeros in a linear map: only their shape remains."""
     found: list[_Step] = []
     same: dict[int, int] = {}
     for step in steps:
@@ -234,12 +234,12 @@ def _slots(values: Any) -> list[_Slot]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory: the implicit zeros of forward mode have none."""
+    """Return whether a tensor has memory; the implicit zeros of forward mode have none."""
     return not tensor._is_zerotensor()
 
 
 class Held:
-    """The memory of some tensors, which contains another tensor if its storage lies within one of theirs."""
+    """The memory of some tensors; it contains another tensor if that tensor's storage lies within one of theirs."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._extents = sorted(extent(tensor) for tensor in tensors)

@@ -1,9 +1,9 @@
-"""The derivatives of a model, each checked at a point or two before an engine relies on it.
+"""The derivatives of a model, each checked at a point or two before an engine uses it.
 
 The reference is Jᵀu by a plain backward pass, which training used. J v comes from forward mode, a replay of it, the
-derivative of the backward pass, or rows of J; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. A custom
-`autograd.Function` whose backward leaves autograd (numpy, no_grad, a detached part) has no right double backward pass;
-one whose backward is another function's derivative (a straight-through estimator) nevertheless defines a J.
+derivative of the backward pass, or rows of J; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. If the backward of a custom
+`autograd.Function` leaves autograd (numpy, no_grad, a detached part), its double backward pass is not right; if it is
+another function's derivative (a straight-through estimator), it nevertheless defines a J.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Routes:
     """How J v is computed for some parameters, and what a recorded pass keeps. Bytes are per point.
 
     `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
-    (rows are computed anew at each product). Until a recording was `tried`, both are assumed, with the bytes of the
+    (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
     graph alone. `shared_bytes` is what a streamed pass of both modes keeps, 0 if there is no such pass. `why` is the
-    reason why only rows are left, without forward mode and double backward.
+    reason why only rows remain, without forward mode and double backward.
     """
 
     pushes: Pushes
@@ -58,10 +58,10 @@ class Routes:
 class Reference:
     """A reference Jᵀu at some points by a plain backward pass, and a v that reveals errors of another route.
 
-    In each block, v is the part of Jᵀu plus noise of the same size, scaled so that all blocks contribute alike to
+    In each block, v is the part of Jᵀu plus noise of the same size, scaled so that all blocks contribute equally to
     ⟨u, Jv⟩: a route that loses a block fails the check, however small the block's gradient.
 
-    Raises ValueError if there is no backward pass, or if it is not linear, so that there is no J.
+    Raises ValueError if there is no backward pass, or if it is not linear, so that no J exists.
     """
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Reference:
         # Far beyond the range in which a backward pass may clip, and exact in floating point.
         factor = -(2.0**20) if model.eps <= torch.finfo(torch.float32).eps else -(2.0**6)
         try:
-            # One after the other: together they would be stacked, in the memory of two more parameter vectors.
+            # One after the other: together they would be stacked and take the memory of two more parameter vectors.
             self.pulled = graph.pull(self.u)
             scaled = graph.pull(factor * self.u, keep=False)
         except RuntimeError as error:
@@ -100,11 +100,11 @@ class Reference:
         return is_adjoint(push, self.u, self.v, self.pulled, self.generator)
 
     def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
-        """Return whether another route's Jᵀu is this one."""
+        """Return whether another route's Jᵀu equals this one."""
         return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
 
     def _require_points_apart(self, generator: torch.Generator) -> None:
-        """Raise ValueError unless Jᵀu is the sum over points, which a custom backward may break."""
+        """Raise ValueError unless Jᵀu is a sum over points; a custom backward may break this."""
         alone: list[Blocks] = []
         for n in range(num_points(self.inputs)):
             graph = record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names)
@@ -129,7 +129,7 @@ class Reference:
 def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
     """Return the fastest routes to J v that are right for these parameters at these points.
 
-    With `keep`, the cost about doubles: a recorded pass is tried, too. Raises ValueError if the model has no
+    With `keep`, a recorded pass is tried, too, which about doubles the cost. Raises ValueError if the model has no
     derivatives that an engine could use.
     """
     reference = Reference(model, inputs, names)
@@ -146,7 +146,7 @@ def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str
     """Return these routes after trying, at these points, whether a pass can be recorded."""
     if routes.tried:
         return routes
-    replay = record_replay(model, inputs, names)  # before the reference, whose vectors need memory, too
+    replay = record_replay(model, inputs, names)  # before the reference, whose vectors take memory, too
     return _try_replay(routes, Reference(model, inputs, names), replay)
 
 
@@ -177,8 +177,8 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
 def _forward_mode_works(reference: Reference) -> bool:
     """Return whether forward-mode products exist and are right.
 
-    They are not if an operation has no forward derivative, or a wrong one. An embedding's padding row has a wrong one,
-    and later batches may contain it even if this one does not.
+    They do not if an operation has no forward derivative, or a wrong one. An embedding's padding row has a wrong one,
+    and later batches may contain that row even if this one does not.
     """
     if looks_up_padding(reference.model, reference.inputs, reference.names):
         return False
@@ -199,7 +199,7 @@ def _shared_bytes(reference: Reference) -> int:
 
 
 def _replay_bytes(reference: Reference, replay: Replay) -> int:
-    """Return the bytes per point that a replay keeps besides the graph, at least 1; 0 if it is wrong."""
+    """Return the bytes per point that a replay keeps besides the graph, at least 1; 0 if the replay is wrong."""
     model, inputs, names = reference.model, reference.inputs, reference.names
     recorded = Recorded(model, inputs, names, replay)
     # Twice: a replay that changes its constants would be right only once.
@@ -209,7 +209,7 @@ def _replay_bytes(reference: Reference, replay: Replay) -> int:
 
 
 def _lacks_double_backward(reference: Reference) -> str:
-    """Return why differentiating the backward pass does not give J v; empty if it does."""
+    """Return why differentiating the backward pass does not give J v; an empty string if it does."""
     graph = record_graph(reference.model, reference.inputs, reference.names)
     try:
         with warnings.catch_warnings():
@@ -233,7 +233,7 @@ def _works(right: Callable[[], bool]) -> bool:
 
 
 def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
-    """Return tangents: in each block its part of Jᵀu plus as much noise, scaled to contribute alike to ⟨Jᵀu, v⟩."""
+    """Return tangents: in each block its part of Jᵀu plus as much noise, scaled to contribute equally to ⟨Jᵀu, v⟩."""
     norms = {name: value.norm() for name, value in pulled.items()}
     largest = torch.stack(list(norms.values())).max()
     floor = torch.where(largest > 0, 1e-4 * largest, torch.ones_like(largest))
@@ -260,7 +260,7 @@ def adjoint(
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Return ⟨left, right⟩, added in float64 with few products in memory at a time."""
+    """Return ⟨left, right⟩, summed in float64 with few products in memory at a time."""
     pairs = zip(left.flatten().split(2**16), right.flatten().split(2**16))
     return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).sum()
 
@@ -268,9 +268,10 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 def rounding(
     product: Callable[[Blocks], Blocks], vectors: Blocks, results: Mapping[str, Tensor], generator: torch.Generator
 ) -> Blocks:
-    """Return ‖Px − P(x − y) − Py‖ by name for a random y, `results` = Px: the effect of rounding alone on Px.
+    """Return ‖Px − P(x − y) − Py‖ by name for a random y, with `results` = Px: the effect of rounding alone on Px.
 
-    It may exceed what the dtype of x explains: a frozen base in half precision under adapters in single precision.
+    It may exceed what the dtype of x explains, for example with a frozen base in half precision under adapters in
+    single precision.
     """
     part = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
     first, second = product(part), product({name: vectors[name] - part[name] for name in vectors})
@@ -280,7 +281,7 @@ def rounding(
 def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """Return the allowed norm of the difference between two routes to `value`, by dtype or as a few times the noise.
 
-    It is at most a tenth of `value`: noise of that size measures something other than rounding.
+    It is at most a tenth of `value`, because noise of that size measures something other than rounding.
     """
     size = value.norm().double()
     return torch.maximum(tolerance(value.dtype) * size, (8 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
@@ -328,7 +329,7 @@ def has_custom_functions(outputs: Tensor) -> bool:
 
 
 def named_custom_functions(model: Model, inputs: Any) -> str:
-    """ "'act' (Round)", the modules and the custom functions that ran in them, or "the model" if none did. One pass."""
+    """Return "'act' (Round)", the modules with the custom functions that ran in them, or "the model". One pass."""
     seen: set[Node] = set()
     found: dict[str, None] = {}
     running = ["the model"]

@@ -1,4 +1,4 @@
-"""The check that the layerwise engine multiplies by the Jacobian of automatic differentiation."""
+"""The check that the layerwise engine multiplies by the same Jacobian as automatic differentiation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transpose(Protocol):
     """A product with Jᵀ or Jᵀ L by another route."""
 
     def pull(self, cotangents: Tensor) -> Blocks:
-        """Return it by parameter name."""
+        """Return the product by parameter name."""
 
 
 def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
@@ -39,7 +39,7 @@ def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
             for local, name in names.items()
         }
         pushed = part.push(tangents)
-        pulled = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance, and hide a wrong push
+        pulled = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
         left = pushed.square().sum()
         right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
         if not bool((left - right).abs() <= tolerance(u.dtype) * left):
@@ -48,16 +48,16 @@ def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
-    """Return one random column per point, along which J is checked without a target, whose residual may be zero."""
+    """Return one random column per point, along which J is checked without targets, whose residuals may be zero."""
     generator = torch.Generator(device=like.device).manual_seed(0)
     draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
 def wrong_layers(model: Model, recording: Recording, names: Iterable[str], reference: Streamed) -> set[str]:
-    """Return those of these parameters whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
+    """Return the parameters among these whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
 
-    The part of u of each point has a factor that is applied to the rows alone, which shows that they are its own.
+    Each point's part of u has a factor that is applied to the rows alone, which shows that the rows are its own.
     """
     outputs, calls, misfits = recording
     generator = torch.Generator(device=outputs.device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Likelihoods, and the conversion of users' names, losses and functions to one.
+"""Likelihoods, and the conversion of names, losses and functions given by users.
 
 >>> import torch
 >>> from curvops.network.likelihoods import Categorical
@@ -45,7 +45,7 @@ REMEDIES: dict[type[nn.Module], str] = {
 
 
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
-    """Return the likelihood that a name, a torch loss or a function stands for.
+    """Return the likelihood for a name, a torch loss or a function.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
     keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight
@@ -57,13 +57,13 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
 
     Args:
-        spec: a `Likelihood`, or one of the above.
+        spec: a `Likelihood`, or any of the above.
         shape: the shape of a point's outputs, if it is known; weights of ``nn.BCEWithLogitsLoss`` broadcast over it
             as in torch.
 
     Raises:
-        TypeError: anything else, or a function whose signature does not show how many arguments it takes.
-        ValueError: options that have no counterpart.
+        TypeError: `spec` is anything else, or a function whose signature does not show how many arguments it takes.
+        ValueError: an option has no counterpart.
     """
     if isinstance(spec, Likelihood):
         return spec

@@ -1,4 +1,4 @@
-"""The Bernoulli likelihood: yes-or-no targets around logits, one per output."""
+"""The Bernoulli likelihood of yes-or-no targets: one logit per output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Bernoulli(Independent):
     residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
     Args:
-        weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position and
+        weight: non-negative; 0-d, one entry per output (C,), or for sequences of T positions one per position and
             output (T, C). Weights of points are sample weights and belong to the data.
-        pos_weight: likewise. With either, exp(log-likelihood) is no longer normalised over y.
+        pos_weight: as `weight`. With either one, exp(log-likelihood) is no longer normalised over y.
 
     Raises:
-        ValueError: weights of another kind.
+        ValueError: the weights have another form.
     """
 
     def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
@@ -37,7 +37,7 @@ class Bernoulli(Independent):
                 )
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
         if len(lengths) > 1:
-            raise ValueError(f"Bernoulli weight and pos_weight are for different numbers of positions, {lengths}.")
+            raise ValueError(f"Bernoulli weight and pos_weight have different numbers of positions, {lengths}.")
         self.positions = next(iter(lengths), None)
         self.weight, self.pos_weight = weight, pos_weight
 
@@ -51,7 +51,7 @@ class Bernoulli(Independent):
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
         yes, no = self._mass(f, y)
-        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1, which would lose digits
+        return weigh(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # avoids p - 1, which would lose digits
 
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
         return self._total_mass(f, y) * f.sigmoid() * (-f).sigmoid()
@@ -102,7 +102,7 @@ class Bernoulli(Independent):
 
     def _total_mass(self, f: Tensor, y: Tensor) -> Tensor:
         if self.weight is None and self.pos_weight is None:
-            return f.new_ones(())  # for y in {0, 1} and between them
+            return f.new_ones(())  # for y in [0, 1]
         yes, no = self._mass(f, y)
         return yes + no
 

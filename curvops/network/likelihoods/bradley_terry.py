@@ -1,4 +1,4 @@
-"""The Bradley–Terry likelihood: which of two items is preferred, given the reward of each."""
+"""The Bradley–Terry likelihood of preferences between two items, given the reward of each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class BradleyTerry(Categorical):
     It is the softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the
     preferred item, 0 or 1, of an integer dtype, or the probabilities of both, floating-point rows (n, 2). Adding one
     number to all rewards changes nothing: a predicted preference depends only on the difference of the rewards, whose
-    variance is v₁ + v₂ − 2 c₁₂ by their covariance.
+    variance is v₁ + v₂ − 2 c₁₂, from their covariance.
 
     Args:
         label_smoothing: s in [0, 1), as in `Categorical`.
 
     Raises:
-        ValueError: label_smoothing out of range.
+        ValueError: label_smoothing is out of range.
 
     Source: Bradley & Terry 1952; for reward models Stiennon et al. 2020, section 3.3.
     """
@@ -46,11 +46,12 @@ class RewardPairs(nn.Module):
     """A model of one output per item, such as a reward model, applied to both items of each pair.
 
     Inputs are pairs: each tensor (n, 2, ...), alone, in a tuple or in a mapping, has the two items at dimension 1.
-    Outputs are (n, 2), so that predictions have the covariance of the two. The parameters are the model's own, under
+    Outputs are (n, 2), so that predictions include the covariance of the two. The parameters are the model's own, with
     names that begin with "model.".
 
     Args:
-        model: returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice per pass.
+        model: a module that returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice
+            per pass.
 
     A call raises ValueError for inputs without this dimension and for outputs of another shape.
     """

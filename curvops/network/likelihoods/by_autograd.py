@@ -70,7 +70,7 @@ def vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callab
 
 
 def with_autograd(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
-    """Return compute(f, y) with autograd, also if the caller records no gradients or is in inference mode."""
+    """Return compute(f, y) with autograd, even if the caller records no gradients or is in inference mode."""
     keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         f, y = (t.clone() if t.is_inference() else t for t in (f, y))

@@ -1,4 +1,4 @@
-"""The categorical likelihood: class labels around logits."""
+"""The categorical likelihood of class labels: one logit per class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Categorical(Likelihood):
             over y.
 
     Raises:
-        ValueError: options out of range.
+        ValueError: an option is out of range.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Categorical(Likelihood):
             if self.ignore_index >= 0:
                 raise ValueError(
                     f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch rejects it, too); "
-                    "leave points out by weights of zero."
+                    "leave points out by giving them weights of zero."
                 )
             _check_probabilities(y, num_outputs)
             return
@@ -137,11 +137,11 @@ class Categorical(Likelihood):
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
 
     def _class_index(self, y: Tensor) -> Tensor:
-        """Return labels (n, 1), with class 0 in place of ignored ones so that they can be gathered."""
+        """Return labels (n, 1), with class 0 in place of ignored labels so that they can be gathered."""
         return y.long().masked_fill(y == self.ignore_index, 0).unsqueeze(-1)
 
     def _target_mass(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-        """Return the mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
+        """Return the mass q (n, C) of the class docstring, times sample weights, and zero if the label is ignored."""
         smoothing = self.label_smoothing
         if y.is_floating_point():
             q = torch.lerp(y, y.new_tensor(1 / y.shape[-1]), smoothing) if smoothing else y
@@ -178,9 +178,9 @@ def _centre(u: Tensor, p: Tensor) -> Tensor:
 
 
 def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
-    """Set the entry at ``index`` (n, 1) of x, whose rows sum to 0 in exact arithmetic, to minus the others' sum.
+    """Set the entry at ``index`` (n, 1) of x, whose rows sum to 0 in exact arithmetic, to minus the sum of the others.
 
-    That entry is a difference like p - 1, in which rounding would leave no digits.
+    That entry is a difference like p - 1, of which rounding would leave no digits.
     """
     return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
 

@@ -25,13 +25,13 @@ class FromDistribution(ByAutograd):
 
     Targets (n, ...) have the distribution's batch and event shape. H, C x C per point, is:
 
-    - with a finite support, E[r r^T] by enumeration: a gradient per value and batch entry;
-    - otherwise the Hessian of -log p, which is the Fisher if it does not depend on y (natural parameters: a normal
-      mean, a log rate): C gradients. This is checked on the first points, and raises ValueError if it does not hold.
+    - with a finite support, E[r r^T] by enumeration, at a gradient per value and batch entry;
+    - otherwise the Hessian of -log p, at C gradients. It is the Fisher if it does not depend on y (natural parameters:
+      a normal mean, a log rate). This is checked on the first points, and raises ValueError if it does not hold.
 
     H is computed in each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
     `function` get no gradients from an operator, and must be on the outputs' device. Pickling needs a `function` that
-    can be pickled: no lambda. Methods raise TypeError or ValueError for any other distribution.
+    can be pickled, not a lambda. Methods raise TypeError or ValueError for any other distribution.
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:
@@ -48,15 +48,15 @@ class FromDistribution(ByAutograd):
                 found = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
-                f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Check how it "
+                f"{self!r} could not make a distribution from outputs of shape {tuple(f.shape)}: {error} Check how it "
                 "uses the outputs: scales and rates must be positive, as f.exp() is, and probabilities logits=f."
             ) from error
         if not isinstance(found, Distribution):
             raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
         if found.batch_shape[:1] != f.shape[:1]:
             raise ValueError(
-                f"{self!r} made outputs of shape {tuple(f.shape)} into a distribution of batch shape "
-                f"{tuple(found.batch_shape)}; expected (n, ...) with n = {len(f)}, one row per point."
+                f"{self!r} made a distribution of batch shape {tuple(found.batch_shape)} from outputs of shape "
+                f"{tuple(f.shape)}; expected (n, ...) with n = {len(f)}, one row per point."
             )
         return found
 
@@ -146,9 +146,9 @@ class FromDistribution(ByAutograd):
         return H
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
-        """Return whether the Hessian was found to be the Fisher: False if all draws are equal, which shows nothing.
+        """Return whether the Hessian proved to be the Fisher; False if all draws are equal, which shows nothing.
 
-        Raises ValueError if it depends on y, or if E[r r^T] exceeds it by 6 standard errors (a kink or a support that
+        Raises ValueError if it depends on y, or if E[r r^T] exceeds it by 6 standard errors (a kink, or a support that
         depends on f, as for a Laplace distribution, whose Hessian is 0).
         """
         generator = torch.Generator(device=f.device).manual_seed(0)
@@ -165,7 +165,7 @@ class FromDistribution(ByAutograd):
         if bool((spread > slack * size).any()):
             raise ValueError(
                 f"{self!r}: the Hessian of -log p depends on the target, so it is not the output Fisher (the outputs "
-                f"are not natural parameters), and the support is not finite. {MONTE_CARLO}; or let the outputs be "
+                f"are not natural parameters), and the support is not finite. {MONTE_CARLO}; or make the outputs "
                 "natural parameters (a mean at a fixed variance, a log rate)."
             )
         if bool((excess > margin).any()):

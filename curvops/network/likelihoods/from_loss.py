@@ -1,4 +1,4 @@
-"""The likelihood exp(−loss) of a loss that belongs to no distribution; its posterior is a Gibbs posterior."""
+"""The likelihood exp(−loss) for a loss that belongs to no distribution; its posterior is a Gibbs posterior."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class FromLoss(ByAutograd):
 
     The function takes outputs (n, C) and the targets of the data, and returns a loss per point, unreduced: (n,), or in
     the shape of the outputs or the targets, whose entries are summed. A torch loss is called with ``reduction="none"``;
-    its other options count. H is the Hessian of the loss in the outputs, by C gradients per product. A negative
-    eigenvalue, with which there is no GGN, raises ValueError (the check waits for the device once per batch). Where H
+    its other options are respected. H is the Hessian of the loss in the outputs, by C gradients per product. A negative
+    eigenvalue, with which there is no GGN, raises ValueError (the check waits for the device once per batch). If H
     vanishes, as in the tails of a Huber loss, a point adds nothing.
 
     A posterior under it is the Gaussian approximation of exp(−loss) times the prior, a Gibbs or generalised posterior
-    (Bissiri, Holmes & Walker 2016): its spread follows the scale of the loss; `temperature` changes it. Evidences lack
-    the loss's normalising constant: they compare priors under one loss, not losses or their options. Targets cannot be
-    drawn: Monte-Carlo Fishers raise TypeError. Tensors inside a function must be on the outputs' device.
+    (Bissiri, Holmes & Walker 2016): its spread follows the scale of the loss, and `temperature` changes it. Evidences
+    lack the loss's normalising constant: they compare priors under one loss, not losses or their options. Targets
+    cannot be drawn, so Monte-Carlo Fishers raise TypeError. Tensors inside a function must be on the outputs' device.
 
     Args:
         function: the loss, a torch module or any function of (outputs, targets).
 
     Raises:
-        TypeError: not a function of two arguments, or one whose first argument is named like targets.
+        TypeError: `function` does not take two arguments, or its first argument is named like targets.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -69,7 +69,7 @@ class FromLoss(ByAutograd):
         self._target_shape = y.shape[1:]
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Raise ValueError unless the loss of each point is finite, its own, and changes with the outputs."""
+        """Raise ValueError unless each point's loss is finite, depends on that point alone, and on its outputs."""
         losses = -self._log_factors(f, y.clone())
         if not bool(losses.isfinite().all()):
             raise ValueError(f"{self!r} is NaN or infinite at the first points, at outputs {f[0].tolist()}.")
@@ -142,7 +142,7 @@ class FromLoss(ByAutograd):
 
 
 def required_names(function: Any) -> list[str] | None:
-    """Return the names of a function's required positional arguments; None where its signature does not show them."""
+    """Return the names of a function's required positional arguments; None if its signature does not show them."""
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
     try:
@@ -155,7 +155,7 @@ def required_names(function: Any) -> list[str] | None:
 
 
 def _slack(x: Tensor) -> Tensor:
-    """Return the size that rounding may give to a zero beside the largest entry."""
+    """Return the size that rounding may give to a zero next to the largest entry."""
     return torch.finfo(x.dtype).eps ** 0.5 * x.detach().abs().max()
 
 

@@ -1,4 +1,4 @@
-"""The Gaussian likelihood: real-valued targets around the outputs."""
+"""The Gaussian likelihood of real-valued targets: the outputs are their means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gaussian(Independent):
             output (C,), which may require a gradient.
 
     Raises:
-        ValueError: noise that is not positive and finite.
+        ValueError: the noise is not positive and finite.
     """
 
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:

@@ -55,7 +55,7 @@ class HeteroscedasticGaussian(Independent):
         generator: torch.Generator | None = None,
     ) -> Outputs:
         s = f.chunk(2, -1)[1]
-        # Drawn standardised: mu + sigma z would round z away where sigma is far below mu.
+        # Drawn in standardised form: mu + sigma z would round z away if sigma is far below mu.
         return weigh(_score(normal_like(s, generator), s), None if w is None else w.sqrt())
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:

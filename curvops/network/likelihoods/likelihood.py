@@ -32,7 +32,7 @@ class Likelihood(ABC):
 
     @property
     def always_curved(self) -> bool:
-        """Whether H is known to be positive at some outputs, whatever the targets, so that this need not be tried."""
+        """Whether H is certain to be positive at some outputs, whatever the targets, so that this need not be tried."""
         return False
 
     @property
@@ -42,7 +42,7 @@ class Likelihood(ABC):
 
     @property
     def single_noise(self) -> Tensor | None:
-        """The noise of a Gaussian likelihood, of points or of positions, if it is one number."""
+        """The noise of a Gaussian likelihood, of points or of positions, if it is a single number."""
         return None
 
     @abstractmethod
@@ -103,13 +103,13 @@ class Likelihood(ABC):
         """
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Raise an error for outputs and targets of the first points that do not fit each other."""
+        """Raise an error if the outputs and targets of the first points do not fit each other."""
         self.log_prob(f, y)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
-        """Return a mask of the points (for sequences: positions) that count, None if all do.
+        """Return a mask of the points (for sequences: positions) that count; None if all do.
 
-        Those count whose weight is not zero and whose target is not ignored.
+        A point counts if its weight is not zero and its target is not ignored.
         """
         return None if w is None else w != 0
 
@@ -135,7 +135,7 @@ class Likelihood(ABC):
         return new
 
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """Return `to` with copied tensors, so that later changes have no effect, except those with a gradient."""
+        """Return the result of `to` with copied tensors, unaffected by later changes, except those with gradients."""
         new = copy.copy(self.to(device, dtype))
         for name, given in vars(self).items():
             used = getattr(new, name)
@@ -157,7 +157,7 @@ class Independent(Likelihood):
 
     @abstractmethod
     def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
-        """Return the square root of h, computed such that it does not underflow where h does."""
+        """Return the square root of h, computed so that it does not underflow when h does."""
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weigh(self.curvature(f, y) * u, w)

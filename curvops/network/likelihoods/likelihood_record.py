@@ -1,4 +1,4 @@
-"""Records of likelihoods as plain values: the class by name and its arguments; and a text that identifies them."""
+"""Records of likelihoods as plain values, the class by name and its arguments; and strings that identify them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORED: dict[str, type[Likelihood]] = {
 
 
 def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    """Return class and arguments; None for another class, or for one with a function, such as `FromDistribution`."""
+    """Return class and arguments; None for other classes, and for those with a function, such as `FromDistribution`."""
     if STORED.get(type(likelihood).__name__) is not type(likelihood):
         return None
     arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}
@@ -49,7 +49,7 @@ def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Like
 
 
 def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
-    """Return a text that is equal for equal likelihoods of the same hyperparameters."""
+    """Return a string that is the same for equal likelihoods with the same hyperparameters."""
     return repr(_state(likelihood, token))
 
 

@@ -41,11 +41,11 @@ class OutputFisher(ABC):
         """Return Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
 
     def resume(self, kept: Checkpoint, device: torch.device) -> None:
-        """Continue a saved run: where targets are drawn, with its draws and the state of its generator."""
+        """Continue a saved run; if targets are drawn, with its draws and the state of its generator."""
         return
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"] | None:
-        """Return a mask of the points that count, or of the positions for sequences; None where all do."""
+        """Return a mask of the points that count, or of the positions for sequences; None if all do."""
         return self.likelihood.counted(batch.targets, batch.weights)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
@@ -91,7 +91,7 @@ class Exact(OutputFisher):
 
 @dataclass(frozen=True, eq=False)
 class Unit(OutputFisher):
-    """The identity H = I: the columns are unit vectors, and the rows Lᵀ J those of J itself."""
+    """The identity H = I: the columns are unit vectors, and the rows of Lᵀ J are those of J itself."""
 
     def num_columns(self, num_outputs: int) -> int:
         return num_outputs
@@ -143,9 +143,9 @@ class Sampled(FromResiduals):
 class Empirical(FromResiduals):
     """The empirical Fisher: one outer product per point, of the residual at the true target (R = 1).
 
-    With `positions` T above 1 a point is a sequence of T tokens, each with its own outer product (R = T). A sample
-    weight is a number of points: it multiplies the outer product, and its root the residual. A sequence with a weight
-    for each position counts with its largest weight; the others are relative to that.
+    With more than one of `positions` T, a point is a sequence of T tokens, each with its own outer product (R = T). A
+    sample weight is a number of points: it multiplies the outer product, and its root multiplies the residual. A
+    sequence with a weight for each position counts with its largest weight; the others are relative to that.
     """
 
     likelihood: Likelihood
@@ -214,9 +214,9 @@ IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
 
 
 class RootJacobian:
-    """The map Lᵀ J: a push of J followed by Lᵀ, and L followed by a pull; it costs what J costs, however few its rows.
+    """The map Lᵀ J: a push of J followed by Lᵀ, or L followed by a pull; it costs what J costs, however few its rows.
 
-    Built on an engine it is an engine; on a differentiable map it carries gradients in the likelihood's
+    On an engine it is an engine itself; on a differentiable map it carries gradients in the likelihood's
     hyperparameters.
     """
 
@@ -233,7 +233,7 @@ class RootJacobian:
 
     def push(self, tangents: Any) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V."""
-        pushed = self.whole.push(tangents)  # first: a streamed push finds the outputs on its way
+        pushed = self.whole.push(tangents)  # first, because a streamed push also computes the outputs
         return self.root.transpose_product(self.outputs, pushed)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Any:

@@ -1,4 +1,4 @@
-"""The Poisson likelihood: counts around log rates."""
+"""The Poisson likelihood of counts: the outputs are log rates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights
 class Poisson(Independent):
     """The Poisson likelihood of counts with rate e^f: the residual is e^f - y, and H = diag(e^f).
 
-    Targets (n, C) are whole numbers, at least 0, of any dtype. For counts of different exposures (areas, times), let
-    the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.
+    Targets (n, C) are whole numbers, at least 0, of any dtype. For counts with different exposures (areas, times), let
+    the model add the log exposure to its outputs. Rates must be representable: f < 88 in float32.
     """
 
     @property
@@ -48,6 +48,6 @@ class Poisson(Independent):
         check_rows(y, num_outputs, "Poisson")
         if y.numel() and not bool(((y >= 0) & (y == y.round()) & y.isfinite()).all()):
             raise ValueError(
-                "Poisson targets are whole numbers, at least 0. For counts per exposure keep the counts, and let the "
-                "model add log exposure to its outputs."
+                "Poisson targets are whole numbers, at least 0. For counts with exposures keep the counts, and let the "
+                "model add the log exposure to its outputs."
             )

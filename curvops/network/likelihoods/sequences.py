@@ -1,4 +1,4 @@
-"""The likelihood of a sequence of targets, built from that of the target at one position."""
+"""The likelihood of a sequence of targets, built from the likelihood of the target at one position."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
 
 
 class Sequences(Likelihood):
-    """A likelihood of T targets per point, independent given the outputs: log p sums over them, H is block-diagonal.
+    """A likelihood of T targets per point, independent given the outputs: log p is a sum, and H is block-diagonal.
 
     Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), in the form that
-    `likelihood` has for n·T points. Weights (n, T) are one factor per position (zeros leave positions out), (n,) one
-    per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
+    `likelihood` has for n·T points. Weights are (n, T), one factor per position (zeros leave positions out), or (n,),
+    one per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
     """
 
     positions: int

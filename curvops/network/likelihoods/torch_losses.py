@@ -20,7 +20,7 @@ from curvops.network.likelihoods.poisson import Poisson
 
 @dataclass(frozen=True)
 class Interpretation:
-    """How a class of losses is read.
+    """The interpretation of a class of losses.
 
     likelihood: a function of a loss and the shape of a point's outputs, if that is known. class_dim: the dimension of
     (N, ...) that holds the classes. indices: whether targets may be class indices, so that outputs are never (N,).
@@ -58,7 +58,7 @@ def _gaussian(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
 class MeansAndVariances(nn.Module):
     """The loss nn.GaussianNLLLoss as a function of outputs (n, 2m): m means, then m variances."""
 
-    remedy = " For a GGN let the model return log variances: curvops.likelihoods.HeteroscedasticGaussian()."
+    remedy = " For a GGN, let the model return log variances: curvops.likelihoods.HeteroscedasticGaussian()."
 
     def __init__(self, loss: nn.GaussianNLLLoss) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MeansAndVariances(nn.Module):
 
 
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
-"""Losses of probabilities; the activation that makes these in the model belongs in the likelihood."""
+"""Losses of probabilities; the activation that computes these in the model belongs in the likelihood instead."""
 
 INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
     nn.CrossEntropyLoss: Interpretation(_cross_entropy, class_dim=1, indices=True),
@@ -86,7 +86,7 @@ INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
 
 
 def interpretation_of(spec: object) -> Interpretation | None:
-    """Return how a torch loss, or a user's own module, is read; None for anything else."""
+    """Return the interpretation of a torch loss or of a user's own module; None for anything else."""
     found = next((interpretation for kind, interpretation in INTERPRETATIONS.items() if isinstance(spec, kind)), None)
     if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
         return Interpretation(lambda loss, shape: FromLoss(loss))
@@ -124,8 +124,8 @@ def require_same_loss(
         difference, size = (layout.rows(gradient) - expected).norm(), expected.norm()
         if not bool(difference <= 10 * torch.finfo(f.dtype).eps ** 0.5 * size):
             raise ValueError(
-                f"{loss} has another gradient than {likelihood} (they differ by {float(difference):.2g}, the "
-                f"likelihood's own is {float(size):.2g}), so it is not a plain {_plain(loss)}. Pass a likelihood "
+                f"the gradient of {loss} is not that of {likelihood} (they differ by {float(difference):.2g}, the "
+                f"likelihood's has size {float(size):.2g}), so it is not a plain {_plain(loss)}. Pass a likelihood "
                 "of curvops.likelihoods, or this loss as curvops.likelihoods.FromLoss(loss)."
             )
 
@@ -135,7 +135,7 @@ def _plain(loss: nn.Module) -> str:
 
 
 def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor | None:
-    """Return a weight that torch broadcasts over (N, *shape) as (C,) or, where it differs by position, (T, C)."""
+    """Return a weight that torch broadcasts over (N, *shape) as (C,), or as (T, C) if it differs by position."""
     if weight is None or shape is None or weight.numel() == 1:
         return weight if weight is None or weight.numel() > 1 else weight.reshape(())
     if weight.ndim == 1 + len(shape) and len(weight) == 1:

@@ -1,6 +1,6 @@
 """How a model is called: its inputs become arguments, and its errors are explained.
 
-The signature decides. Entries that `forward` names (for a tuple, positions) are passed as separate arguments, as in
+The signature decides. Entries that `forward` names (or, for a tuple, positions) are passed as separate arguments, as in
 Hugging Face models; otherwise the mapping or tuple is the only argument, as in `forward(self, batch)`.
 """
 
@@ -21,7 +21,7 @@ from curvops.network.data.inputs import Inputs, components
 class Calls:
     """The way one module receives its inputs, decided once for each set of names or number of positions.
 
-    `mapping_type` is the user's type of mapping, to which a dict is converted if it is the only argument.
+    `mapping_type` is the user's type of mapping; a dict is converted to it if it is the only argument.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -51,7 +51,7 @@ class Calls:
         return made if isinstance(made, Mapping) and set(made) == set(inputs) else inputs
 
     def turn(self, inputs: Any) -> bool:
-        """Switch to the other way for inputs of this form; return False where the signature allows only one."""
+        """Switch to the other way for inputs of this form; return False if the signature allows only one."""
         signature = self._signature()
         if signature is None or not isinstance(inputs, Mapping | tuple | list):
             return False
@@ -101,8 +101,8 @@ def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeErro
 REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"same device|different device|device type",
-        "Inputs are moved to the parameters' device. A tensor that is neither parameter nor buffer stays where it was "
-        "created: register it with register_buffer.",
+        "Inputs are moved to the parameters' device. A tensor that is neither a parameter nor a buffer stays where it "
+        "was created: register it with register_buffer.",
     ),
     (
         r"scalar type|same dtype|dtype|indices.*FloatTensor",
@@ -123,13 +123,13 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "Inputs must have the shape that the model expects, with the points along the first dimension.",
     ),
 )
-OTHERWISE = "Call the model itself on these points: it should return the outputs (N, C)."
-MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as it does."
+OTHERWISE = "Call the model itself on these points: it must return the outputs (N, C)."
+MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as forward does."
 
 
 @contextlib.contextmanager
 def explain(inputs: Inputs) -> Iterator[None]:
-    """Add to an error of the model the inputs that it ran on and a remedy; the error itself becomes the cause.
+    """Add to an error of the model the inputs that it ran on and a remedy; the original error becomes the cause.
 
     Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
     """

@@ -19,7 +19,7 @@ ATTENTION = [
 
 
 def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
-    """Return contexts, beside `unfused`, that keep these modules on kernels with derivatives of both modes."""
+    """Return contexts, in addition to `unfused`, that keep these modules on kernels with derivatives of both modes."""
     settings: list[Callable[[], Any]] = []
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
@@ -38,7 +38,7 @@ def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
 def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
     """Keep attention, which any code may call, on its kernel with forward mode, and enter further settings.
 
-    Does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
+    This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
     """
     changed = []
     try:
@@ -61,7 +61,7 @@ def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_mkldnn() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set TF32 too, and warn of it
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would also set TF32, and warn about it
     try:
         yield
     finally:
@@ -90,6 +90,6 @@ def is_compiled(module: nn.Module) -> bool:
 def eagerly() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which compiled code runs in its original, uncompiled form.
 
-    A compiled graph has no forward mode, and differentiating through it would compile it again.
+    A compiled graph has no forward mode, and differentiating it would compile it again.
     """
     return torch.compiler.set_stance("force_eager")

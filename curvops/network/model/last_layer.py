@@ -18,7 +18,7 @@ LINEAR = {
     "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose",
     "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
 }  # fmt: skip
-# Linear in one factor where the others are constants.
+# Linear in one factor if the others are constants.
 PRODUCTS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Convolution", "Linear", "Mul", "Div"}
 REMEDY = "name its parameters by globs, as parameters='head.*'"
 
@@ -27,8 +27,8 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     """Return the names of the parameters of the single layer in whose output the model's output is linear.
 
     Views, choices, permutations, sums, means and products with constants may follow the layer. For a model given as a
-    function: the parameters of the last product, and those added to it. A tied weight has its first name in the model.
-    Costs one forward pass.
+    function, these are the parameters of the last product and those added to it. A tied weight is given its first name
+    in the model. Costs one forward pass.
 
     Raises ValueError if there is no such layer, for example if the outputs are a softmax or a sum over two layers.
     """

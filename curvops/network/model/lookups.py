@@ -1,7 +1,7 @@
 """Embeddings as plain lookups, which have derivatives of every order and mode, with the values of torch's kernels.
 
 `F.embedding_bag` has no forward mode and no second derivative; `sparse=True` gives gradients that no product can use,
-`scale_grad_by_freq=True` gradients that depend on the other points of a batch, and `max_norm` writes into the weight.
+`scale_grad_by_freq=True` makes gradients depend on the other points of a batch, and `max_norm` writes into the weight.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def needs_plain_lookups(module: nn.Module) -> bool:
 class PlainLookups(TorchFunctionMode):
     """A mode in which embeddings, and bags of fixed length, are computed by a lookup and a reduction.
 
-    Rows longer than `max_norm` are shortened only in the result and, as in torch, have the derivative of the row
-    itself. Bags given by offsets are left to torch.
+    Rows longer than `max_norm` are shortened only in the result and, as in torch, have the derivative of the original
+    row. Bags given by offsets are left to torch.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

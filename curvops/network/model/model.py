@@ -25,20 +25,20 @@ from curvops.network.model.tangent_space import TangentSpace, tangent_space
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 NOTHING = contextlib.nullcontext()
 _PROCESS_LOCK = threading.RLock()
-"""The lock of any model that takes derivatives; acquired after the model's own lock, never before it."""
+"""The lock of any model that is computing derivatives; acquired after the model's own lock, never before it."""
 
 
 class Model:
     """The function f(θ, inputs) -> outputs (n, C) of the selected parameters θ; all else stays at its snapshot.
 
-    Outputs at several positions a point, (n, ..., C), become rows (n, T·C) by its `layout`, once that is fixed.
+    Outputs at several positions per point, (n, ..., C), become rows (n, T·C) by its `layout`, once that is fixed.
 
-    Built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
+    It is built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
     params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
-    is never changed, and later changes to it have no effect. The copy can hold one set of values at a time, so every
-    call takes `lock`. A function is called directly. `last` names the parameters of the last layer, for the selection
-    "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch (train
-    mode), or for a bad selection.
+    is never changed, and later changes to it have no effect. The copy can hold only one set of values at a time, so
+    every call takes `lock`. A function is called directly. `last` names the parameters of the last layer, for the
+    selection "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch
+    (train mode), or for an invalid selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated
@@ -66,7 +66,7 @@ class Model:
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         require_all_finite([self._flat], chosen, "leave it out of the selection")
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
-        self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # of which snapshot, values and leaves
+        self._views: tuple[Tensor | None, Blocks, Blocks] = (None, {}, {})  # their snapshot, values, leaves
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
@@ -134,13 +134,13 @@ class Model:
         return any(part.training for part in self.paths)
 
     def place_of(self, variable: Tensor) -> int:
-        """Return a number that tells this leaf of a graph from others of the model, in every pass."""
+        """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass."""
         return variable.data_ptr() - self._flat.data_ptr()
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
         values, leaves = self.values, self._views[2]
-        if not leaves:  # made when asked for: a functorch transform, which has no use for them, does not allow it
+        if not leaves:  # made on demand: functorch transforms do not allow making them, and do not use them
             leaves.update((name, value.detach().requires_grad_()) for name, value in values.items())
         return dict(leaves)
 
@@ -183,7 +183,7 @@ class Model:
         return self.layout, checked_outputs(outputs, self.layout)
 
     def admit(self, inputs: Inputs) -> None:
-        """Run the model on two points of these inputs, if their dtypes or shapes are new to it.
+        """Run the model on two points of these inputs if their dtypes or shapes have not occurred before.
 
         Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
@@ -198,16 +198,16 @@ class Model:
         self._admitted.add(form)
 
     def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
-        """Raise ValueError unless the first of these outputs are those of its point `alone`, up to rounding."""
+        """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
         if bool(((outputs[:1] - alone).abs() > slack).any()):
             raise ValueError(
                 f"a point's outputs depend on the other points of its batch of {len(outputs)}; call model.eval(), or "
-                "use a normalisation that sees one point at a time."
+                "use a normalisation that acts on one point at a time."
             )
 
     def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
-        """Return the model's outputs as rows in θ's dtype. Raises ValueError for another layout than the fixed one."""
+        """Return the model's outputs as rows in θ's dtype. Raises ValueError if their layout is not the fixed one."""
         layout = self.layout or Layout(outputs.shape[1:])
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)
@@ -226,8 +226,8 @@ class Model:
         if _versions(inputs) != before:
             self._writes = True
             raise ValueError(
-                "the model wrote into its inputs, which it did not do for the first points: the data may have changed. "
-                "Let it use a copy, x = x.clone(), check the data, and linearise again."
+                "the model wrote into its inputs, which it did not do for the first points, so the data may have "
+                "changed. Make it work on a copy, x = x.clone(), check the data, and linearise again."
             )
         return outputs
 
@@ -250,8 +250,8 @@ class Model:
             outputs = self._call(values, inputs)
         if use.names:
             raise ValueError(
-                f"the model's forward reads {sorted(use.names)} in another way than from the modules that own them "
-                "(from a list, a global name, a variable of the scope where its class was defined), so they cannot "
+                f"the model's forward reads {sorted(use.names)} from elsewhere than the modules that own them "
+                "(from a list, a global name, a variable of the scope in which its class was defined), so they cannot "
                 "be given other values. Read them from self, as self.layer.weight."
             )
         return outputs
@@ -265,7 +265,7 @@ class Model:
             run = partial(_within, stand_in, run)
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         with self.lock, own_randomness(self._flat.device):
-            # As `torch.func.functional_call` does, which walks to each place by its path.
+            # As in `torch.func.functional_call`, which walks to each place by its path.
             slots: list[tuple[dict[str, Any], str, str]] = [
                 (part._parameters if local in part._parameters else part._buffers, local, name)
                 for part, local, name in self.places
@@ -283,9 +283,10 @@ class Model:
     def differentiating(self) -> Iterator[None]:
         """Record derivatives even under no_grad or inference_mode, with kernels that have them.
 
-        Torch keeps the choice of kernels and the nesting of dual numbers per process, so one thread at a time enters.
+        Torch keeps the choice of kernels and the nesting of dual numbers per process, so only one thread at a time may
+        enter.
         """
-        # Inference mode off, even where it is: that switches forward mode on, which custom functions switch off.
+        # Set inference mode off even if it is off: this switches on forward mode, which custom functions switch off.
         with self.lock, _PROCESS_LOCK, torch.inference_mode(False), torch.enable_grad(), unfused(self._settings):
             yield
 
@@ -296,7 +297,7 @@ class Model:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
-        _ = dict(self.tangent_space.held)  # before rounding
+        _ = dict(self.tangent_space.held)  # computed before rounding
         other = object.__new__(Model)
         other.__dict__.update(self.__dict__)
         other._flat, other._admitted = convert(self._flat), set()
@@ -358,7 +359,7 @@ class Slot(NamedTuple):
 def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     """Return every place that holds a parameter or buffer, once; all parameters, and all buffers, by their first name.
 
-    `functional_call` could tie the names itself, but leaves the tensors of the call in a module that has two names.
+    `functional_call` could handle tied names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
     found: list[Slot] = []
@@ -449,7 +450,7 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
 
 
 def form_of(inputs: Inputs) -> Hashable:
-    """Return names, dtypes and shapes without the points, on which a model may depend besides the values."""
+    """Return names, dtypes and shapes without the points; besides the values, a model may depend on these."""
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 

@@ -44,8 +44,8 @@ class FlatLayout:
 class Selection(FlatLayout):
     """The selected parameters, by name, as one vector of length D.
 
-    `index` (D,) selects entries of the concatenated tensors, `size` in total, for a subnetwork; None selects all of
-    them.
+    For a subnetwork, `index` (D,) selects entries of the concatenated tensors, of which there are `size` in total; None
+    selects all of them.
     """
 
     index: Int[Tensor, " D"] | None = None
@@ -183,7 +183,7 @@ def locate(sizes: Sequence[int], positions: Int[Tensor, " S"]) -> tuple[list[int
     lengths = torch.tensor(sizes, device=positions.device)
     owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
     touched = torch.zeros_like(lengths, dtype=torch.bool).index_fill(0, owners, True)
-    left_out = lengths.masked_fill(touched, 0).cumsum(0)  # entries of tensors before each that are not touched
+    left_out = lengths.masked_fill(touched, 0).cumsum(0)  # untouched entries before each tensor
     return touched.nonzero().squeeze(1).tolist(), positions - left_out[owners]
 
 

@@ -1,4 +1,4 @@
-"""A module that `fully_shard` has sharded, as it is: only a copy of this rank's part of its parameters is taken."""
+"""A module sharded by `fully_shard`, run in place: only this rank's part of its parameters is copied."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ShardedModel(Model):
     """The function of a model whose parameters are sharded over the ranks of a process group by `fully_shard`.
 
     The module itself is run, since it cannot be copied. While it runs, it holds the values and modes that it had when
-    this was made; before and after, its own, and its parameters are resharded. A pass gathers parameters, so that all
-    ranks make the same passes, on data of their own.
+    this object was made; before and after, it holds its own, and its parameters are resharded. A pass gathers
+    parameters, so all ranks make the same passes, each on its own data.
 
-    Raises ValueError, by name, for what products layer by layer do not know: see `_require_known`.
+    Raises ValueError, by name, for features that products layer by layer do not support; see `_require_known`.
     """
 
     @torch.inference_mode(False)
@@ -65,7 +65,7 @@ class ShardedModel(Model):
 
     @property
     def values(self) -> Blocks:
-        """Nothing: the module reads its parameters itself."""
+        """An empty mapping: the module reads its parameters itself."""
         return {}
 
     @property
@@ -83,7 +83,7 @@ class ShardedModel(Model):
         return dict(self._snapshot)
 
     def named_snapshot(self) -> dict[str, Any]:
-        """Return the selected parameters of the snapshot by name, as the parameters lie."""
+        """Return the selected parameters of the snapshot by name, laid out as the parameters are."""
         return {name: self.shards.as_parameter(name, self._snapshot[name].clone()) for name in self.selection.names}
 
     @cached_property
@@ -95,11 +95,11 @@ class ShardedModel(Model):
         return id(variable)  # fully_shard frees and allocates the memory of a parameter, which stays one object
 
     def admit(self, inputs: Inputs) -> None:
-        """Raise ValueError for inputs of another form than the first points': to try them takes all ranks."""
+        """Raise ValueError for inputs of another form than the first points, since trying them would take all ranks."""
         if form_of(inputs) not in self._admitted:
             raise ValueError(
-                "the inputs have another dtype or shape than the first points, which a model that is sharded over "
-                "ranks cannot try: pad sequences to one length."
+                "the inputs have another dtype or shape than the first points, and a model that is sharded over ranks "
+                "cannot be tried on them: pad sequences to one length."
             )
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -109,12 +109,12 @@ class ShardedModel(Model):
             return run()
 
     def meet(self) -> None:
-        """Wait for all ranks; raise RankFailed where one raised an error."""
+        """Wait for all ranks; raise RankFailed if one raised an error."""
         self.ranks.add_up(self._flat.new_zeros(1))
 
     @contextlib.contextmanager
     def at_snapshot(self) -> Iterator[None]:
-        """Let the module hold the snapshot; a forward pass and its backward passes lie in one such block."""
+        """Make the module hold the snapshot; a forward pass and its backward passes belong in one such block."""
         with self.lock:
             self._depth += 1
             try:
@@ -134,10 +134,10 @@ class ShardedModel(Model):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _exchanged(self, values: Blocks, modes: Mapping[nn.Module, bool]) -> tuple[Blocks, dict[nn.Module, bool]]:
-        """Write values and modes where they differ, and return those before."""
+        """Write values and modes that differ, and return those that were there before."""
         tensors, modes_before, held = {}, {part: part.training for part in modes}, self._held()
         for name, value in values.items():
-            present = held[name].data  # whose version no graph of the user's watches
+            present = held[name].data  # no graph of the user's depends on its version
             if not torch.equal(present, value):
                 tensors[name] = present.clone()
                 present.copy_(value)
@@ -146,15 +146,13 @@ class ShardedModel(Model):
         return tensors, modes_before
 
     def _held(self) -> Blocks:
-        """Return what the module holds now; fully_shard may move a slice in its first pass, and users tensors."""
+        """Return the module's present values; its first pass, and users, may have moved some of its tensors."""
         found = {}
         for part, local, name in self.places:
             held = part._parameters.get(local, part._buffers.get(local))
             value = self._snapshot[name]
             if held is None or (_local(held).shape, held.dtype) != (value.shape, value.dtype):
-                raise ValueError(
-                    f"{name!r} is no longer what it was when the model was linearised: linearise it again."
-                )
+                raise ValueError(f"{name!r} has changed since the model was linearised: linearise it again.")
             found[name] = _local(held)
         return found
 
@@ -166,7 +164,7 @@ class ShardedModel(Model):
         return self._call({}, inputs)
 
     def at(self, weights: Tensor) -> NoReturn:
-        raise ValueError("a model that is sharded over ranks takes no other weights: set those of the module.")
+        raise ValueError("a model that is sharded over ranks takes no other weights: set the weights of the module.")
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> NoReturn:
         raise ValueError("a model that is sharded over ranks cannot be converted: convert it before fully_shard.")
@@ -189,18 +187,18 @@ class ShardedModel(Model):
             mesh, kinds = tensor.device_mesh, [type(placement).__name__ for placement in tensor.placements]
             if mesh.ndim != 1 or kinds != ["Shard"]:
                 raise ValueError(
-                    f"parameter {name!r} lies as {list(tensor.placements)} on {mesh}: only a mesh of one dimension is "
-                    "known, fully_shard(model, mesh=mesh), without tensor parallelism or replicas (HSDP)."
+                    f"parameter {name!r} has placements {list(tensor.placements)} on {mesh}: only one-dimensional "
+                    "meshes are supported, fully_shard(model, mesh=mesh), without tensor parallelism or HSDP replicas."
                 )
             meshes[mesh] = name
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
                 raise ValueError(
-                    f"parameter {name!r} is sharded over ranks {theirs}, but process_group= has {ours}: give the "
-                    "mesh's own, process_group=mesh.get_group()."
+                    f"parameter {name!r} is sharded over ranks {theirs}, but process_group= has {ours}: give the group "
+                    "of the mesh, process_group=mesh.get_group()."
                 )
         if len(meshes) > 1:
-            raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: take one for all.")
+            raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: use one mesh for all.")
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         for part in self._sharded:
             self._require_plain_policies(part, dtypes)
@@ -218,7 +216,7 @@ class ShardedModel(Model):
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
-                raise ValueError(f"{where} is sharded with a CPUOffloadPolicy, which is not known: shard it without.")
+                raise ValueError(f"{where} is sharded with a CPUOffloadPolicy, which is not supported: remove it.")
 
     def _require_selectable(self, tensors: Mapping[str, Any]) -> None:
         for name in self.selection.names:
@@ -229,8 +227,8 @@ class ShardedModel(Model):
                 )
             if not tensors[name].requires_grad:
                 raise ValueError(
-                    f"parameter {name!r} requires no gradient, which a sharded model takes as it is: call "
-                    "requires_grad_() on it, or leave it out of parameters=."
+                    f"parameter {name!r} requires no gradient, and this cannot be changed here for a sharded model: "
+                    "call requires_grad_() on it, or leave it out of parameters=."
                 )
 
 
@@ -245,12 +243,12 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _checked_spec(parameters: Any) -> Any:
-    """Return `parameters=`; raise ValueError for what needs a whole vector or a copy of the model."""
+    """Return `parameters=`; raise ValueError for values that need a whole vector or a copy of the model."""
     if isinstance(parameters, Tensor) or (isinstance(parameters, str) and parameters == "last_layer"):
         what = "a subnetwork" if isinstance(parameters, Tensor) else "'last_layer'"
         raise ValueError(
-            f"parameters= got {what}, which is not known for a model that is sharded over ranks: name its parameters, "
-            "by globs or a predicate."
+            f"parameters= got {what}, which is not supported for a model that is sharded over ranks: name its "
+            "parameters, by globs or a predicate."
         )
     if isinstance(parameters, Selection):
         raise ValueError("parameters= got a selection of another model: name the parameters.")

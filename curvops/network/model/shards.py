@@ -1,4 +1,4 @@
-"""Parameters that a model shares among processes: what tells such a model, and how its parameters lie on the ranks."""
+"""Parameters that a model shares among processes: how to recognise them, and how they lie on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curvops.process_group import Ranks, even_share, is_dtensor, is_fsdp, is_ful
 
 
 def unsharded_class(kind: type) -> type:
-    """Return the class that a module had before `fully_shard`, which derives one from it."""
+    """Return the class that a module had before `fully_shard`, which derives a new one from it."""
     marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
     return kind.__bases__[1] if marked else kind
 
@@ -30,7 +30,7 @@ def has_hooks(part: Any) -> bool:
 
 
 def require_whole(source: Any) -> None:
-    """Raise ValueError where a model's parameters are shared among processes."""
+    """Raise ValueError if a model's parameters are shared among processes."""
     if isinstance(source, nn.Module):
         for path, part in source.named_modules():
             where = f"the module {path!r}" if path else "the model"
@@ -41,7 +41,7 @@ def require_whole(source: Any) -> None:
                 )
             if is_fully_sharded(part):
                 raise ValueError(
-                    f"{where} is sharded by fully_shard, so that a process holds a part of each parameter: give "
+                    f"{where} is sharded by fully_shard, so that each process holds a part of each parameter: give "
                     "co.linearize the model itself, or an unsharded copy of it."
                 )
         named: Mapping[str, Any] = {**dict(source.named_parameters()), **dict(source.named_buffers())}
@@ -50,17 +50,17 @@ def require_whole(source: Any) -> None:
     held = [name for name, tensor in named.items() if is_dtensor(tensor)]
     if held:
         raise ValueError(
-            f"parameter {held[0]!r} is a DTensor, of which each process of its mesh holds a part: linearise a model of "
-            "whole tensors (tensor.full_tensor()), on each process, with a shard of the data and process_group=."
+            f"parameter {held[0]!r} is a DTensor, and each process of its mesh holds a part of it: linearise a model "
+            "of whole tensors (tensor.full_tensor()), on each process, with a shard of the data and process_group=."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameters:
-    """Where the entries of parameters and vectors lie on the ranks.
+    """The positions of the entries of parameters and vectors on the ranks.
 
-    Of a parameter each rank holds a slice, along one of its `dims`, as `fully_shard` has it. Of a vector (D,) of all
-    parameters in their order, as one process has it, a rank holds a run of ⌈D/ranks⌉ rows, as `Shard(0)` has it.
+    Each rank holds a slice of each parameter, along one of its `dims`, as `fully_shard` puts it. A vector (D,) has all
+    parameters in the same order as on a single process; each rank holds a run of ⌈D/ranks⌉ rows, as `Shard(0)` puts it.
     """
 
     ranks: Ranks
@@ -70,7 +70,7 @@ class ShardedParameters:
 
     @classmethod
     def of(cls, ranks: Ranks, tensors: Mapping[str, Any]) -> ShardedParameters:
-        """Return how these DTensors lie."""
+        """Return the layout of these DTensors."""
         dims = tuple(tensor.placements[0].dim for tensor in tensors.values())
         mesh = next(iter(tensors.values())).device_mesh
         found = cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
@@ -79,7 +79,7 @@ class ShardedParameters:
             expected = even_share(tensor.shape[dim], ranks.size, ranks.rank)
             if tensor.to_local().shape[dim] != len(expected):
                 raise ValueError(
-                    f"parameter {name!r} has {tuple(tensor.to_local().shape)} on {ranks.names}, where fully_shard puts "
+                    f"parameter {name!r} has {tuple(tensor.to_local().shape)} on {ranks.names}, but fully_shard puts "
                     f"{len(expected)} along dimension {dim}: shard the model by fully_shard."
                 )
         return found
@@ -108,7 +108,7 @@ class ShardedParameters:
         return even_share(self.layout.size, self.ranks.size, rank)
 
     def _pieces(self, names: Sequence[str], rank: int) -> Iterator[tuple[str, slice, slice]]:
-        """Yield what a rank holds of parameters: the name, the entries of it, and the rank's own rows."""
+        """Yield the pieces of parameters that a rank holds: the name, the entries of it, and the rank's own rows."""
         rows = self.rows_of(rank)
         for name in names:
             start = self._starts[name]
@@ -117,7 +117,7 @@ class ShardedParameters:
                 yield name, slice(low - start, high - start), slice(low - rows.start, high - rows.start)
 
     def gather(self, block: Float[Tensor, "d K"], names: Sequence[str]) -> Blocks:
-        """Return some parameters' parts of K vectors as a whole, (K, *shape) each. Their owners broadcast them."""
+        """Return some parameters' parts of K vectors whole, (K, *shape) each. Their owners broadcast them."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         for rank in range(self.ranks.size):
             pieces = list(self._pieces(names, rank))
@@ -144,9 +144,9 @@ class ShardedParameters:
             total[rows] += part.mT
 
     def to_dtensors(self, block: Float[Tensor, "d *K"]) -> dict[str, Any]:
-        """Return vectors as DTensors by name, which lie as the parameters: (*shape), or (K, *shape) for a block.
+        """Return vectors as DTensors by name, laid out as the parameters: (*shape), or (K, *shape) for a block.
 
-        Sends every vector to all ranks, a parameter at a time.
+        Sends every vector to all ranks, one parameter at a time.
         """
         one, found = block.ndim == 1, {}
         for name, shape in self.shapes.items():
@@ -158,7 +158,7 @@ class ShardedParameters:
         return found
 
     def as_parameter(self, name: str, own: Float[Tensor, "*slice"]) -> Any:
-        """Return this rank's slice of a parameter, or K of them, as a DTensor that lies as the parameter."""
+        """Return this rank's slice of a parameter, or K of them, as a DTensor laid out as the parameter."""
         from torch.distributed.tensor import DTensor, Shard
 
         shape = self.shapes[name]
@@ -168,9 +168,9 @@ class ShardedParameters:
         return DTensor.from_local(own, self.mesh, placement, run_check=False, shape=size, stride=stride)
 
     def from_named(self, tensors: Mapping[str, Any], like: Tensor) -> Float[Tensor, "d *K"]:
-        """Return this rank's rows of vectors by name: DTensors as the parameters lie, or whole tensors on all ranks.
+        """Return this rank's rows of vectors by name: DTensors laid out as the parameters, or whole tensors on all.
 
-        Raises ValueError for a missing or unknown name, another shape, dtype or placement; TypeError for no tensor.
+        Raises ValueError for a missing or unknown name, another shape, dtype or placement; TypeError for non-tensors.
         """
         if set(tensors) != set(self.layout.names):
             lacking = sorted(set(self.layout.names) - set(tensors))
@@ -212,7 +212,7 @@ class ShardedParameters:
             kinds = [(type(placement).__name__, getattr(placement, "dim", None)) for placement in held.placements]
             if held.device_mesh != self.mesh or kinds != [("Shard", dim)]:
                 raise ValueError(
-                    f"{name!r} lies as {list(held.placements)} on {held.device_mesh}, expected [Shard({dim})] on "
-                    f"{self.mesh}, as the parameter does: call tensor.redistribute(mesh, placements)."
+                    f"{name!r} has placements {list(held.placements)} on {held.device_mesh}, expected [Shard({dim})] "
+                    f"on {self.mesh}, like the parameter: call tensor.redistribute(mesh, placements)."
                 )
         return tensor.shape[0] if extra else None

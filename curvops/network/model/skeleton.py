@@ -1,8 +1,8 @@
 """A copy of a module with its own settings, which later changes to the user's module do not affect.
 
-Parameters and buffers are shared, since every call replaces them by the snapshot's. Everything else that a forward pass
-may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the order of
-submodules, and objects composed of these (configurations). Other objects are shared.
+Parameters and buffers are shared, since every call replaces them by those of the snapshot. Everything else that a
+forward pass may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the
+order of submodules, and objects composed of these (configurations). Other objects are shared.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class _Copier:
 
     def __init__(self, held: Iterable[Tensor | None]) -> None:
         self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
-        self.alive: list[Any] = []  # the id of a temporary object would be used again
+        self.alive: list[Any] = []  # otherwise the id of a temporary object could be reused
 
     def of(self, value: Any) -> Any:
         kind = type(value)
         if kind in NUMBERS or isinstance(value, UNCHANGING):
             return value
-        if kind in (dict, OrderedDict) and not value:  # most of a module's attributes: hooks that it does not have
+        if kind in (dict, OrderedDict) and not value:  # most of a module's attributes are empty mappings of hooks
             return kind()
         known = self.memo.get(id(value))
         if known is None:
             self.alive.append(value)
-            self.memo[id(value)] = value  # for an object that is shared or refers to itself
+            self.memo[id(value)] = value  # in case the object is shared or refers to itself
             self.memo[id(value)] = known = self._copy(value)
         return known
 
@@ -77,7 +77,7 @@ class _Copier:
     def _module(self, module: nn.Module) -> nn.Module:
         other = self._object(module)
         if getattr(other, "_compiled_call_impl", None) is not None:
-            other.__dict__["_compiled_call_impl"] = None  # compiled for the other one
+            other.__dict__["_compiled_call_impl"] = None  # compiled for the original
         if "_orig_mod" in other._modules:
             other.__dict__["forward"] = other._modules["_orig_mod"]
         return other

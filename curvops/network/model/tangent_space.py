@@ -17,7 +17,7 @@ from curvops.network.model.parameters import Selection, locate
 class Fingerprints(Mapping[str, int]):
     """The fingerprints of tensors by name, computed on first comparison; until then the tensors are kept.
 
-    They use values in float32, so that a network and its copy in float64 are at the same point.
+    They are computed from the values in float32, so that a network and its copy in float64 are at the same point.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -25,12 +25,12 @@ class Fingerprints(Mapping[str, int]):
         self._taken: dict[str, int] = {}
 
     def take(self) -> dict[str, int]:
-        """Return them as a dict; the first call makes one pass over the tensors."""
+        """Return the fingerprints as a dict; the first call makes one pass over the tensors."""
         if self._tensors:
             tensors = self._tensors
             found = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
             self._taken = dict(zip(tensors, found))
-            self._tensors = {}  # afterwards, since another thread may be here, too
+            self._tensors = {}  # cleared last, since another thread may be here, too
         return self._taken
 
     def __getitem__(self, name: str) -> int:
@@ -68,7 +68,7 @@ class TangentSpace:
                 f"they belong to different parameters ({self._text()} and {other._text()}); linearise both with "
                 "the same parameters=."
             )
-        # A tensor in only one of them belongs to another model (the head of another task), and is not another value.
+        # A tensor in only one of them belongs to another model (the head of another task) and has not changed.
         moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
         if moved:
             return (
@@ -111,7 +111,7 @@ def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> Tangent
 
 
 def _unless_all(index: Tensor, size: int) -> Tensor | None:
-    """Return the positions; None where they are all positions in order."""
+    """Return the positions; None if they are all positions in order."""
     return None if torch.equal(index, torch.arange(size, device=index.device)) else index
 
 

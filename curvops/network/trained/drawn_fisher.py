@@ -1,4 +1,4 @@
-"""Output Fishers by their names, and the Monte-Carlo one, whose targets are drawn from the network."""
+"""Output Fishers by name, and the Monte-Carlo Fisher, whose targets are drawn from the network."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def drawn_residuals(
 def output_fisher(
     kind: str, likelihood: Likelihood, mc_samples: int, drawn: Callable[[], OutputFisher]
 ) -> OutputFisher:
-    """Return the H that `fisher=` names: "exact", "mc", which is `drawn` with `mc_samples` targets, or "empirical".
+    """Return the H named by `fisher=`: "exact", "mc", which is `drawn` with `mc_samples` targets, or "empirical".
 
-    Raises ValueError for another word, for `mc_samples` below 1, and above 1 if nothing is drawn.
+    Raises ValueError for another name, for `mc_samples` below 1, and for more than 1 if nothing is drawn.
     """
     check_kind(kind)
     checked_whole("mc_samples", mc_samples, kind="a whole number of targets per point")

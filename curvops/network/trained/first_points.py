@@ -30,7 +30,7 @@ class NoCurvature(UserWarning):
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
     """Interpret a likelihood or a loss at the first points; return it with the outputs' layout and these outputs.
 
-    Raises ValueError or TypeError for outputs of the model, or positions, that do not suit it.
+    Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it.
     """
     interpretation = interpretation_of(spec)
     if interpretation is None:
@@ -79,7 +79,8 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
     """Return the inputs of the first two points, their targets in the user's form, and the type of mappings.
 
-    Of a shard they are those of the first rank that has points, so that all ranks try the model on the same.
+    For a shard these are the points of the first rank that has points, so that all ranks try the model on the same
+    ones.
     """
     if ranks is None:
         return _own_first_points(data, theta, weights)
@@ -104,7 +105,7 @@ def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, 
         inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
         if num_points(inputs) > 0:
             return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
-    as_batches(data, 1, weights=weights)  # raises for what is wrong with the data
+    as_batches(data, 1, weights=weights)  # raises an error if the data are invalid
     raise NoData("the data hold no points.")
 
 
@@ -126,7 +127,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     """Warn if residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
     counted = likelihood.counted(y)
     if likelihood.of_position.always_curved or not (counted is None or bool(counted.any())):
-        return  # points that do not count say nothing
+        return  # points that do not count show nothing
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
     of_loss = isinstance(likelihood.of_position, FromLoss)
@@ -140,7 +141,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
             return  # it cannot draw, or is not convex
         if bool(slopes.any()):
             return
-    why = "whatever target it draws at the first points, the gradient of log p is zero. The GGN, the Fishers and KFAC"
+    why = "the gradient of log p is zero for every target drawn at the first points. The GGN, the Fishers and KFAC"
     if of_loss:
         why = "it is linear in the outputs at the first points. The GGN and KFAC"
     warnings.warn(
@@ -152,7 +153,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
-    """Yield outputs at which a curvature may show: these, smaller ones, and some near the targets."""
+    """Yield outputs at which a curvature may show: the given ones, smaller ones, and some near the targets."""
     yield f
     yield f / (1 + f.abs().max())
     if y.shape == f.shape and y.is_floating_point():
@@ -184,18 +185,18 @@ def checked_layout(
             )
         if not bool(outputs.isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
-        # The first pass may prepare what later ones use, and runs through other calls, so its outputs prove nothing.
+        # The first pass may prepare what later ones use, and goes through other calls, so its outputs prove nothing.
         times = 17 if drew else 0 if torch.equal(first, returned) else 1
         if not all(torch.equal(outputs, model(model.values, few)) for _ in range(times)):
             raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
-        if drew and model.training:  # a mask of few entries is often the same twice
+        if drew and model.training:  # two masks of few entries are often the same
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
         try:
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the model takes {num_points(few)} points but not a single one ({error}); call model.eval(), and "
-                "let it take batches of any size."
+                f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
+                "make it accept batches of any size."
             ) from error
     model.require_points_apart(outputs, alone)
     return layout, returned

@@ -36,7 +36,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
     assert layout is not None
     few = data.few if inputs is None else take(lin.admit(inputs), slice(0, 2))
     if not num_points(few):
-        raise ValueError("inputs= has no points; pass one or two, at which the model is tried when it is loaded.")
+        raise ValueError("inputs= has no points; pass one or two, on which the model is tried when it is loaded.")
     outputs = model(model.values, few)
     return {
         "tensors": identity_of(model.kept_tensors),
@@ -106,7 +106,7 @@ def recorded_network(
         record["token"],
         compute_dtype=lower,
     )
-    _ = lin.passes.engines  # probe in this call, not in the first product
+    _ = lin.passes.engines  # probe now, not in the first product
     return lin
 
 
@@ -129,7 +129,7 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
 
 
 def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
-    """Return the batches, once they have the saved fingerprint (taken before the network was cast, if it was)."""
+    """Return the batches, after checking the saved fingerprint (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(known)
     reading = reading_for(network, likelihood, layout, known["weighted"])
     reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
@@ -138,7 +138,7 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         raise ValueError(
             f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
-    by_batches = "contents" not in known  # of an earlier version
+    by_batches = "contents" not in known  # saved by an earlier version
     if by_batches and batches.print_of_batches != known["fingerprint"]:
         raise ValueError(
             "the data are not those of the saved posterior: they have other values, or come in another order or in "
@@ -154,7 +154,7 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
     return found
 
 
-# The likelihood: by its arguments or, if it holds a function, to be passed again.
+# The likelihood is recorded by its arguments; if it holds a function, it has to be passed again.
 
 
 def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
         return at_positions(stored, layout)
     if named is None:
         raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, cannot be saved, since it holds a function, or "
+            f"the likelihood of this posterior, {known['given']}, cannot be saved, because it holds a function or "
             "belongs to a class of your own. Pass it again, co.load(path, model, likelihood=...)."
         )
     likelihood, layout = at_positions(named, layout)
@@ -190,7 +190,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
         found, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
         slack = torch.finfo(dtype).eps ** 0.5 * (1 + scores.abs().max())
         if not bool(((found - scores).abs() <= slack).all()):
-            raise ValueError(f"the likelihood is another than that of the saved posterior, {known['given']}.")
+            raise ValueError(f"the likelihood is not that of the saved posterior, {known['given']}.")
     return likelihood, layout
 
 

@@ -60,7 +60,7 @@ class ShardedNetwork:
         if engine not in ("auto", "layerwise"):
             raise ValueError(
                 f"engine={engine!r} would gather all parameters on each rank: a model that is sharded by fully_shard "
-                "is multiplied layer by layer, engine='auto' or 'layerwise'."
+                "is multiplied layer by layer, with engine='auto' or 'layerwise'."
             )
         ranks = Ranks(process_group)
         with ranks.guarded():
@@ -128,7 +128,7 @@ class ShardedNetwork:
         return drawn_residuals(self.likelihood, f, y, w, mc_samples, generator)
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""
+        """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
 
         def drawn() -> OutputFisher:
             return Sampled(self.likelihood, self.draw_residuals(mc_samples, generator))

@@ -54,7 +54,7 @@ class Source:
     likelihood: str
 
     def __str__(self) -> str:
-        """Return the data alone: a likelihood with a function has a name that differs between processes."""
+        """Describe the data alone: a likelihood with a function has a name that differs between processes."""
         return f"{self.num_data} points of fingerprint {self.data}"
 
 
@@ -62,12 +62,12 @@ class TrainedNetwork:
     """A network at a snapshot θ* of its weights, with its data and its likelihood.
 
     Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
-    is the shape of one point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere,
-    position by position.
+    is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
+    everywhere, position by position.
     """
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
-    """Dataclasses that identify data and weights, which operators and records keep in their place."""
+    """Dataclasses that identify data and weights; operators and records store them in place of both."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TrainedNetwork:
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[tuple[bool, Passes], tuple[list[Tensor], Passes]] = {}
-        self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # at these hyperparameters
+        self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
 
     @classmethod
     def read(
@@ -125,7 +125,7 @@ class TrainedNetwork:
         theta = network.theta
         nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
         if ranks is not None:
-            nbytes = min(ranks.gather(nbytes))  # of equal budgets, or of what is free
+            nbytes = min(ranks.gather(nbytes))  # over equal budgets, or over the free memory
         memory = Budget(nbytes, theta.device, ranks)
         few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
         given, layout, outputs = likelihood_at(network, few, likelihood)
@@ -151,7 +151,7 @@ class TrainedNetwork:
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
-        """Read what `read` does, whose data are this rank's shard of those of a process group."""
+        """Read what `read` does, where the data are this rank's shard of those of a process group."""
         ranks = Ranks(process_group)
         kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
         with ranks.guarded():
@@ -164,7 +164,7 @@ class TrainedNetwork:
         return new
 
     def warn_of_rounding(self) -> None:
-        """Measure the error of products in a lower precision, if they are, and warn of it: a question to all ranks."""
+        """Measure the error of products in a lower precision, if that is used, and warn of it; all ranks call this."""
         if isinstance(self.products, RoundedPasses):
             self.products.warn()
 
@@ -194,7 +194,7 @@ class TrainedNetwork:
         return found
 
     def name_of(self, value: Any) -> str | None:
-        """Return "source" or "space" for a value that equals the network's own, by which records refer to it."""
+        """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
         if isinstance(value, Source):
             return "source" if value == self.source else None
         return "space" if isinstance(value, TangentSpace) and value.is_at(self.tangent_space) else None
@@ -232,7 +232,7 @@ class TrainedNetwork:
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
         """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
 
-        Raises as `admit`, and ValueError if J has no gradient in the inputs that is known to be right.
+        Raises as `admit`, and ValueError if J has no gradient in the inputs that is certain to be right.
         """
         given, engines = copy(self.admit(x, differentiable)), self.passes.engines
         names = tuple(name for name, _ in _require_gradient(given)) if num_points(given) else ()
@@ -247,9 +247,9 @@ class TrainedNetwork:
 
         Costs one forward pass.
 
-        With `weights`, such as a draw of a posterior, the network itself at these; weights outside a subnetwork keep
-        their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
-        weights are one vector (D,).
+        With `weights`, such as a draw from a posterior, it evaluates the network itself at these weights; weights
+        outside a subnetwork keep their values. Inputs that require a gradient get one. Raises as `jacobian` does, and
+        ValueError unless the weights are one vector (D,).
         """
         inputs, step = self.admit(x, differentiable=True), self.data.largest
         values = self.model.values if weights is None else self.unflatten_weights(weights)
@@ -265,7 +265,7 @@ class TrainedNetwork:
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
-                f"{name} requires a gradient, which this call does not compute and which would be taken for zero: use "
+                f"{name} requires a gradient, which this call does not compute, so that it would count as zero: use "
                 "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
                 "or call this under torch.no_grad()."
             )
@@ -279,7 +279,7 @@ class TrainedNetwork:
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | f(x_n, θ*)) in nats.
 
-        Costs one forward pass; under no_grad none once KFAC or a diagonal has been built.
+        Costs one forward pass; under no_grad it costs none once KFAC or a diagonal has been built.
 
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
@@ -308,13 +308,13 @@ class TrainedNetwork:
         return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
 
     def require_symmetric_hessian(self) -> None:
-        """Raise RuntimeError unless uᵀHv is vᵀHu at the first two points."""
+        """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
         with self.passes.guarded():
             inputs, batch = next(self.passes.batches())
             require_symmetric(self.model, self.likelihood, take(inputs, slice(0, 2)), batch.labels(slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-        """Return the H that `fisher=` names; see `drawn_fisher.output_fisher`."""
+        """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""
         return output_fisher(kind, self.likelihood, mc_samples, lambda: self._drawn(mc_samples, generator))
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
@@ -340,8 +340,8 @@ class TrainedNetwork:
     ) -> Passes | None:
         """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; all callers share it.
 
-        It is one of `products` if it is for those. r is kept as a constant; None if a gradient for the likelihood's
-        hyperparameters is recorded.
+        It is one of `products` if it is for those. r is kept as a constant. The result is None if a gradient for the
+        likelihood's hyperparameters is recorded.
         """
         tensors = likelihood.hyperparameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -399,7 +399,7 @@ class TrainedNetwork:
             raise ValueError(
                 "a subnetwork's vector does not contain all entries of its tensors: unflatten_weights(vector) takes "
                 "the others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) "
-                "uses zeros (for a step, gradient or product)."
+                "sets them to zero (for a step, gradient or product)."
             )
         return self.unflatten_tangent(vector)
 
@@ -427,14 +427,14 @@ class TrainedNetwork:
         return vector
 
     def with_likelihood(self: N, likelihood: Likelihood) -> N:
-        """Return a copy with another likelihood of the same targets, unchecked, which shares engines for J."""
+        """Return a copy with another likelihood of the same targets, unchecked, which shares the engines for J."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
         new._known = None, {}
         return new
 
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
-        """Return the network with some of its points, in ascending order, with their weights multiplied by a factor."""
+        """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
         data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard
         for batch in self.data if shard is None or not shard.borrows else ():
             inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
@@ -459,16 +459,16 @@ class TrainedNetwork:
         )
 
     def write_once(self, write: Callable[[], None]) -> None:
-        """Write files: over a process group on the first rank, while the others wait."""
+        """Write files; over a process group the first rank writes, while the others wait."""
         if self.ranks is None:
             write()
         else:
             self.ranks.from_first(write)
 
     def gathered(self: N) -> N:
-        """Return the network with the data of all ranks on this one alone; itself where it has no process group.
+        """Return the network with the data of all ranks on this one alone; itself if it has no process group.
 
-        For function space and for what reads all data at once: the data of all ranks must fit on each.
+        This is for function space and for code that reads all data at once: the data of all ranks must fit on each.
         """
         shard = self.passes.shard
         if shard is None:
@@ -516,16 +516,16 @@ class TrainedNetwork:
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
-        """Return by name the facts that a checkpoint compares, with the log-likelihood. Costs one forward pass."""
+        """Return by name the facts that a checkpoint compares, including the log-likelihood. Costs one forward pass."""
         return {**self._facts(), "its log-likelihood": self.log_likelihood()}
 
     @property
     def order(self) -> dict[str, Any]:
-        """The further facts that a checkpoint compares where a run draws noise for each point."""
+        """The further facts that a checkpoint compares if a run draws noise for each point."""
         return {"the order of the data": self.data.prints.order}
 
     def _facts(self) -> dict[str, Any]:
-        """Return by name what tells a linearisation from others: network, data, likelihood, engine."""
+        """Return by name what distinguishes a linearisation from others: network, data, likelihood, engine."""
         selection, tensors = self.model.selection, self.model.kept_tensors
         index = () if selection.index is None else (selection.index,)
         return {
@@ -546,7 +546,7 @@ class TrainedNetwork:
 
 
 def _require_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the inputs that require a gradient, while gradients are recorded."""
+    """Return the inputs that require a gradient, if gradients are being recorded."""
     return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
 
 
@@ -559,7 +559,7 @@ class _Labelled:
     def __iter__(self) -> Any:
         start = self._data.start
         for batch in self._data:
-            # Clones: stored parts of a batch must not change with the user's tensors.
+            # Clone: stored parts of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()
             yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
             start += batch.num_points

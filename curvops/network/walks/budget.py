@@ -1,4 +1,4 @@
-"""The memory budget: the free memory of a device as default, and the present users of a budget."""
+"""The memory budget: by default a share of the device's free memory, with the present users of a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvops.process_group import Ranks
 
 # If neither the kernel nor a control group reports it, a small machine is assumed.
 UNKNOWN = 4 * 2**30
-# Vectors may take this much whatever the budget: below it there is nothing worth saving.
+# Vectors may take this much whatever the budget is: below this size there is nothing worth saving.
 LEAST_ROOM = 16 * 2**20
 
 
@@ -29,7 +29,7 @@ class Caching(Protocol):
 
     @property
     def wanted_bytes(self) -> int:
-        """The bytes that all its engines would take."""
+        """The bytes that all engines of the cache would take."""
 
     def shrink(self, most: int) -> None:
         """Free engines until at most this many bytes are kept."""
@@ -42,9 +42,10 @@ class Budget:
     """One budget of bytes, shared by the engines kept between products and the vectors of algorithms.
 
     If both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
-    again, within the remaining bytes, when later products need them. In the budget `of_ranks` vectors always get half,
-    less what algorithms hold now, so that the ranks of a group have equal room: their engines differ with the shards,
-    and what is kept with an owner ends when its garbage is collected. Pickling and copying drop the contents.
+    again, within the remaining bytes, when later products need them. In a budget with `of_ranks`, vectors always get
+    half of the bytes, less those that algorithms hold now, so that the ranks of a group have equal room: their engines
+    differ with the shards, and what is kept with an owner ends when its garbage is collected. Pickling and copying drop
+    the contents.
     """
 
     def __init__(self, budget: int, device: torch.device | None = None, of_ranks: Ranks | None = None) -> None:
@@ -71,7 +72,7 @@ class Budget:
 
     @property
     def for_engines(self) -> int:
-        """The bytes that further engines may take now; negative if vectors took the bytes of engines."""
+        """The bytes that further engines may take now; negative if vectors have taken bytes from engines."""
         return self.budget - self._held - self._kept - sum([cache.kept_bytes for cache in self._present()])
 
     def room(self) -> int:
@@ -97,7 +98,7 @@ class Budget:
         weakref.finalize(owner, self._take, kept=-nbytes).atexit = False
 
     def expect_many(self) -> None:
-        """Announce more products than were made so far."""
+        """Announce more products than have been made so far."""
         for cache in self._present():
             cache.expect_many()
 
@@ -130,7 +131,7 @@ def _machine_bytes() -> int:
 
 
 def _group_bytes() -> int:
-    """Return the bytes that a control group (a container) leaves, or no limit."""
+    """Return the bytes that a control group (a container) leaves free, or no limit."""
     try:
         return int(_text("/sys/fs/cgroup/memory.max")) - int(_text("/sys/fs/cgroup/memory.current"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Outputs, rows of J and products with it at given inputs, with gradients in these inputs.
 
 The pass is recorded from the inputs on. It enters the user's graph as one step, whose backward pass runs while the
-module holds its snapshot; the weights have no gradient. A row of J is a first derivative itself, computed with its
+module holds its snapshot; the weights get no gradient. A row of J is itself a first derivative, computed with its
 graph.
 """
 
@@ -32,7 +32,7 @@ Compute = Callable[..., Tensor]
 def through_inputs(model: Model, inputs: Inputs, compute: Compute, *vectors: Tensor) -> Tensor:
     """Return `compute(inputs, *vectors)` with its gradient in those inputs and vectors that require one.
 
-    It has first derivatives only; RuntimeError if a gradient of the gradient is recorded.
+    It has first derivatives only, and raises RuntimeError if a gradient of the gradient is recorded.
     """
     names = [name for name, tensor in components(inputs) if tensor.requires_grad]
     given = dict(components(inputs))
@@ -43,7 +43,7 @@ def through_inputs(model: Model, inputs: Inputs, compute: Compute, *vectors: Ten
 
 
 class _ThroughInputs(Function):
-    """A recorded computation, whose graph is its own."""
+    """A recorded computation that keeps its own graph."""
 
     @staticmethod
     def forward(ctx: Any, model: Model, inputs: Inputs, names: list[str], compute: Compute, *tensors: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _ThroughInputs(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would be taken for zero
+        if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would count as zero
             raise RuntimeError(
                 "predictions and Jacobians have only first derivatives in their inputs: differentiate them without "
                 "create_graph=True."
@@ -80,7 +80,7 @@ def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n
         if not outputs.requires_grad:
             raise ValueError(
                 "an input requires a gradient, but the model cuts it off (it detaches its inputs, runs under no_grad "
-                "or leaves torch): repair the model, or pass x.detach()."
+                "or leaves torch): change the model, or pass x.detach()."
             )
         return outputs
 
@@ -109,7 +109,7 @@ class GraphRows(JacobianRows):
         self._engines.checked_others(self._inputs)
         outputs, calls, misfits = self._engines.record(self._inputs, graph=True)
         if misfits:
-            raise RuntimeError(f"{unlike(misfits)} Or ask for gradients in the inputs at fewer points at a time.")
+            raise RuntimeError(f"{unlike(misfits)} Or compute gradients in the inputs for fewer points at a time.")
         return outputs, calls
 
     def jacobian_rows(self) -> Iterator[tuple[int, int, list[Group]]]:
@@ -129,7 +129,7 @@ class GraphRows(JacobianRows):
         yield 0, n * columns, groups
 
     def by_layer(self) -> list[Group]:
-        """Return the rows of all points, one group per layer; for a last layer from its inputs alone."""
+        """Return the rows of all points, one group per layer; for a last layer, from its inputs alone."""
         if (last := self.features()) is not None:
             groups = [group for each in last for group in groups_of(each, self._engines.plan.num_outputs)]
         else:
@@ -156,7 +156,7 @@ class GraphRows(JacobianRows):
 
 
 class InputGraph:
-    """Inputs of which some require a gradient, in which, and in vectors, results with J there have a gradient.
+    """Inputs some of which require a gradient; results computed with J have gradients in these inputs and in vectors.
 
     `inputs` have their graph, and `names` are those that require a gradient.
     """
@@ -173,17 +173,17 @@ class InputGraph:
         return [named[name] for name in self.names]
 
     def at(self, tensors: Sequence[Tensor]) -> InputGraph:
-        """Return the same with other tensors in place of those that require a gradient."""
+        """Return the graph with other tensors in place of those that require a gradient."""
         other = copy(self)
         other.inputs = replace_tensors(self.inputs, dict(zip(self.names, tensors)))
         return other
 
     def detached(self) -> InputGraph:
-        """Return the same without the graph of its inputs."""
+        """Return the graph with its inputs detached."""
         return self.at([tensor.detach() for tensor in self.tensors])
 
     def cast(self, engines: Engines, device: torch.device | None, dtype: torch.dtype | None) -> InputGraph:
-        """Return the inputs, converted, of a network that was converted."""
+        """Return the converted inputs for a network that was converted."""
         other = copy(self)
         other.engines, other.inputs = engines, move(self.inputs, device, dtype)
         return other
@@ -194,10 +194,10 @@ class InputGraph:
         return outputs_at(model, self.inputs, model.values)
 
     def push(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "nC K"]:
-        """Return J V from the rows of J, at C backward passes.
+        """Return J V from the rows of J, by C backward passes.
 
-        Differentiating the derivative of a backward pass would need one more derivative than some torch operations
-        have right (layer normalisation).
+        Differentiating the derivative of a backward pass would need one derivative more than some torch operations
+        compute correctly (layer normalisation).
         """
 
         def compute(given: Inputs, V: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class InputGraph:
 
 
 def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
-    """Raise ValueError unless the rows of J have derivatives in the inputs that are known to be right.
+    """Raise ValueError unless the rows of J have derivatives in the inputs that are certain to be right.
 
     This is tried on two points, once for each set of inputs that require a gradient.
     """

@@ -1,8 +1,8 @@
 """Rows g[n, r] = J_nᵀ s[n, r] of a square root of the curvature, layer by layer and in chunks, never all at once.
 
-One forward pass and a backward pass for each column r give every layer's sensitivity δ; operators add up what they need
-from them (squares, second moments, Kronecker factors) chunk by chunk. Parameters without a layer rule get their rows by
-one backward pass for each point and column, which is right for any model, and slow.
+One forward pass, and a backward pass for each column r, give every layer's sensitivity δ. Operators sum what they need
+from these (squares, second moments, Kronecker factors) chunk by chunk. The rows of parameters without a layer rule take
+one backward pass for each point and column, which is right for any model, but slow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _push(part: Factors, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r
     if by_rows < columns * (layer.multiply_adds + count * outputs):
         pieces = in_parts(len(delta), count * size, delta.is_cuda)
         return torch.cat([_push_rows(part.rows(points), tangents) for points in pieces], 1)
-    # A layer's part of a vector is scattered over it, and is copied: some at a time, in memory that is used again.
+    # A layer's part of a vector is scattered over it and has to be copied: some vectors at a time, in reused memory.
     some = in_parts(columns, size, delta.is_cuda)
     return concatenate([part.push({name: tangents[name][k] for name in layer.names.values()}) for k in some])
 
@@ -64,7 +64,7 @@ class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
     `first` says whether these are the first columns of their points; `start` is the position of the first point in its
-    batch; `positions` (n,) or (n, T) says which points, or which positions of a sequence, count, None if all do;
+    batch; `positions` (n,) or (n, T) says which points, or which positions of a sequence, count (None if all do);
     `weights` are those of the batch.
     """
 
@@ -132,7 +132,7 @@ class Group:
 
     @cached_property
     def layer(self) -> Layer | None:
-        """The one layer to which these rows belong, if there is just one with an outer-product structure."""
+        """The layer to which these rows belong, if it is only one and has an outer-product structure."""
         paths = {part.layer.path for part in self.parts}
         return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
@@ -159,7 +159,7 @@ class Group:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
         """Return the rows times K tangents by name, (K, *shape) each."""
         pushed = [_push(part, tangents) for part in self.parts]
-        for name, rows in self.given.items():  # a parameter may be a number
+        for name, rows in self.given.items():  # a parameter may be 0-d
             V = tangents[name].reshape(len(tangents[name]), -1)
             pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
         return torch.stack(pushed).sum(0) if len(pushed) > 1 else pushed[0]
@@ -176,7 +176,7 @@ class Group:
         return cls(first.names, tuple(parts), first.first, given)
 
     def pieces(self, most_bytes: int, first: int = 0, together: int = 1) -> Iterator[Blocks]:
-        """Yield `rows` of some points at a time from a point on, at least `together`, otherwise up to `most_bytes`."""
+        """Yield `rows` of some points at a time from a point on: at least `together`, otherwise up to `most_bytes`."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
         step = most_bytes // max(1, size * self.num_columns * self._sample.element_size())
         step = max(1, step // together) * together
@@ -195,8 +195,8 @@ def joined(groups: Iterable[Group]) -> list[Group]:
 def groups_of(features: Features, outputs: int) -> list[Group]:
     """Return the rows of the last layer, whose δ is one identity for all points.
 
-    If a position of the model has as many `outputs` as the layer has, each position is a point; if positions are
-    flattened into the outputs of one point, with covariances between them, the point keeps them together.
+    If a position of the model has as many `outputs` as the layer, each position is a point. If positions are flattened
+    into the outputs of one point, with covariances between them, the point keeps them together.
     """
     layer, a, each = features.layer, features.kept, features.outputs_each
     if each == outputs:
@@ -221,8 +221,8 @@ def each_group(
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
     `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
-    `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than was checked,
-    half of them are computed at a time: the row of a point does not depend on the others.
+    `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than for those
+    that were checked, half of them are computed at a time: the row of a point does not depend on the others.
     """
     model, n = engines.model, num_points(inputs)
     outputs, calls, misfits = recorded or engines.record(inputs)
@@ -251,7 +251,7 @@ def each_group(
             yield from _others(model, inputs, cotangents, others, start == 0, chunk)
         if advance is not None:
             advance(cotangents.shape[0] * f.shape[0])
-        del deltas, cotangents  # before the next are made
+        del deltas, cotangents  # before the next ones are made
 
 
 def unlike(names: Iterable[str]) -> str:
@@ -284,7 +284,7 @@ def groups_of_calls(
     positions: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Iterator[Group]:
-    """Yield the rows of calls by the parameters that they share, without those whose branch misses the outputs."""
+    """Yield the rows of calls by the parameters that they share, without calls whose branch misses the outputs."""
     for names, members in group_calls(calls).items():
         reaching = [(calls[i], delta) for i in members if (delta := deltas[i]) is not None]
         if reaching:
@@ -350,9 +350,9 @@ class JacobianRows(ABC):
         """Yield (first row, how many, groups) of some points at a time."""
 
     def groups_together(self, rows: int) -> Iterator[tuple[int, list[Group]]]:
-        """Yield (first row, groups) such that each run of `rows` consecutive rows is in one piece.
+        """Yield (first row, groups) so that each run of `rows` consecutive rows is in one piece.
 
-        The points at the end of a piece whose rows are not complete wait for the next piece.
+        Points at the end of a piece whose rows are incomplete are moved to the next piece.
         """
         rest: list[Group] = []
         for first, _, pieces in self.jacobian_rows():
@@ -402,9 +402,9 @@ class JacobianRows(ABC):
 
 
 def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:
-    """Yield the group's columns by tensor: their positions in the vector, and the rows there; `some` are left out.
+    """Yield the group's columns by tensor: their positions in the vector, and the rows there; `some` leaves some out.
 
-    A few entries of a layer's matrix are products of its two sides, so that no others are formed.
+    A few entries of a layer's matrix are computed as products of its two sides, so that no others are formed.
     """
     matrices = group.matrices() if some else None
     if matrices is not None and all(right.is_floating_point() for _, right in matrices):

@@ -31,15 +31,15 @@ from curvops.network.walks.input_graphs import InputGraph
 from curvops.network.walks.layer_roots import Group, JacobianRows, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, progress_bar
 
-# On a CPU more than this at a time is slower, since its memory is new, page by page, for each layer.
+# On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
 MANY = 10_000
-"""The number of products beside which those of a solve do not change what an engine costs."""
+"""The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")
 NO_LABELS = Batch((), torch.empty(0))
 """The labels of a walk over rows of J, which needs none."""
 MOST_RECORDED = 2**20
-"""The bytes of a graph that may wait until rows are used."""
+"""The bytes of a graph that may be kept until rows are used."""
 
 
 class BatchMap:
@@ -48,7 +48,7 @@ class BatchMap:
     def __init__(self, engine: Engine, model: Model, points: slice) -> None:
         self._engine, self._selection, self._lock = engine, model.selection, model.lock
         self.points = points
-        """The positions of the batch's points among all of the walk."""
+        """The positions of the batch's points among all points of the walk."""
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -57,7 +57,7 @@ class BatchMap:
             return self._engine.outputs
 
     def pull_of(self, cotangent: Callable[[Tensor], Tensor]) -> Float[Tensor, "D 1"]:
-        """Return Jᵀ u for a function u of the outputs, which one pass gives with their graph."""
+        """Return Jᵀ u for a function u of the outputs, which one pass computes with their graph."""
         with self._lock:
             if isinstance(self._engine, Streamed):
                 self._engine.record()
@@ -114,7 +114,7 @@ class Passes(JacobianRows):
         self._fisher: OutputFisher | None = None
         self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root or rounds
         self._forget()
-        self._engines = engines  # once registered, since type checks read `wanted_bytes`, which probes
+        self._engines = engines  # set after registering: type checks read `wanted_bytes`, which probes
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
@@ -125,9 +125,9 @@ class Passes(JacobianRows):
         self.memory.register(self)
 
     def gathered(self) -> Passes:
-        """Return a walk over the inputs of all ranks on this one alone; this walk itself where it has no shard.
+        """Return a walk over the inputs of all ranks on this one alone; this walk itself if it has no shard.
 
-        For function space, where points are few. It holds a copy of the inputs for as long as it exists.
+        This is for function space, where points are few. It keeps a copy of the inputs as long as it exists.
         """
         if self.shard is None:
             return self
@@ -140,17 +140,17 @@ class Passes(JacobianRows):
 
     @property
     def num_own(self) -> int:
-        """The number of points of this rank, of a sharded walk."""
+        """The number of this rank's points in a sharded walk."""
         assert self.shard is not None
         return self.shard.num_own
 
     @property
     def first_own(self) -> int:
-        """The number of this rank's first point among those of all ranks."""
+        """The position of this rank's first point among those of all ranks."""
         return 0 if self.shard is None else self.shard.start
 
     def in_turn(self) -> Iterator[Passes | None]:
-        """Yield a walk over the points of each rank that has some, one after the other; None for this rank's own."""
+        """Yield a walk over each rank's points in turn, for ranks that have points; None for this rank's own."""
         assert self.shard is not None
         for inputs in self.shard.in_turn():
             yield (
@@ -164,7 +164,7 @@ class Passes(JacobianRows):
         return Passes(self.model, self._source, self._choice, self.memory, self.engines)
 
     def input_graph(self) -> InputGraph:
-        """Return the inputs of all batches as a single one, none of which requires a gradient."""
+        """Return the inputs of all batches as one, none of which requires a gradient."""
         inputs = tree_map(lambda *parts: torch.cat(parts), *(inputs for inputs, _ in self.gathered()._source))
         return InputGraph(self.engines, inputs)
 
@@ -180,7 +180,7 @@ class Passes(JacobianRows):
 
     @property
     def wanted_bytes(self) -> int:
-        """The bytes that engines of all points would take, of the kind that takes most."""
+        """The bytes that engines for all points would take, of the kind that takes most."""
         plan = None if self._engines is None else self._engines.try_keeping()
         return 0 if plan is None else self._points * plan.most_bytes
 
@@ -197,7 +197,7 @@ class Passes(JacobianRows):
             self._asked = Counter({SOLVER: MANY})
 
     def with_root(self, fisher: OutputFisher) -> Passes:
-        """Return the walk that multiplies by Lᵀ J, H = L Lᵀ, instead of J; its labels must be batches.
+        """Return the walk that multiplies by Lᵀ J, with H = L Lᵀ, instead of J; its labels must be batches.
 
         It keeps its own engines, within what this walk and all others leave of the memory budget that they share.
         """
@@ -218,7 +218,7 @@ class Passes(JacobianRows):
 
     @property
     def plan(self) -> Plan:
-        """The plan, with the engines that serve the batches now."""
+        """The plan, with the engines now in use for the batches."""
         with self.model.lock:
             self.engines.try_keeping()
             kinds = [engine.kind for _, engine in self._kept.values()]
@@ -277,7 +277,7 @@ class Passes(JacobianRows):
     ) -> Tensor:
         """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J.
 
-        `told` are the vectors, which the ranks of a group compare. With `own` it is the part of this rank.
+        `told` are the vectors, which the ranks of a group compare. With `own` the result is this rank's part.
         """
         return self.add_up((term(label, J) for label, J in self._each(columns, root)), told, own)
 
@@ -288,7 +288,7 @@ class Passes(JacobianRows):
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
-            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
+            pushed = J.push(block)  # first, because a streamed push also computes the outputs
             return J.pull(fisher.product(J.outputs, pushed, batch))
 
         return self.total(term, block.shape[1], told=block, own=own)
@@ -300,7 +300,7 @@ class Passes(JacobianRows):
         root: OutputFisher | None = None,
         told: Tensor | None = None,
     ) -> Float[Tensor, "NR K"]:
-        """Return the terms of all points, with those of a point together; `told` as in `total`."""
+        """Return the terms of all points, with those of each point together; `told` as in `total`."""
         with self.guarded():
             parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
         return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1, told).mT
@@ -318,7 +318,7 @@ class Passes(JacobianRows):
         return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root, block)
 
     def push_own(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
-        """Return J V for the points of this rank alone, without the other ranks."""
+        """Return J V for the points of this rank alone."""
         if not self.num_own:
             return block.new_zeros(block.shape[1], 0).mT
         with self.guarded():
@@ -342,7 +342,7 @@ class Passes(JacobianRows):
         return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, told)
 
     def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None, own: bool = False) -> Tensor:
-        """Add up the parts of all batches, and ranks (not for its `own` part); every sum over data ends here.
+        """Add up the parts of all batches, and of all ranks (unless it is their `own` part); every data sum ends here.
 
         It adds in place if no gradient is recorded: the first part becomes the sum.
         """
@@ -350,7 +350,7 @@ class Passes(JacobianRows):
         with self.guarded():
             for part in parts:
                 total = accumulate(total, part)
-                del part  # before the next is made
+                del part  # before the next one is made
         assert total is not None  # linearize rejects empty data
         if self.shard is None:
             return total
@@ -362,11 +362,11 @@ class Passes(JacobianRows):
         return whole if self.shard is None else self.shard.line_up(whole, dim, told)
 
     def replicated(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that all ranks have, whose gradient is the sum of what each makes of it."""
+        """Return a tensor that all ranks have; its gradient is the sum of the gradients from each rank."""
         return tensor if self.shard is None else self.shard.ranks.replicate(tensor)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error within."""
+        """Report an error raised inside to the other ranks."""
         return nullcontext() if self.shard is None else self.shard.ranks.guarded()
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
@@ -378,8 +378,8 @@ class Passes(JacobianRows):
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
 
-        They come some points at a time, as (how many these and those before them are, rows), with all their columns,
-        so that what depends only on a point is computed once; `apart` lets columns come in several groups, for more
+        They come some points at a time, as (number of points in and before the piece, rows), with all columns, so that
+        anything that depends only on a point is computed once; `apart` lets columns come in several groups, for more
         points at a time. Pieces take about `chunk` bytes (their use takes several times that); those that end at or
         before point `first` are left out. `score` is called with the outputs of each piece and its batch.
         """
@@ -428,7 +428,7 @@ class Passes(JacobianRows):
                 total += points * columns
 
     def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """Yield (first point, how many, their rows once they are used)."""
+        """Yield (first point, how many, a function that computes their rows)."""
         others = self.engines.checked_others(inputs)
         for points, part in self._pieces(inputs, self.engines.plan.num_outputs, self.chunk_bytes, of_others=True):
             count = points.stop - points.start
@@ -437,7 +437,7 @@ class Passes(JacobianRows):
             yield points.start, count, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """Yield (first point, how many, their rows) of a last layer."""
+        """Yield (first point, how many, a function that computes their rows) for a last layer."""
         step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
         layout = self.model.layout
         outputs = features.outputs_each if layout is None else layout.num_outputs
@@ -446,10 +446,10 @@ class Passes(JacobianRows):
             yield start, len(part.kept), partial(groups_of, part, outputs)
 
     def recorded_outputs(self) -> Tensor | None:
-        """Return the outputs at few points by a pass whose graph serves `jacobian_rows` next; otherwise None.
+        """Return the outputs at few points by a pass whose graph `jacobian_rows` uses next; otherwise None.
 
-        Few means one batch in memory whose graph takes at most `MOST_RECORDED` bytes; each parameter needs a layer
-        rule.
+        Few means that one batch in memory has them all, and that its graph takes at most `MOST_RECORDED` bytes. Every
+        parameter needs a layer rule.
         """
         with self.model.lock:
             plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
@@ -477,7 +477,7 @@ class Passes(JacobianRows):
             plan = self.engines.plan
             if self._fisher is not None or not plan.is_last_layer or "layerwise" not in plan.candidates():
                 return None
-            for _ in self.each(0):  # a walk keeps them
+            for _ in self.each(0):  # a walk keeps the inputs
                 pass
             kept = [self._kept[i][1] for i in range(len(self._kept))] if self._complete else []
             found = [engine.features for engine in kept if isinstance(engine, Layerwise)]
@@ -485,11 +485,11 @@ class Passes(JacobianRows):
             return whole if whole and len(whole) == len(kept) else None
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
-        """Return steps that count points, or a number of rows of each."""
+        """Return steps that count points, or the number of rows per point times points."""
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
-        """Yield (some points, their inputs) at a time: as many as fit into a chunk with their columns."""
+        """Yield (some points, their inputs), as many at a time as fit into a chunk with their columns."""
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
@@ -505,7 +505,7 @@ class Passes(JacobianRows):
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
     def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """Return the cached engines of all batches, None if one is missing or another would be better."""
+        """Return the cached engines of all batches; None if one is missing or another kind would be better."""
         if not self._complete:
             return None
         cached = [self._kept[i] for i in range(len(self._kept))]
@@ -523,7 +523,7 @@ class Passes(JacobianRows):
         kind = self._choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
-        replaced, present = present is not None, None  # free it before the next is built: both need not fit
+        replaced, present = present is not None, None  # freed before the next one is built, as both may not fit
         self._kept.pop(index, None)
         if kind != "streamed":
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
@@ -539,9 +539,9 @@ class Passes(JacobianRows):
         return self.engines.build(kind, inputs, room, root)
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
-        """Choose an engine by the cost rule, again if it keeps a recorded pass that was not tried yet.
+        """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet.
 
-        Outputs alone are not a reason to build an engine, unless its first pass is all that it needs.
+        Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
         """
         rule = self._rule
         if columns == 0 and not rule.prefers_layerwise:
@@ -557,9 +557,9 @@ class Passes(JacobianRows):
 
     @property
     def _is_alike(self) -> bool:
-        """Whether all ranks of a group make this walk: its engines, whose rounding differs, must not be theirs alone.
+        """Whether all ranks of a group make this walk: its engines, whose rounding differs, must then be equal on all.
 
-        They do not depend on what a rank keeps of its shard.
+        Their choice does not depend on what a rank keeps of its shard.
         """
         return self.memory.of_ranks is not None and self.shard is None
 
@@ -567,7 +567,7 @@ class Passes(JacobianRows):
         """Yield walks over `count` points each (fewer at the end of a batch), and their number.
 
         If a batch's layer inputs and sensitivities are kept, its walks share them. Each run of `together` points is in
-        one walk, whatever the batches.
+        one walk, whatever the batches are.
         """
         for index, inputs in self._batches_of_whole(together):
             for start in range(0, num_points(inputs), count):
@@ -591,7 +591,7 @@ class Passes(JacobianRows):
         return Passes(self.model, parts, self._choice, self.memory, self.engines)
 
     def _batches_of_whole(self, together: int) -> Iterator[tuple[int, Any]]:
-        """Yield the inputs of each batch by its number, −1 where points of two batches are joined."""
+        """Yield the inputs of each batch by its number, which is −1 if points of two batches are joined."""
         if together == 1:
             yield from ((index, inputs) for index, (inputs, _) in enumerate(self._source))
             return
@@ -618,7 +618,7 @@ class Passes(JacobianRows):
         return Passes(walk, parts, self._choice, self.memory.on(device), progress=self.progress)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without caches, which stay behind when a linearisation is pickled or copied."""
+        """Return the state without caches, which are dropped when a linearisation is pickled or copied."""
         kept = {key: value for key, value in self.__dict__.items() if key not in CACHES}
         return kept | {"_engines": None, "progress": None}  # a function may not be picklable
 
@@ -633,7 +633,7 @@ def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """Return total + part, in place if no gradient is recorded; None stands for no total yet."""
+    """Return total + part, in place if no gradient is recorded; a total of None means that there is none yet."""
     if total is None:
         return part
     if total.requires_grad or part.requires_grad:

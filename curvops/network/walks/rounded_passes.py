@@ -1,4 +1,4 @@
-"""Products of curvatures from recorded tensors in a lower precision, and the error that this makes."""
+"""Products of curvatures from recorded tensors in a lower precision, and the error that this causes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Ro
 from curvops.network.walks.passes import Passes
 
 MEASURED_POINTS = 64
-"""The most points of the first batch at which the error is measured."""
+"""The largest number of points of the first batch on which the error is measured."""
 MEASURED_VECTORS = 8
-"""The random vectors whose products are compared."""
+"""The number of random vectors whose products are compared."""
 MARGIN = 2.0
 """The reported error in units of the largest one measured: other vectors and points may have a larger one."""
 
@@ -30,9 +30,9 @@ class LowerPrecision(UserWarning):
 class RoundedPasses(Passes):
     """A walk that multiplies by the J of another walk, rounded once: a, δ and layers' rows are kept in `dtype`.
 
-    Vectors, sums and the output Fishers keep the weights' dtype, in which a product is taken a few points at a time.
+    Vectors, sums and the output Fishers keep the weights' dtype, in which a product is computed a few points at a time.
     So every product is one with the same matrix Σ_n J̃ᵀ H J̃, which is symmetric and positive semi-definite up to
-    rounding in the weights' dtype. For that, every batch is served by layer rules: one whose recorded tensors do not
+    rounding in the weights' dtype. For this, layer rules are used on every batch; a batch whose recorded tensors do not
     fit into the budget is recorded again in each product. The relative error is measured with the Fisher `measured`.
     """
 
@@ -61,8 +61,8 @@ class RoundedPasses(Passes):
         """Warn of the error."""
         warnings.warn(
             f"products with curvatures use tensors kept in {self.dtype}: their relative error on the first points is "
-            f"{self.product_error:.1e}, and results computed from them inherit it, multiplied by the condition number "
-            "where they solve a system. Gradients, log-likelihoods, diagonals and Kronecker factors are not affected.",
+            f"{self.product_error:.1e}. Results computed from them inherit this error, solutions of systems multiplied "
+            "by the condition number. Gradients, log-likelihoods, diagonals and Kronecker factors are not affected.",
             LowerPrecision,
             stacklevel=4,
         )
@@ -106,14 +106,14 @@ class RoundedPasses(Passes):
         engine = self.engines.build(kind, inputs, room, root, self.dtype)
         if engine.kind != "layerwise":
             raise RuntimeError(
-                f"compute_dtype={self.dtype}, but layers ran differently in this batch than in the first points, so "
-                "that their recorded tensors do not give J: linearise without compute_dtype."
+                f"compute_dtype={self.dtype}, but layers ran differently in this batch than on the first points, so "
+                "their recorded tensors do not give J: linearise without compute_dtype."
             )
         return engine
 
 
 def check_compute_dtype(given: Any, dtype: torch.dtype, engine: EngineChoice, plan: Plan) -> None:
-    """Raise TypeError or ValueError for a compute_dtype that the weights' dtype, the engine or the model rule out."""
+    """Raise TypeError or ValueError for a compute_dtype that the weights' dtype, the engine or the model exclude."""
     if not isinstance(given, torch.dtype):
         raise TypeError(f"compute_dtype must be a torch.dtype such as torch.bfloat16, or None, got {given!r}.")
     if given not in (torch.bfloat16, torch.float32):

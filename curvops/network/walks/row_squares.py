@@ -76,14 +76,14 @@ def _add(total: Blocks, blocks: Blocks) -> None:
 
 
 def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
-    """Return one vector, with zeros where there is no row."""
+    """Return one vector, with zeros where no row exists."""
     if len(blocks) < len(model.selection.names):
         blocks = {name: torch.zeros_like(value) for name, value in model.values.items()} | blocks
     return model.selection.flatten(blocks)
 
 
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
-    """Return Σ_n of the rows of a group's first column, and `squares_of` of the others, or with `same` of this one."""
+    """Return Σ_n of the rows of a group's first column, and `squares_of` of the others (with `same`, of this one)."""
     slopes: Blocks = {}
     for part in group.parts:
         _add(slopes, _pull(part.layer, part.kept, part.delta[:, :1]))
@@ -91,7 +91,7 @@ def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Bl
     first = rest[0]
     if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
         return slopes, squares_of(replace(group, parts=rest), chunk_bytes)
-    # Rows of a linear layer at one position are outer products, and their squares those of the sides' squares.
+    # Rows of a linear layer at one position are outer products, and their squares are those of the sides' squares.
     return slopes, _pull(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
 
 
@@ -114,15 +114,15 @@ def squares_of(group: Group, chunk_bytes: int) -> Blocks:
 
 @dataclass(frozen=True, eq=False)
 class OuterRows:
-    """The rows Σ_t left ⊗ right of some points, by the sides (see `Rule.left`) of each call of a layer, added up."""
+    """The rows Σ_t left ⊗ right of some points, summed over the calls of a layer, from the sides of each call."""
 
     sides: Sequence[tuple[Tensor, Tensor]]
 
     def second_moments(self, width: int, most_bytes: int) -> Float[Tensor, "g p {width}"]:
         """Return Σ_n Σ_r of the rows' squares, elementwise.
 
-        At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
-        blocks of at most `most_bytes`, at least one point's R·q numbers. `width` is q, which indices do not show.
+        At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Otherwise rows are formed and squared in
+        blocks of at most `most_bytes`, and at least one point's R·q numbers. `width` is q, which indices do not show.
         """
         left, right = self.sides[0]
         if len(self.sides) == 1 and not right.is_floating_point():
@@ -138,15 +138,15 @@ class OuterRows:
     def blocks(self, most_bytes: int) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
         """Yield the rows in blocks: (points, lines of p, block).
 
-        A block takes at most `most_bytes`, on a CPU at most its cache, but at least one point's and line's R·q numbers.
-        The next block overwrites it.
+        A block takes at most `most_bytes`, and on a CPU at most its cache, but at least the R·q numbers of one point
+        and line. The next block overwrites it.
         """
         left, right = self.sides[0]
         most_bytes = most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES)
         (n, r, g, _, p), q = left.shape, right.shape[-1]
         line = r * g * q * left.element_size()  # of one point and one of p
         points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
-        memory = left.new_empty(min(points, n) * lines * r * g * q)  # one memory for all: new pages cost more than sums
+        memory = left.new_empty(min(points, n) * lines * r * g * q)  # reused: new pages cost more than sums
         for start in range(0, n, points):
             for first in range(0, p, lines):
                 some, part = slice(start, start + points), slice(first, first + lines)
@@ -176,11 +176,11 @@ def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tens
 def embedding_squares(
     left: Float[Tensor, "n r 1 t E"], indices: Tensor, num_embeddings: int
 ) -> Float[Tensor, "1 E {num_embeddings}"]:
-    """Return Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: positions of one token in a point add up before squaring."""
+    """Return Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: positions of a token within a point are summed before squaring."""
     tokens = indices[:, 0]
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(left.dtype)  # (n, t, t)
     summed = torch.einsum("nts,nrse->nrte", same, left[:, :, 0])
-    # Each of the k positions of a token holds the whole sum: k equal squares, of which 1/k each are counted.
+    # Each of the k positions of a token holds the whole sum: these are k equal squares, each counted as 1/k.
     squares = summed.square().sum(1) / same.sum(2, keepdim=True)
     total = left.new_zeros(num_embeddings, left.shape[-1]).index_add_(0, tokens.flatten(), squares.flatten(0, 1))
     return total.mT.unsqueeze(0)

@@ -44,7 +44,7 @@ def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
 
 
 def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: Batch) -> None:
-    """Raise RuntimeError unless uᵀHv is vᵀHu for two random vectors and the Hessian H at these points."""
+    """Raise RuntimeError unless uᵀHv equals vᵀHu for two random vectors and the Hessian H at these points."""
     theta = model.theta
     generator = torch.Generator(device=theta.device).manual_seed(0)
     vectors = torch.randn(2, len(theta), dtype=theta.dtype, device=theta.device, generator=generator).mT
@@ -53,7 +53,7 @@ def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: 
     scale = vectors.norm() * products.norm()
     if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
         raise RuntimeError(
-            "the model's second derivatives are not symmetric, so those of some operation are wrong (such as "
+            "the model's second derivatives are not symmetric, so some operation has wrong ones (such as "
             "torch's fused weight_norm); write that operation out, or use co.GGN(lin), which needs only first "
             "derivatives."
         )

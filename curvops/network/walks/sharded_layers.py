@@ -1,7 +1,7 @@
-"""The layers of a model that is sharded over ranks: whether their rules are right, and a pass over some points.
+"""The layers of a model that is sharded over ranks: the check of their rules, and a pass over some points.
 
-No other engine can serve a parameter here, since that would gather all parameters of a rank at once. So what has no
-rule, or a wrong one, is refused by name.
+No other engine can be used for a parameter here, since it would gather all parameters on a rank at once. So a
+parameter that has no rule, or a wrong one, is rejected by name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KNOWN = "Linear, convolution, embedding and normalisation layers of torch, witho
 
 
 class ShardedLayers:
-    """The layers that hold the selected parameters, proven to multiply by J at the first points.
+    """The layers that hold the selected parameters; they are proven to multiply by J at the first points.
 
-    `groups` are the parameters of each layer, or of layers that share some, in one order on all ranks.
+    `groups` are the parameters of each layer, or of layers that share some, in the same order on all ranks.
 
-    Raises ValueError, with the parameters' names, where a selected parameter has no layer rule or a wrong one.
+    Raises ValueError, with the parameters' names, if a selected parameter has no layer rule or a wrong one.
     """
 
     def __init__(self, model: ShardedModel, few: Any) -> None:
@@ -56,7 +56,7 @@ class ShardedLayers:
                 outputs, calls, misfits = recording
                 silent = never_ran(calls, self._owners)
                 _refuse_if(silent, "belong to layers that do not run")
-                _refuse_if(misfits, "belong to layers that run in another way than their rules know")
+                _refuse_if(misfits, "belong to layers that run differently from their rules")
                 engine = Layerwise(self.model, recording, None, LEAST_CHUNK)
                 reached = {name for part in engine.parts for name in part.layer.names.values()}
                 _refuse_if(set(self.model.selection.names) - reached, "have no effect on the outputs")
@@ -71,17 +71,17 @@ class ShardedLayers:
         finally:
             for handle in handles:
                 handle.remove()
-        _refuse_if(bad, "have other gradients than their layers' rules give")
+        _refuse_if(bad, "have gradients that differ from those of their layers' rules")
         path = path_of(self.model, recording)
         if path is None:
             raise ValueError(
-                "the model moves points of a batch (a sort, a mask, an index over the points), so that passes over "
-                "other points cannot be checked one by one where its parameters are sharded."
+                "the model moves points of a batch (a sort, a mask, an index over the points), and passes over other "
+                "points cannot be checked one by one if its parameters are sharded."
             )
         return path
 
     def _together(self) -> Iterator[set[str]]:
-        """Yield the parameters of some layers, which together are no larger than the largest group."""
+        """Yield the parameters of some layers at a time, together no larger than the largest group."""
         sizes = dict(zip(self.model.selection.names, (shape.numel() for shape in self.model.selection.shapes)))
         most = max(sum(sizes[name] for name in names) for names in self.groups)
         some: set[str] = set()
@@ -93,18 +93,18 @@ class ShardedLayers:
         yield some
 
     def bytes_a_point(self, columns: int) -> int:
-        """Return at most how many bytes an engine keeps for a point with so many rows."""
+        """Return the most bytes that an engine keeps for a point with this number of rows."""
         itemsize = self.model.theta.element_size()
         return sum(kept + columns * output * itemsize for kept, output in self._sizes)
 
     def build(self, inputs: Any, chunk_bytes: int, root: Root = IDENTITY) -> Layerwise:
-        """Return J of some points, or Lᵀ J. All ranks call it together; one whose layers run otherwise raises."""
+        """Return J of some points, or Lᵀ J. All ranks call it together; a rank whose layers run differently raises."""
         with self.model.at_snapshot():
             with self.model.ranks.guarded():
                 recording: Recording = record(self.model, inputs, self._owners)
                 if recording[2] or path_of(self.model, recording) not in self._paths:
                     raise RuntimeError(unlike(recording[2] or self.model.selection.names))
-            self.model.meet()  # before backward passes, in which a rank would wait for one that failed
+            self.model.meet()  # before backward passes, where ranks would wait for one that failed
             return Layerwise(self.model, recording, None, chunk_bytes, root)
 
 
@@ -134,6 +134,6 @@ class _Leaves:
 def _refuse_if(names: Collection[str], why: str) -> None:
     if names:
         raise ValueError(
-            f"the parameters {sorted(names)} {why}. Where parameters are sharded over ranks only layer rules serve "
-            f"({KNOWN}): leave these parameters out of parameters=, or linearise an unsharded copy of the model."
+            f"the parameters {sorted(names)} {why}. If parameters are sharded over ranks, only layer rules can be "
+            f"used ({KNOWN}): leave these parameters out of parameters=, or linearise an unsharded copy of the model."
         )

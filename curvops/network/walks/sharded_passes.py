@@ -1,9 +1,9 @@
-"""Products with J where each rank holds its data, a slice of every parameter, and rows of every vector.
+"""Products with J if each rank holds its data, a slice of every parameter, and rows of every vector.
 
-A product goes through the layers twice: for each layer its part of the vectors is gathered, multiplied by J of this
-rank's points, and let go; on the way back the layer's part of Jᵀ u is added up over the ranks, and each keeps its
-slice. So no rank ever holds more than one layer's part of K vectors as a whole. Passes through the model gather its
-parameters, so that all ranks make as many: one with fewer batches repeats its first point, which counts nothing.
+A product goes through the layers twice. For each layer, its part of the vectors is gathered, multiplied by J of this
+rank's points, and freed; on the way back, the layer's part of Jᵀ u is summed over the ranks, and each keeps its slice.
+So no rank ever holds more than one layer's part of K whole vectors. Passes through the model gather its parameters, so
+all ranks make the same number of passes: a rank with fewer batches repeats its first point, with weight zero.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LEAST_CHUNK = 2**20
 class ShardedPasses:
     """Sums over the data of all ranks of products with the layers of a sharded model.
 
-    Vectors are this rank's rows (d, K) of blocks; see `ShardedParameters`. All ranks make the same calls. Engines of
-    the last root that was asked for are kept, if they fit into half of the memory budget.
+    Vectors are this rank's rows (d, K) of blocks; see `ShardedParameters`. All ranks make the same calls. The engines
+    of the last root that was used are kept, if they fit into half of the memory budget.
     """
 
     def __init__(self, layers: ShardedLayers, shard: Shard, memory_budget: int) -> None:
@@ -52,7 +52,7 @@ class ShardedPasses:
 
     @property
     def shards(self) -> Any:
-        """How parameters and vectors lie on the ranks."""
+        """The layout of parameters and vectors on the ranks."""
         return self.model.shards
 
     @property
@@ -61,7 +61,7 @@ class ShardedPasses:
         return max(LEAST_CHUNK, self.memory_budget // 8)
 
     def _each_batch(self) -> Iterator[tuple[Any, Batch, bool]]:
-        """Yield (inputs, labels, whether they count), as many on each rank."""
+        """Yield (inputs, labels, whether they count), equally often on each rank."""
         own, start = iter(self.shard), self.shard.start
         for i in range(self._rounds):
             batch = self._together(lambda: next(own)) if i < self._own_batches else self._together(lambda: None)
@@ -70,17 +70,17 @@ class ShardedPasses:
                 continue
             yield batch.inputs, Batch((), batch.targets, batch.weights, start), True
             start += batch.num_points
-        self._together(lambda: None if self.shard.borrows else next(own, None))  # where data prove to have changed
+        self._together(lambda: None if self.shard.borrows else next(own, None))  # detects more data
 
     def _together(self, act: Callable[[], R]) -> R:
-        """Do what may fail on one rank, before all go on to a pass, in which they would wait for it."""
+        """Do something that may fail on one rank, before all go on to a pass in which they would wait for it."""
         with self.model.ranks.guarded():
             found = act()
         self.model.meet()
         return found
 
     def _engines(self, root: OutputFisher | None, keep: bool = True) -> Iterator[list[BatchEngine]]:
-        """Yield the engines of all batches together, or of one after the other if they do not fit into the budget."""
+        """Yield the engines of all batches together, or one after the other if they do not fit into the budget."""
         kept, engines = self._kept
         if engines and kept is root:
             yield engines
@@ -174,7 +174,7 @@ class ShardedPasses:
                 for engine, total in zip(engines, pushed):
                     for part in engine.parts(names) if engine.counts else ():
                         total[columns] += part.push(tangents)
-                del tangents  # before the next are gathered
+                del tangents  # before the next ones are gathered
         return pushed
 
     def _pull(
@@ -209,7 +209,7 @@ class ShardedPasses:
 
 
 class BatchEngine:
-    """J of one batch, or Lᵀ J, with the batch's labels; None where the batch is only there for the other ranks."""
+    """J of one batch, or Lᵀ J, with the batch's labels; None for labels if the batch only serves the other ranks."""
 
     def __init__(self, labels: Batch | None, J: Layerwise) -> None:
         self.labels, self.J = labels, J
@@ -224,7 +224,7 @@ class BatchEngine:
         return [part for part in self.J.parts if not set(names).isdisjoint(part.layer.names.values())]
 
     def zeros(self, columns: int) -> Float[Tensor, "K n R"]:
-        """Return no change of any row, for K columns."""
+        """Return zero changes of all rows, for K columns."""
         return self.J.outputs.new_zeros(columns, len(self.J.outputs), self.J.num_columns)
 
     def weighed(self, u: Float[Tensor, "K n C"], output: OutputFisher) -> Float[Tensor, "K n C"]:

@@ -22,8 +22,8 @@ from curvops.operators.linearized.user_operator import UserOperator
 class Curvature(UserOperator, NetworkOperator):
     """A curvature Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass defines H in `output`.
 
-    Where H = L Lᵀ has few columns, products use the rows Lᵀ J, which `rows` walks over. They carry gradients through
-    the vectors and the likelihood's hyperparameters.
+    If H = L Lᵀ has few columns, products use the rows of Lᵀ J, which `rows` walks over. Products carry gradients
+    through the vectors and the likelihood's hyperparameters.
     """
 
     STORED = "lin"
@@ -40,12 +40,12 @@ class Curvature(UserOperator, NetworkOperator):
 
     @property
     def rows(self) -> Passes | None:
-        """Return the walk over Lᵀ J that products may use, or None where they use J itself."""
+        """Return the walk over Lᵀ J that products may use, or None if they use J itself."""
         return None
 
     @property
     def plan(self) -> Plan:  # type: ignore[override]
-        """The plan of engines that serve the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
+        """The plan of engines for the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
         return (self.rows or self.lin).plan
 
     @property
@@ -58,7 +58,7 @@ class Curvature(UserOperator, NetworkOperator):
         return self._summed(block)
 
     def _summed(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
-        """Return the product, the sum over all points, or over this rank's own."""
+        """Return the product as a sum over all points, or over this rank's own."""
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
             return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
@@ -72,13 +72,13 @@ class Curvature(UserOperator, NetworkOperator):
         return super()._matmul(rhs)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
-        """Compute the diagonal from the rows of Lᵀ J, or by products where a hyperparameter's gradient is recorded."""
+        """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
         if carries_graph(self._args[1:]):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
-        """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at one pull of J per draw.
+        """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at the cost of one pull of J per draw.
 
         Equal seeds give equal draws, however the data are batched.
         """
@@ -90,12 +90,13 @@ class Curvature(UserOperator, NetworkOperator):
 
 
 class CurvatureRoot(NetworkOperator):
-    """The square root S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, with R columns per point, point after point.
+    """The square root S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, with R columns per point in the order of the points.
 
     S Z and Sᵀ V each cost half a product of the curvature.
     """
 
-    # Stored are θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced` to Lᵀ J.
+    # The stored form has θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced`
+    # to Lᵀ J.
 
     @classmethod
     def of(cls, curvature: Curvature) -> CurvatureRoot:
@@ -136,18 +137,18 @@ class CurvatureRoot(NetworkOperator):
     def minibatches(
         self, size: int, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Int[Tensor, " n"], CurvatureRoot]]:
-        """Yield (positions of some points, their columns of S) until every point has come once, in random order.
+        """Yield (positions of some points, their columns of S) in random order until every point has come once.
 
-        Points are shuffled within each batch, and the batches come in their own order. Tensors are one batch and are
-        shuffled as a whole.
+        Points are shuffled within each batch, and the batches come in their own order. Data given as tensors are one
+        batch, shuffled as a whole.
         """
         if isinstance(self.output, Sampled):
             raise ValueError(
-                "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin), or method='cg'."
+                "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin) or method='cg'."
             )
         if self.lin.passes.shard is not None:
             raise ValueError(
-                "minibatches of data that are shared among the ranks of a process group are not known: take "
+                "minibatches are not available for data that are shared among the ranks of a process group: use "
                 "method='cg' or method='dual'."
             )
         for chosen, walk in self.lin.passes.minibatches(size, generator):
@@ -156,5 +157,5 @@ class CurvatureRoot(NetworkOperator):
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:
-    """Return the root of a GGN or Fisher that the data give; None for any other operator."""
+    """Return the root of a GGN or Fisher, computed from its data; None for any other operator."""
     return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None

@@ -1,4 +1,4 @@
-"""An operator that is formed in float64 at the first solve with it plus a diagonal."""
+"""An operator that is formed in float64 when it is first solved with a diagonal added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INVERSE_STEPS = 4
 
 
 class FormedCholesky(DenseForm):
-    """Cholesky factorisation of a formed operand, without gradients for the tensors inside the operand."""
+    """Cholesky factorisation of a formed operand; tensors inside the operand get no gradients."""
 
     @property
     def holds(self) -> bool:
@@ -38,10 +38,10 @@ class FormedCholesky(DenseForm):
 
     @cached_property
     def chol(self) -> Tensor:
-        """The Cholesky factor, whose solves are certified by a right-hand side with one of the largest residuals.
+        """The Cholesky factor, certified by solving for a right-hand side with one of the largest residuals.
 
-        That is close to the lowest eigenvector of P. As in every other solve, a residual above the default tolerance
-        warns or raises.
+        This right-hand side is close to the lowest eigenvector of P. As in every other solve, a residual above the
+        default tolerance warns or raises.
         """
         L = super().chol
         with torch.no_grad():
@@ -54,10 +54,10 @@ class FormedCholesky(DenseForm):
 
 
 class Formed(UnaryOperator):
-    """An operator A with few enough rows to be formed for repeated solves with A plus a diagonal.
+    """An operator A with few enough rows to be formed for repeated solves with a diagonal added.
 
-    Products are those of A. The first solve, draw or log-determinant with any diagonal costs as much as `Subnetwork` of
-    all weights; each further diagonal costs a factorisation.
+    Products are those of A. The first solve, draw or log-determinant, with any diagonal, costs as much as a
+    `Subnetwork` of all weights; each further diagonal costs a factorisation.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = FormedCholesky
@@ -70,7 +70,7 @@ class Formed(UnaryOperator):
         return product
 
     def formed(self) -> Tensor:
-        """Return A (n, n) in float64, formed once for the present tensors."""
+        """Return A (n, n) in float64, formed once and kept while its tensors are unchanged."""
         cache: Cache = self._kwargs["cache"]
         return cache.get_or_compute("formed", self.representation(), self._formed_now)
 

@@ -25,22 +25,22 @@ class GGN(Curvature):
 
     Symmetric positive semi-definite. Products G @ v and G @ V carry gradients through the vectors and the likelihood's
     hyperparameters. Cost to build: nothing. A product is one push and one pull of J, 0.5–2 gradients per vector (see
-    `lin.plan`), plus O(N·C) for H. Memory: the engines of the plan, within the budget. Choose it first: all other
-    curvatures approximate it, and are worth it where its many products cost too much.
+    `lin.plan`), plus O(N·C) for H. Memory: the engines of the plan, within the budget. Try it first: all other
+    curvatures approximate it, and pay off when many products with it would cost too much.
 
-    With `mc_samples` it is the Monte-Carlo Fisher: one forward pass at the call draws M targets per point from the
-    model, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN. Choose it where C is large (a
+    With `mc_samples` it is the Monte-Carlo Fisher: one forward pass at construction draws M targets per point from the
+    model, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN. Choose it if C is large (a
     vocabulary), or for a cheaper root of the GGN. It has no gradient for hyperparameters. Its products multiply with M
-    rows per point, whatever C: for one sample 0.5–1 gradients (`print(op.plan)`), after (1 + M) / 3 for the first one.
-    The rows are stored within the rest of the budget.
+    rows per point, whatever C is: for one sample a product costs 0.5–1 gradients (`print(op.plan)`), and the first one
+    (1 + M) / 3 more. The rows are stored within the rest of the budget.
 
     Args:
         lin: the linearised network.
         mc_samples: M, the number of targets drawn per point; None for the GGN itself.
-        generator: source of the draws.
+        generator: the source of the draws.
 
     Raises:
-        ValueError: mc_samples below 1, or hyperparameters that require a gradient with `mc_samples`.
+        ValueError: mc_samples is below 1, or is given while hyperparameters require a gradient.
     """
 
     OPTIONS = ("draws",)
@@ -85,12 +85,12 @@ class GGN(Curvature):
 class DiagonalGGN(UserOperator, Diagonal):
     """The diagonal of the GGN as an operator (D, D): the summed squares of all rows of LᵀJ (Dangel et al. 2020).
 
-    Every operation on it, or on it plus a prior, is elementwise: a product is D multiplications. It ignores
-    correlations. Choose it to rank weights and as the cheapest posterior, not where weights act together. (Dangel,
-    Kunstner & Hennig 2020.)
+    Every operation on it, with or without a prior, is elementwise: a product is D multiplications. It ignores
+    correlations. Choose it to rank weights, or as the cheapest posterior, but not if weights act together (Dangel,
+    Kunstner & Hennig 2020).
 
-    Cost to build, at the call and without a gradient graph: one forward pass, a backward pass for each of the C
-    columns ("mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each of them; a layer that
+    Cost to build, at construction and without a gradient graph: one forward pass, one backward pass for each of the C
+    columns ("mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each column; a layer that
     is applied at one position shares that product among all columns. Memory: a chunk of sensitivities within the
     budget, never a Jacobian. Parameters without a layer rule need a backward pass for each point and column.
 
@@ -98,10 +98,10 @@ class DiagonalGGN(UserOperator, Diagonal):
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
         mc_samples: the number of targets drawn per point with fisher="mc".
-        generator: source of the draws.
+        generator: the source of the draws.
 
     Raises:
-        ValueError: another `fisher`, or `mc_samples` with a `fisher` that draws nothing.
+        ValueError: `fisher` is none of these, or `mc_samples` is given with a `fisher` that draws nothing.
     """
 
     STORED = "space"
@@ -122,7 +122,7 @@ class DiagonalGGN(UserOperator, Diagonal):
 
 
 class DisplacedGGN(Curvature):
-    """The GGN with the output Fishers at displaced outputs: H_n is taken at f_n + shift_n, shift = J δ (N, C)."""
+    """The GGN with output Fishers at displaced outputs: H_n is taken at f_n + shift_n, with shift = J δ (N, C)."""
 
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
@@ -150,12 +150,12 @@ class EmpiricalFisher(Curvature):
 
     It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second moments of gradients, not
     for uncertainty. Class weights multiply r_n; sample weights multiply the outer product, so that a point of weight
-    two counts as two points (a sequence with weights for its positions enters with the largest, the others relative to
-    it). Cost to build: nothing at the call; the first product computes the rows g_n layer by layer, for 2/3 of a
-    gradient. A product is two matrix products per layer, 0.5–1 gradients per vector whatever C (`print(op.plan)`). Per
-    token there are T rows per sequence, which take (1 + T) / 3 gradients to compute. While a hyperparameter's gradient
-    is recorded, a product costs as much as the GGN's. Memory: the rows that the plan keeps, within the rest of the
-    budget.
+    two counts as two points. (A sequence with weights for its positions enters with the largest of them, and the
+    others count relative to it.) Cost to build: nothing; the first product computes the rows g_n layer by layer, for
+    2/3 of a gradient. A product is two matrix products per layer, 0.5–1 gradients per vector whatever C is
+    (`print(op.plan)`). Per token there are T rows per sequence, which take (1 + T) / 3 gradients to compute. While a
+    hyperparameter's gradient is recorded, a product costs as much as the GGN's. Memory: the rows that the plan keeps,
+    within the rest of the budget.
 
     Args:
         lin: the linearised network.

@@ -14,10 +14,10 @@ class Hessian(UserOperator, NetworkOperator):
     """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, which is the GGN + Σ_n Σ_c r_nc ∇²f_c.
 
     Symmetric, in general indefinite. Choose it for sharpness and saddle points, and the GGN for posteriors; solve
-    shifted systems with `minres`, not CG. Cost to build: one product on two points. A product is a forward and a
-    backward pass with its graph, and a further backward pass per vector (Pearlmutter 1994): about 4 gradients for one
-    vector, 2 for each further one. Memory: that graph for one batch; nothing is kept between products. The only
-    hyperparameter of a likelihood that has a gradient is the single noise of a Gaussian.
+    shifted systems with `minres`, not CG. Cost to build: one product on two points. A product is a forward pass, a
+    backward pass that records its graph, and a further backward pass per vector (Pearlmutter 1994): about 4 gradients
+    for one vector, 2 for each further one. Memory: that graph for one batch; nothing is kept between products. The only
+    likelihood hyperparameter that has a gradient is the single noise of a Gaussian.
 
     Args:
         lin: the linearised network.

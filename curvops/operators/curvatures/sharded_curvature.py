@@ -20,15 +20,15 @@ from curvops.operators.linearized.sharded_linearization import ShardedLinearizat
 class ShardedCurvature(Operator):
     """A curvature Σ_n J_nᵀ H_n J_n (D, D) of a network sharded by `fully_shard`, on DTensors; see `co.GGN`.
 
-    For each layer a product gathers its part of the vectors, and adds up its part of the result over the ranks. Cost: a
-    product's own, and 2·D numbers sent per vector. `to_dense` is for small networks alone.
+    For each layer, a product gathers that layer's part of the vectors, and sums its part of the result over the ranks.
+    Cost: that of a product, and 2·D numbers sent per vector. `to_dense` is for small networks only.
     """
 
-    # Stored are this rank's slices of θ, `lin`, the `output` H, and whether products are `by_rows` of Lᵀ J.
+    # The stored form has this rank's slices of θ, `lin`, the `output` H, and whether products are `by_rows` of Lᵀ J.
 
     @classmethod
     def of(cls, lin: ShardedLinearization, output: OutputFisher, by_rows: bool) -> ShardedCurvature:
-        """Return the curvature with this H."""
+        """Return the curvature with the given H."""
         return cls(lin.local_theta, lin=lin, output=output, by_rows=by_rows)
 
     @property
@@ -94,7 +94,7 @@ class ShardedCurvature(Operator):
 def diagonal_of(
     lin: ShardedLinearization, fisher: str = "exact", mc_samples: int = 1, generator: torch.Generator | None = None
 ) -> Operator:
-    """Return the diagonal of the curvature that `fisher` names, whose entries all ranks have, on sharded vectors."""
+    """Return the diagonal of the curvature named by `fisher`, an operator on sharded vectors, whole on each rank."""
     curvature = ShardedCurvature.of(lin, lin.output_fisher(fisher, mc_samples, generator), by_rows=True)
     entries = Diagonal(curvature.diagonal(), space=curvature.spaces[0], sources=curvature.sources)
     return entries.sharded(lin.model.shards.mesh)

@@ -24,19 +24,19 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 
 COLUMNS = 64
-"""How many unit vectors are multiplied at a time."""
+"""The number of unit vectors multiplied at a time."""
 ROWS = 256
-"""How many rows of a block are summed at a time."""
+"""The number of rows of a block summed at a time."""
 COLUMNS_A_ROW = 2
-"""A row of LᵀJ costs at most as much as pushing this many unit vectors, though it holds every parameter."""
+"""A row of LᵀJ costs at most as much as pushing this many unit vectors, although it holds every parameter."""
 
 
 class Subnetwork(Dense):
     """The principal block A[S, S] of an operator for a set S of weights, as a dense matrix (S, S).
 
-    `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build, for a
-    GGN or Fisher: the S columns of LᵀJ (H = L Lᵀ) and S² N·C operations; the columns come from a backward pass for
-    each column of L where S is at least twice as many, otherwise from a push of J for each index. For other
+    `co.Subnetwork(op, indices)`; with a prior added it is solved by Cholesky (Daxberger et al. 2021). Cost to build,
+    for a GGN or Fisher: the S columns of LᵀJ (H = L Lᵀ) and S² N·C operations. The columns come from a backward pass
+    for each column of L if S is at least twice their number, otherwise from a push of J for each index. For other
     operators: a product for each index. A product is S² operations. Memory: a few S² numbers in float64, and the rows
     of some points. Choose it for exact inference over up to a few thousand weights. `parameters=indices` in
     `co.linearize` gives the same block as an operator that is never formed.
@@ -47,8 +47,8 @@ class Subnetwork(Dense):
         stored: the keywords of the stored form; users leave them out.
 
     Raises:
-        TypeError: a linearisation in place of an operator, or no indices.
-        ValueError: indices out of range, repeated, or none; a tensor inside the operator that requires a gradient.
+        TypeError: a linearisation is given in place of an operator, or no indices.
+        ValueError: indices are out of range, repeated or none, or a tensor inside the operator requires a gradient.
     """
 
     def __init__(self, source: LinearOperator | Tensor, indices: Any = None, **stored: Any) -> None:
@@ -56,7 +56,7 @@ class Subnetwork(Dense):
             LinearOperator.__init__(self, source, indices=indices, **stored)
             return
         if stored:
-            raise TypeError(f"Subnetwork takes an operator and indices, got also {', '.join(stored)}.")
+            raise TypeError(f"Subnetwork takes only an operator and indices, got also {', '.join(stored)}.")
         if isinstance(source, Linearization):
             raise TypeError(
                 "Subnetwork is a block of an operator, not of a linearisation: choose an operator, "
@@ -84,9 +84,10 @@ class Subnetwork(Dense):
 class BlockDiagonal(UserOperator, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, as an operator (D, D).
 
-    Entries outside the blocks are zero. Plus a prior it is solved by Cholesky. Cost to build: a forward pass and C
-    backward passes, with Σ p² N·C operations for blocks of p weights (for a block of fewer than 2 C weights a push of J
-    for each). A product is Σ p² operations. Memory: Σ p² numbers. Choose it for small layers, and KFAC for large ones.
+    Entries outside the blocks are zero. With a prior added it is solved by Cholesky. Cost to build: a forward pass and
+    C backward passes, with Σ p² N·C operations for blocks of p weights (a block of fewer than 2 C weights takes a push
+    of J for each weight). A product is Σ p² operations. Memory: Σ p² numbers. Choose it for small layers, and KFAC for
+    large ones.
 
     Args:
         lin: the linearised network.
@@ -94,7 +95,7 @@ class BlockDiagonal(UserOperator, DirectSum):
             of globs over names or of positions. Weights in no group share a block with the rest of their layer.
 
     Raises:
-        ValueError: groups that overlap or name nothing, or blocks that exceed the memory budget.
+        ValueError: groups overlap or match nothing, or the blocks exceed the memory budget.
     """
 
     STORED = "positions"
@@ -109,7 +110,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
-    """Return indices or a boolean mask as distinct positions below `size`, or raise ValueError or TypeError."""
+    """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
     index = torch.as_tensor(indices)
     if index.dtype == torch.bool:
         if index.shape != (size,):
@@ -129,7 +130,7 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
 
 @torch.no_grad()
 def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Return A[S, S]: for a curvature (see `fisher_block`) and for sums in float64, else by one product per index."""
+    """Return A[S, S]: for curvatures and for sums in float64 (see `fisher_block`), else by one product per index."""
     if isinstance(operator, Damped):
         block = principal_block(operator.base, indices)
         block.diagonal().add_(operator.shift if operator.shift.ndim == 0 else operator.shift[indices])
@@ -158,9 +159,9 @@ def fisher_blocks(
 ) -> Iterator[Float[Tensor, "_ _"]]:
     """Yield Σ_n (J_n E_S)ᵀ H_n (J_n E_S) for each set S of weights, summed in float64.
 
-    The rows of LᵀJ take one backward pass for each column of H = L Lᵀ, in one walk for all sets; where these are not
-    few beside S, columns come from a push of J for each index. The sums need float64, the rows do not: with sums in
-    single precision, eigenvalues below 1e-7 of the largest would be rounding errors.
+    The rows of LᵀJ take one backward pass for each column of H = L Lᵀ, in one walk for all sets. If these columns are
+    not few compared with S, the selected columns come from a push of J for each index. The sums need float64, the rows
+    do not: with sums in single precision, eigenvalues below 1e-7 of the largest would be rounding errors.
     """
     columns, others = output.num_columns(lin.num_outputs), lin.plan.others.keys()
     totals = [lin.theta.new_zeros(len(index), len(index), dtype=torch.float64) for index in parts]
@@ -184,7 +185,7 @@ def fisher_blocks(
 
 
 def _add_above(total: Float[Tensor, "S S"], left: Float[Tensor, "m S"], right: Float[Tensor, "m S"]) -> None:
-    """Add leftᵀ right to the entries on and above the diagonal, from which those below follow."""
+    """Add leftᵀ right to the entries on and above the diagonal; the others follow by symmetry."""
     for start in range(0, len(total), ROWS):
         part = slice(start, start + ROWS)
         total[part, start:].addmm_(left[:, part].mT, right[:, start:])
@@ -212,7 +213,7 @@ def _rows_in(
 
 
 def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, by parameter name, which of its entries are selected and where each stands in the selection."""
+    """Return, by parameter name, which of its entries are selected and the position of each in the selection."""
     order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
     found = {}
     for name, positions in lin.model.selection.positions().items():
@@ -253,7 +254,7 @@ def _group(lin: Linearization, group: Any, of_name: dict[str, Tensor]) -> Int[Te
 
 
 def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
-    needed = sum(len(index) ** 2 for index in positions) * 8  # two parts per number in single precision
+    needed = sum(len(index) ** 2 for index in positions) * 8  # single precision stores two parts per number
     if needed > lin.memory_budget:
         largest = max(len(index) for index in positions)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The inverse of a curvature plus a prior by its smaller matrix in function space."""
+"""The inverse of a curvature plus a prior, from the smaller matrix in function space."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DualInverse(Inverse):
     """P⁻¹ for P = S Sᵀ + A, S = Jᵀ L: A⁻¹ − A⁻¹S (I + SᵀA⁻¹S)⁻¹ SᵀA⁻¹ with the smaller matrix factorised.
 
     Covariances J' P⁻¹ J'ᵀ at other points are K'' − K'L (I + LᵀKL)⁻¹ LᵀK'ᵀ, from Gram matrices alone (see
-    `point_covariances`). Products solve with P itself, for which this form is the preconditioner: its rounding, that of
-    a difference, is not theirs.
+    `point_covariances`). Products solve with P itself and use this form as the preconditioner, so that they do not have
+    its rounding, that of a difference.
     """
 
-    # Stored are P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, and rtol.
+    # The stored form has P, C with C Cᵀ = I + SᵀA⁻¹S and L (N, C, R), both in float64, and rtol.
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DualInverse(Inverse):
         return (block - S._matmul(inner.to(block))) / A
 
     def explained(self, jacobian: Jacobian, outputs: int) -> Iterator[Float[Tensor, "m r NR"]] | None:
-        """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is too small."""
+        """Yield W with W Wᵀ = J' (A⁻¹ − P⁻¹) J'ᵀ, in blocks of `outputs` rows; None if memory is insufficient."""
         factor, L = self._args[1:]
         memory, train = jacobian.passes.memory, self.curvature.lin.jacobian()
         row = COPIES * 8 * max(factor.shape[0], L.shape[:2].numel())

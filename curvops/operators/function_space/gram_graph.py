@@ -1,7 +1,7 @@
 """The Gram matrix J(x) A⁻¹ J(x')ᵀ with its gradients in x, x' and the prior precision A.
 
-Both sets of inputs pass through the network together, once. The inner products of each layer's rows are computed with
-their graph; rows that have to be formed are formed again in the backward pass, some channels at a time.
+Both sets of inputs pass through the network together, once. The inner products of each layer's rows are recorded in
+the graph; rows that have to be formed are formed again in the backward pass, some channels at a time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
     Args:
         left: J(x), made with `differentiable=True`.
         right: J(x'), likewise; J(x) itself if x' is x.
-        scales: S = A⁻¹ by parameter name: 0-d where it is constant, otherwise of the parameter's shape.
+        scales: S = A⁻¹ by parameter name: 0-d if it is constant, otherwise of the parameter's shape.
 
-    Cost: that of the matrix without a graph; with the gradient about three times as much.
+    Cost: that of the matrix without a graph; with the gradient, about three times as much.
     """
     same, rows, most_bytes = left.passes is right.passes, left.shape[-2], left.passes.chunk_bytes
     points = left.graph if same else left.graph.followed_by(right.graph)
@@ -50,7 +50,7 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
 def _inner_products(
     first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
 ) -> Float[Tensor, "nr ms"]:
-    """Return the inner products of the rows of one layer, by pairs of positions where that is less work."""
+    """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
     layer = first.layer
     if layer is None or not has_sides(first):
         found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)

@@ -1,7 +1,7 @@
 """The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer and some points at a time.
 
 A weight with inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t. Two of them have the inner
-product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which is less work than with the rows if positions are few and the layer is large.
+product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from curvops.operators.function_space.row_products import Sides, add_row_product
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
+"""Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions; three passes go over it."""
 PASSES = 8
 """Cost of these passes per entry of the block, in multiply-adds."""
 
 Piece = tuple[int, Group]
-"""The number of the first row, and the rows of one layer from that one on."""
+"""The number of the first row, and the rows of one layer from that row on."""
 
 
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
-    """Return J(x) A⁻¹ J(x')ᵀ, or its upper half where x is x'.
+    """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
 
-    x' is walked over once for each group of rows at x that takes 3/8 of the room in memory.
+    x' is walked over once for each group of rows at x that takes 3/8 of the available memory.
 
-
-    `kept` saves the sums of these walks and how far they are; with as much room, a run that resumes ends with the
-    same bits.
+    `kept` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
+    bits.
     """
     return gram_terms(left, right, prior, dict.fromkeys(left.passes.model.selection.names, 0), kept).squeeze(0)
 
@@ -48,7 +47,7 @@ def gram_terms(
 ) -> Float[Tensor, "T nC mC"]:
     """Return the terms of `gram_matrix`, J_t(x) A⁻¹ J_t(x')ᵀ, one for each set of parameters (numbered from 0).
 
-    Where the inputs x are those of several ranks, each computes the rows of its own, and nothing is saved.
+    If the inputs x belong to several ranks, each computes the rows of its own, and nothing is saved.
     """
     if left.is_sharded:
         own = gram_terms(left.apart(), right.gathered(), prior, term_of)
@@ -84,12 +83,12 @@ def gram_terms(
 
 
 def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
-    """Return whether this row begins a piece of the walk: if not, batches or chunks have been cut differently."""
+    """Return whether this row begins a piece of the walk; if not, batches or chunks have been cut differently."""
     return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
-    """Yield (the row after them, pieces that together take at most `most_bytes`), at least one piece."""
+    """Yield (the row after them, pieces that together take at most `most_bytes`), with at least one piece."""
     panel: list[Piece] = []
     held = end = 0
     for start, count, groups in walk:
@@ -104,7 +103,7 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> It
 
 
 def _joined(panel: list[Piece]) -> list[Piece]:
-    """Empty the panel, with consecutive pieces joined into one, which makes larger matrix products."""
+    """Empty the panel; return its pieces with consecutive ones joined, which makes larger matrix products."""
     runs: list[list[Piece]] = []
     for row, group in panel:
         before = [run for run in runs if run[-1][0] + run[-1][1].num_rows == row and run[-1][1].is_like(group)]
@@ -115,13 +114,13 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     panel.clear()
     found = []
     while runs:
-        run = runs.pop()  # and free its parts
+        run = runs.pop()  # frees its parts
         found.append((run[0][0], Group.concatenate([group for _, group in run])))
     return found
 
 
 def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
-    """Return A⁻¹ by name: 0-d where it is constant on a tensor, otherwise of its shape, zero outside the selection."""
+    """Return A⁻¹ by name: 0-d if constant on a tensor, otherwise of its shape, with zeros outside the selection."""
     found = {}
     for name, index in positions.items():
         inside = index >= 0
@@ -136,7 +135,7 @@ def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
 
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
-    """Add the inner products of one layer's rows; of a group with itself, at least those on and above the diagonal."""
+    """Add the inner products of one layer's rows; for a group with itself, at least those on and above the diagonal."""
     layer, one, other = group.layer, _sides(group), _sides(partner)
     if layer is None or one is None or other is None:
         _add_by_all_rows(target, group, partner, scales, most_bytes, group is partner)
@@ -157,7 +156,7 @@ def _sides(group: Group) -> Sides | None:
 
 
 def pays_by_positions(group: Group, partner: Group) -> bool:
-    """Return whether inner products by pairs of positions are available and less work than with rows."""
+    """Return whether inner products by pairs of positions are available and take less work than by rows."""
     left, other = _left(group), _left(partner)
     if left is None or other is None:
         return False
@@ -172,14 +171,14 @@ def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
 
 
 def _by_rows(p: int, q: int, columns: int) -> int:
-    """Return the multiply-adds for a pair of points with rows."""
+    """Return the multiply-adds for a pair of points by rows."""
     return columns * p * q
 
 
 def gram_cost(plan: Plan, points: int) -> float:
-    """Return about how many gradients of the data J Jᵀ takes under a constant prior.
+    """Return roughly how many gradients of the data J Jᵀ costs under a constant prior.
 
-    It is ∞ where a parameter has no layer rule.
+    The result is ∞ if a parameter has no layer rule.
     """
     if plan.others or not plan.forward:
         return math.inf
@@ -206,7 +205,7 @@ def _left(group: Group) -> Tensor | None:
 
 
 def has_sides(group: Group) -> bool:
-    """Return whether the rows are sums of outer products, of a layer that is applied once, to numbers."""
+    """Return whether the rows are sums of outer products, for a layer that is applied once, to numbers."""
     return _left(group) is not None
 
 

@@ -1,12 +1,13 @@
-"""The blocks J P⁻¹ Jᵀ of single points from each layer's a and δ, for a P with structure, without solves for rows of J.
+"""The blocks J P⁻¹ Jᵀ of single points from each layer's a and δ, for a structured P, without solves for rows of J.
 
-Under KFAC and EKFAC, a and δ are rotated into the eigenbases; under a diagonal P they are weighted. Low rank plus a
-diagonal is the diagonal's result less the term of Woodbury's identity, which needs J U. Each of several dense blocks
-uses the rows of its layer, and a single dense P all rows of the selected weights. A last layer, whose δ is the
-identity, needs only its inputs. A group of points with a joint covariance counts as one point with more outputs.
+Under KFAC and EKFAC, a and δ are rotated into the eigenbases; under a diagonal P they are weighted. For low rank plus
+a diagonal, the result is that of the diagonal less the term of Woodbury's identity, which needs J U. Each of several
+dense blocks uses the rows of its layer, and a single dense P uses all rows of the selected weights. A last layer,
+whose δ is the identity, needs only its inputs. A group of points with a joint covariance counts as one point with more
+outputs.
 
 Results are the blocks (m, C, C) of m points, or their diagonals (m, C): with thousands of outputs the blocks would
-outnumber everything else.
+be far larger than everything else.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ class LayerMetric(NamedTuple):
 
     @classmethod
     def of(cls, form: EigenKroneckerForm) -> LayerMetric:
-        """Return the metric of a Kronecker product plus a number."""
+        """Return the metric of a Kronecker product plus a multiple of the identity."""
         return cls(form.weights, form.eigen.left_vectors, form.eigen.right_vectors)
 
 
 class Metric(ABC):
-    """P⁻¹ as it acts on the rows of one group of layers."""
+    """P⁻¹ acting on the rows of one group of layers."""
 
     @abstractmethod
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add to target the group's part of J P⁻¹ Jᵀ; return False where its layers do not fit the structure."""
+        """Add to target the group's part of J P⁻¹ Jᵀ; return False if its layers do not fit the structure."""
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        """Return the last layer's blocks and their share of its inputs; None where P has another structure."""
+        """Return the last layer's blocks and their share of its inputs; None if P has another structure."""
         return None
 
 
@@ -76,17 +77,17 @@ def point_covariances(
     diagonals: bool = False,
     rows: JacobianRows | None = None,
 ) -> Target | None:
-    """Return the diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, where G in P = G + prior, or P⁻¹, has structure.
+    """Return the diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, if G in P = G + prior, or P⁻¹, has structure.
 
-    Blocks are those of positions, of points, or of several points; a single block of all rows is the joint covariance.
-    With `diagonals` only their diagonals are computed. `rows` that carry a graph replace the walk over the Jacobian,
-    and give the result a graph. Returns None for other operators, where parameters have no layer rule, and where
+    A block belongs to a position, a point or several points; a single block of all rows is the joint covariance.
+    With `diagonals` only the diagonals of the blocks are computed. `rows` that carry a graph replace the walk over the
+    Jacobian, and give the result a graph. Returns None for other operators, if parameters have no layer rule, and if
     Woodbury's difference would lose too many digits.
 
     Cost: a forward pass, C backward passes (none for a last layer) and two rotations per layer (none for a diagonal P).
-    A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, one applied at few positions the same
-    for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks. Low rank adds
-    J U from the same a and δ; a `DualInverse` takes Gram matrices alone.
+    A layer that is applied at one position adds Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij; one that is applied at few positions
+    adds the same for each pair of them; otherwise, and between points, the layer's own Jacobian is formed in chunks.
+    Low rank adds J U, from the same a and δ; a `DualInverse` needs only Gram matrices.
     """
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
@@ -115,7 +116,7 @@ def point_covariances(
 
 
 def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
-    """Return the closed form of the inverted operator, if it has one, and the number that divides its result."""
+    """Return the closed form of the inverted operator, if it has one, and the number that its result is divided by."""
     form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
     factor = None
     while isinstance(form, ScaledForm):
@@ -151,7 +152,7 @@ def _sum_over_layers(
 
 
 def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], metric: Metric) -> bool:
-    """Add the part that comes from the last layer's inputs, where P has a structure on its matrix."""
+    """Add the part that comes from the last layer's inputs, if P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
         terms = None if inputs is None else metric.last_layer_terms(layer, inputs)
@@ -187,7 +188,7 @@ def _sum_by_cholesky(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]
 
 
 def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
-    """Compute J diag(w) Jᵀ ± (J V M)(J V M)ᵀ, or None where the difference would lose too many digits."""
+    """Compute J diag(w) Jᵀ ± (J V M)(J V M)ᵀ, or None if the difference would lose too many digits."""
     metric = Elementwise(walk, parts.weights)
     if parts.vectors is None:
         return _sum_over_layers(walk, metric, shape)
@@ -202,7 +203,7 @@ def _sum_by_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int,
 
 
 def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, ...]) -> Target | None:
-    """J A⁻¹ Jᵀ less what the training points explain of it; None where the difference would cancel too many digits."""
+    """Return J A⁻¹ Jᵀ less what the training points explain; None if the difference would lose too many digits."""
     explained, weights = inverse.explained(jacobian, shape[1]), inverse.precision.reciprocal()
     if explained is None:
         return None
@@ -217,13 +218,13 @@ def _sum_by_kernel(jacobian: Jacobian, inverse: DualInverse, shape: tuple[int, .
 
 
 def _leaves_enough(found: Target, total: Target) -> bool:
-    """Return whether the difference leaves enough of each variance's digits."""
+    """Return whether the difference leaves enough digits of each variance."""
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     return bool((left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]).all())
 
 
 def _sum_of_root(jacobian: Jacobian, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target:
-    """Return (J V M)(J V M)ᵀ for a P⁻¹ without a diagonal: products of J with V's columns, and no backward pass."""
+    """Return (J V M)(J V M)ᵀ for a P⁻¹ without a diagonal: products of J with the columns of V, no backward pass."""
     assert parts.vectors is not None
     found = jacobian.theta.new_zeros(shape)
     pushed = jacobian._matmul(parts.vectors)
@@ -262,7 +263,7 @@ class InDenseBlocks(Metric):
 
     @cached_property
     def positions(self) -> dict[str, Tensor]:
-        """The position in the vector of each entry of the selected tensors."""
+        """The position in the flat vector of each entry of the selected tensors."""
         return self._selection.positions()
 
     @cached_property
@@ -273,7 +274,7 @@ class InDenseBlocks(Metric):
         return dict(zip(firsts, zip(parts, self.form.decomposed)))
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add the group's part; return False where the group's weights are not those of one block."""
+        """Add the group's part; return False if its weights are not those of one block."""
         entries = torch.cat([self.positions[name].flatten() for name in group.names])
         if not bool((entries >= 0).any()):
             return True
@@ -295,7 +296,7 @@ class InEigenbases(InDenseBlocks):
         self.layers = {names: LayerMetric.of(own) for names, own in forms if isinstance(own, EigenKroneckerForm)}
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Add the group's part; return False where its layers differ from those the curvature was built with."""
+        """Add the group's part; return False if its layers differ from those the curvature was built with."""
         parts = members(group, self.layers)
         for names, matrices in parts:
             if names not in self.layers:
@@ -314,7 +315,7 @@ class InEigenbases(InDenseBlocks):
 
 
 def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:
-    """Return where each weight of a block stands among these entries; None where they contain others."""
+    """Return the position of each weight of a block among these entries; None if the weights are not the same."""
     index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
     kept = (entries >= 0).nonzero().squeeze(1)
     ascending = kept[entries[kept].argsort()]
@@ -326,11 +327,11 @@ def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s
 def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_bytes: int) -> None:
     """Add to target the blocks of one layer, or of layers that share weights."""
     sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
-    together = len(target) < len(sides[0][0])  # several points in one block
+    together = len(target) < len(sides[0][0])  # a block contains several points
     if len(sides) == 1 and not sides[0][1].is_floating_point() and not together:
         _add_embedded(target, *sides[0], layer.weights)
         return
-    # Calls that share weights add up their rows, a sum over the positions of all of them.
+    # Calls that share weights add up their rows: the sum runs over the positions of all of these calls.
     left = _along([left for left, _ in sides], 3)
     right = _along([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
@@ -356,7 +357,7 @@ def _rotated(right: Tensor, layer: LayerMetric) -> Tensor:
 
 
 def _add_embedded(target: Target, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
-    """Add embeddings from δ̃ (n, R, 1, t, E) and tokens (n, 1, t), summing positions of one token before products."""
+    """Add embeddings from δ̃ (n, R, 1, t, E) and tokens (n, 1, t); sum the positions of each token before products."""
     tokens, delta = indices[:, 0], left[:, :, 0]
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(delta.dtype)
     summed = torch.einsum("nts,nrse->nrte", same, delta)
@@ -396,7 +397,7 @@ def _add_rows(
     roots: Float[Tensor, "g p q"],
     most_bytes: int,
 ) -> None:
-    """Add by the layer's own Jacobian in the eigenbasis, divided by √p, a few lines at a time (in cache)."""
+    """Add with the layer's own Jacobian in the eigenbasis, divided by √p, a few lines at a time (in cache)."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
     for points, lines, rows in OuterRows([(left, right)]).blocks(most_bytes):
@@ -407,7 +408,7 @@ def _add_rows(
 
 
 def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
-    """Yield the group's rows of some points at a time, its tensors concatenated, with their part of the target."""
+    """Yield the group's rows, a few points at a time and all tensors together, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes, together=max(1, target.shape[1] // group.num_columns)):
         flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
@@ -417,7 +418,7 @@ def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Targe
 
 
 def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None:
-    """Add the products of rows with their solves by their own block."""
+    """Add the products of rows with the same rows solved by their own block."""
     _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
 
 

@@ -1,7 +1,7 @@
 """Inner products of the rows Σ_t δ_t ⊗ a_t of one layer, which are formed for some output channels at a time.
 
-Channels add up independently: every row is formed once, whatever memory there is, and once again for the gradient in
-δ, a and the scales of the weights.
+Channels add up independently: however little memory there is, every row is formed once, and once more for the gradient
+in δ, a and the scales of the weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from curvops.linalg.core.symmetry import mirror
 from curvops.network import Layer
 
 STRIPES = 8
-"""The number of stripes of a symmetric product, each computed from the diagonal on."""
+"""The number of stripes of a symmetric product; each is computed from the diagonal on."""
 REUSED_BYTES = 16 * 2**20
-"""The most bytes of rows on a CPU: the allocator returns larger blocks to the system; new ones cost as much as rows."""
+"""The most bytes of rows on a CPU: the allocator frees larger blocks, and new ones cost as much as the rows."""
 
 
 class Sides(NamedTuple):
@@ -39,15 +39,15 @@ class Sides(NamedTuple):
 
     @property
     def point_bytes(self) -> int:
-        """Bytes of a for one point."""
+        """The bytes of a for one point."""
         return self.left.shape[2] * self.left.shape[3] * self.width * self.left.element_size()
 
     def is_held(self, most_bytes: int) -> bool:
-        """Return whether a of all points fits into so many bytes."""
+        """Return whether a for all points fits into this many bytes."""
         return len(self.left) * self.point_bytes <= most_bytes
 
     def held(self, most_bytes: int) -> Sides:
-        """Return these sides with a of all points in memory, where it fits."""
+        """Return these sides with a for all points in memory, if it fits."""
         return self._replace(right=self.right(slice(None)).__getitem__) if self.is_held(most_bytes) else self
 
 
@@ -58,21 +58,21 @@ class Block(NamedTuple):
     channels: slice
 
     def of(self, matrices: Float[Tensor, "g p q"]) -> Tensor:
-        """Return these entries of a layer's matrices, as a vector."""
+        """Return the entries of a layer's matrices that are in the block, as a vector."""
         return matrices[self.groups, self.channels].flatten()
 
 
 def add_row_products(
     target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, "g p q"], most_bytes: int
 ) -> None:
-    """Add Σ_ij rows_ij scale_ij rows'_ij; where both sides are the same object what lies on and above the diagonal.
+    """Add Σ_ij rows_ij scale_ij rows'_ij; if both sides are the same object, only on and above the diagonal.
 
     Args:
-        target: what is added to.
-        one: of the rows.
-        other: of the columns.
-        scale: of each weight, as `Layer.to_matrix` orders them; not negative.
-        most_bytes: for what is formed at a time.
+        target: the matrix to add to.
+        one: the sides of the rows.
+        other: the sides of the columns.
+        scale: the scale of each weight, in the order of `Layer.to_matrix`; not negative.
+        most_bytes: the memory for what is formed at a time.
     """
     one, other = (held := one.held(most_bytes)), held if one is other else other.held(most_bytes)
     for block in _blocks(one, other, most_bytes):
@@ -88,7 +88,7 @@ def add_row_products(
 def row_products(
     one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scale: Float[Tensor, "g p q"], most_bytes: int
 ) -> Float[Tensor, "nr ms"]:
-    """Return products of rows given by δ and a, with their gradient; symmetric where both are the same object."""
+    """Return products of rows given by δ and a, with their gradient; symmetric if both are the same object."""
     result: Tensor = _RowProducts.apply(most_bytes, scale, *one, *(() if other is one else other))  # type: ignore[no-untyped-call]
     return result
 
@@ -127,7 +127,7 @@ class _RowProducts(Function):
 
 
 def matrix_of_scales(layer: Layer, scales: Mapping[str, Tensor]) -> Float[Tensor, "g p q"]:
-    """Return the scales of a layer's weights by parameter name, 0-d where they are constant, as its matrices."""
+    """Return the scales of a layer's weights, given by parameter name and 0-d if constant, as its matrices."""
     shapes = {name: layer.shape_of(local) for local, name in layer.names.items()}
     return layer.to_matrix({name: scales[name].expand(shape) for name, shape in shapes.items()})
 
@@ -167,7 +167,7 @@ def _by_column(rows: Float[Tensor, "n g rp q"], sides: Sides) -> Float[Tensor, "
 def _add_gradient(
     into: list[Tensor | None], tensors: list[Tensor], block: Block, rows: Float[Tensor, "nr gpq"]
 ) -> None:
-    """Add what the gradient in these entries of the rows gives to the gradients in δ and a."""
+    """Add the contribution of these entries of the rows to the gradients in δ and a."""
     (left, a), (of_left, of_a) = tensors, into
     shape = len(a[0, block.groups]), -1, a.shape[3]
     rows = rows.unflatten(0, left.shape[:2]).unflatten(2, shape).transpose(1, 2).flatten(2, 3)  # (n, g, r·p, q)

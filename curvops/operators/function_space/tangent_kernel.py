@@ -27,15 +27,15 @@ from curvops.operators.linearized.user_operator import UserOperator
 
 
 class TangentKernel(UserOperator, Operator):
-    """The tangent kernel K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) of a diagonal prior precision A, the prior covariance of f.
+    """The tangent kernel K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C), the prior covariance of f under a diagonal precision A.
 
     It is symmetric positive semi-definite if x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it for few
     points and many weights (function space). If there are fewer weights than rows, the kernel plus a positive
-    diagonal is solved exactly by a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward
+    diagonal is solved exactly with a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward
     passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
-    own Jacobian replaces this sum if it is less work or A is not constant on the layer. Memory: as many rows as the
+    own Jacobian replaces this sum if that is less work or A is not constant on the layer. Memory: as many rows as the
     budget has room for, and the Gram matrix.
 
     Args:
@@ -45,11 +45,11 @@ class TangentKernel(UserOperator, Operator):
         x2: the inputs x'; None for x.
 
     Raises:
-        TypeError, ValueError: a prior of another kind or size, or one that is not positive; inputs that `lin.jacobian`
-            rejects.
+        TypeError, ValueError: the prior is of another kind or size, or not positive, or `lin.jacobian` rejects the
+            inputs.
     """
 
-    CARRIED = True  # it does not depend on the likelihood
+    CARRIED = True  # the kernel does not depend on the likelihood
     _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 
     def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
@@ -67,7 +67,7 @@ class TangentKernel(UserOperator, Operator):
         return self._args[2]
 
     def keeping_in(self, store: dict[str, Tensor]) -> LinearOperator:
-        """Return the kernel with a store of quantities of its inputs, which kernels with other priors share."""
+        """Return the kernel with a store for quantities of its inputs, which kernels with other priors share."""
         kind: Any = type(self)
         return kind(*self._args, store=store)
 
@@ -96,7 +96,7 @@ class TangentKernel(UserOperator, Operator):
 
     @property
     def _is_of_ranks(self) -> bool:
-        """Whether it is of the training points of several ranks, which lie with each."""
+        """Whether the kernel is of the training points of several ranks, each of which holds its own."""
         return self.psd and self._args[0].is_sharded
 
     def _scaled(self, block: Float[Tensor, "D b"]) -> Float[Tensor, "D b"]:
@@ -108,12 +108,12 @@ class TangentKernel(UserOperator, Operator):
         return self if self.psd else TangentKernel(right, left, prior)
 
     def _columns(self, index: Int[Tensor, " b"]) -> Float[Tensor, "nC b"]:
-        """Return the columns of these rows of J(x'), with passes over their points only."""
+        """Return the columns that belong to these rows of J(x'), with passes over their points only."""
         left, right, _ = self._args
         return left._product(self._scaled(right.rows_at(index)))
 
     def columns_over_ranks(self, index: Int[Tensor, " b"], layout: RowLayout) -> Sharded:
-        """Return columns whose rows lie so over ranks. One all-reduce of D·b numbers."""
+        """Return columns whose rows lie over ranks in this layout. One all-reduce of D·b numbers."""
         J = self._args[0]
         if not self._is_of_ranks:
             return Sharded(self._columns(index)[layout.own], layout)
@@ -122,22 +122,22 @@ class TangentKernel(UserOperator, Operator):
         return Sharded(own, points).moved(layout)
 
     def formed(self, mesh: Any) -> BlockRows:
-        """Form the matrix with its rows shared among the ranks of a device mesh of one dimension.
+        """Form the matrix with its rows shared among the ranks of a one-dimensional device mesh.
 
-        Products with sharded vectors then gather these alone, N·C numbers each, where the kernel itself adds up D
-        numbers. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its own points,
-        and those of one other rank at a time.
+        Products with sharded vectors then gather only these vectors, N·C numbers each, whereas the kernel itself sums D
+        numbers over ranks. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its
+        own points, and those of one other rank at a time.
 
-        Raises TypeError for what is no mesh; ValueError for one of several dimensions or of other ranks than those of
-        the data, for a kernel of two sets of inputs, and where a gradient in the inputs or in A is required.
+        Raises TypeError for anything but a mesh; ValueError for a mesh of several dimensions or of other ranks than
+        those of the data, for a kernel of two sets of inputs, and if a gradient in the inputs or in A is required.
         """
         layout = RowLayout.on(mesh, self.shape[-2])
         if not self.psd:
-            raise ValueError("rows are shared of a kernel of one set of inputs; one of two is formed by to_dense().")
+            raise ValueError("formed(mesh) needs a kernel of one set of inputs; for two sets use to_dense().")
         if self._args[0].is_recorded or carries_graph((self.prior,)):
             raise ValueError(
-                "no gradient passes through a kernel whose rows are shared: detach() the inputs and the prior, call "
-                "this under torch.no_grad(), or form it by to_dense()."
+                "no gradient passes through a kernel whose rows are shared among ranks: detach() the inputs and the "
+                "prior, call this under torch.no_grad(), or form the kernel with to_dense()."
             )
         if not self._is_of_ranks:
             return BlockRows(self.to_dense()[layout.own].clone(), layout=layout, psd=True)
@@ -148,15 +148,15 @@ class TangentKernel(UserOperator, Operator):
         return BlockRows(whole.moved(layout).local, layout=layout, psd=True)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """Draw k exact samples of N(0, K) as J A^-½ z, at one push of J per draw."""
+        """Draw k exact samples of N(0, K) as J A^-½ z, at the cost of one push of J per draw."""
         left, _, prior = self._args
         if not self.psd:
-            raise ValueError("a kernel between two sets of inputs is no covariance: draw from the kernel of one set.")
+            raise ValueError("a kernel of two sets of inputs is not a covariance: draw from the kernel of one set.")
         z = normal(left.shape[-1], k, self.dtype, self.device, generator)
         return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """Return the kernel in another dtype or on another device; a kernel of one set of inputs remains one."""
+        """Return the kernel in another dtype or on another device; a kernel of one set of inputs remains so."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         left, right, prior = self._args
         first = left.to(device=device, dtype=dtype)
@@ -164,7 +164,7 @@ class TangentKernel(UserOperator, Operator):
         return TangentKernel(first, second, convert(prior, device, dtype))
 
     def _diagonal(self) -> Float[Tensor, " nC"]:
-        """Return the variances Σ_d J²_id / A_d from each layer's inputs and sensitivities, at C backward passes."""
+        """Return the variances Σ_d J²_id / A_d from each layer's inputs and sensitivities, by C backward passes."""
         outputs = self._args[0].passes.engines.plan.num_outputs
         return self._in_blocks(outputs, True).flatten() if self.psd else super()._diagonal()
 
@@ -175,14 +175,14 @@ class TangentKernel(UserOperator, Operator):
     def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
         """Return the diagonal blocks for groups of `points` points, without forming any entry between groups.
 
-        Raises ValueError for a kernel of two sets of inputs, or a number of points that does not divide theirs.
+        Raises ValueError for a kernel of two sets of inputs, or if `points` does not divide the number of inputs.
         """
         left = self._args[0]
         outputs = points * left.passes.engines.plan.num_outputs
         if not self.psd or left.shape[-2] % outputs:
             raise ValueError(
-                f"blocks of {points} points need a kernel of one set of inputs whose number they divide; "
-                f"this one is of shape {tuple(self.shape)}."
+                f"blocks of {points} points need a kernel of one set of inputs, whose number they divide; this kernel "
+                f"has shape {tuple(self.shape)}."
             )
         return self._in_blocks(outputs, False)
 
@@ -207,7 +207,7 @@ class TangentKernel(UserOperator, Operator):
         return found
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
-        """Return the Gram matrix; where a gradient for A is needed, by one product per column."""
+        """Return the Gram matrix; if a gradient for A is needed, by one product per column."""
         left, right, prior = self._args
         if left.is_recorded or right.is_recorded:
             return gram_with_graph(left, right, _scales(left, prior))
@@ -222,7 +222,7 @@ def _jacobian(lin: Linearization, x: Any) -> Jacobian:
 
 
 def _scales(jacobian: Jacobian, prior: Tensor) -> dict[str, Tensor]:
-    """Return A⁻¹ by parameter name; one number for all where A is one and no entry lies outside a subnetwork."""
+    """Return A⁻¹ by parameter name; a single number for all if A is one and no entry lies outside a subnetwork."""
     selection = jacobian.passes.model.selection
     if prior.ndim == 0 and selection.index is None:
         return dict.fromkeys(selection.names, prior.reciprocal())

@@ -1,8 +1,8 @@
-"""J A⁻¹ Jᵀ plus a diagonal by a D × D matrix, where weights are few beside rows and J itself is not kept.
+"""J A⁻¹ Jᵀ plus a diagonal by a D × D matrix, if there are fewer weights than rows and J itself is not kept.
 
 With Φ = J A^-½ and the noise N = diag(d): (Φ Φᵀ + N)⁻¹ = N⁻¹ − N⁻¹Φ B⁻¹ΦᵀN⁻¹ and det(Φ Φᵀ + N) = det N det B for the
-symmetric B = I + ΦᵀN⁻¹Φ (Woodbury's and Sylvester's identities). The sum JᵀN⁻¹J is streamed over the rows of J, and so
-is its derivative.
+symmetric B = I + ΦᵀN⁻¹Φ (Woodbury's and Sylvester's identities). The sum JᵀN⁻¹J is streamed over the rows of J, and
+its derivative is, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRAM, LAST, WEIGHTED = "JᵀJ", "1 / noise", "JᵀN⁻¹J"
 class WeightSpaceForm(ClosedForm):
     """The closed form of a tangent kernel of one set of inputs plus a positive diagonal, with fewer weights than rows.
 
-    Solves are refined once, at two products with the kernel: Woodbury's difference alone would lose digits.
+    Solves are refined once, at the cost of two products with the kernel, because Woodbury's difference loses digits.
     """
 
     @property
@@ -45,7 +45,7 @@ class WeightSpaceForm(ClosedForm):
 
     @cached_property
     def _store(self) -> dict[str, Tensor]:
-        """The place where JᵀJ stays, for other priors and noises at the same inputs."""
+        """The store that keeps JᵀJ for other priors and noises at the same inputs."""
         found: dict[str, Tensor] | None = self.base._kwargs.get("store")
         return {} if found is None else found
 
@@ -70,14 +70,14 @@ class WeightSpaceForm(ClosedForm):
 
     @property
     def _unit_information(self) -> Float[Tensor, "D D"]:
-        """JᵀJ, which is kept."""
+        """JᵀJ, which is stored."""
         if GRAM not in self._store:
             self._store[GRAM] = _sum(self._roots.new_ones(self.base.shape[-1]), self._walk)
             keep(self.base, self._store[GRAM], self._store[GRAM].nbytes)
         return self._store[GRAM]
 
     def _information_for(self, weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
-        """Return JᵀN⁻¹J of a vector of noises: equal ones use JᵀJ, and the last result is stored."""
+        """Return JᵀN⁻¹J for a vector of noises: equal noises use JᵀJ, and the last result is stored."""
         if bool((weights == weights[0]).all()):
             return self._unit_information * weights[0]
         if not torch.equal(self._store.get(LAST, weights[:0]), weights):
@@ -130,7 +130,7 @@ class WeightSpaceForm(ClosedForm):
 
 
 def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
-    """Return Σ_i w_i J_i J_iᵀ over the rows of J, of which each rank adds up its own."""
+    """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
     D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
     total = weights.new_zeros(D, D)
     with walk.guarded():
@@ -141,14 +141,14 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
 
 
 def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
-    """Return J_iᵀ M J_i of each row of J: the adjoint of `_sum`."""
+    """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
     with walk.guarded():
         found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
     return walk.line_up(found, told=matrix)
 
 
 class _Streamed(Function):
-    """One of `_sum` and `_forms`, with the other for its derivative; J itself is never kept."""
+    """Either `_sum` or `_forms`, with the other as its derivative; J itself is never kept."""
 
     @staticmethod
     def forward(ctx: Any, argument: Tensor, walk: Passes, apply: Callable[..., Tensor]) -> Tensor:

@@ -32,11 +32,11 @@ from curvops.progress import Progress
 
 
 class LayerBlocksForm(DirectSumForm):
-    """The closed form of layer blocks plus a diagonal; a layer too large for Cholesky has one under a number alone."""
+    """The closed form of layer blocks plus a diagonal; layers too large for Cholesky need a multiple of I."""
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
-        """The forms of all blocks, their eigendecompositions computed side by side."""
+        """The forms of all blocks, with their eigendecompositions computed together."""
         blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, KroneckerForm))
         decompose(blocks, self.base.progress)
         return self.forms
@@ -108,7 +108,7 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
 
         begin(type(self).__name__, checkpoint, problem, lin.theta.device, True, lin.ranks, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
-        # Each selected tensor lies in one block as a whole: nothing to check.
+        # Each selected tensor lies in one block as a whole, so there is nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
         super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **lin.origin)
@@ -124,47 +124,47 @@ class KFAC(KroneckerCurvature):
 
     A is the mean of a aᵀ over inputs (with a one appended for the bias), and B the sum of δ δᵀ over the columns of the
     output Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for
-    each group) and embeddings have factors. Normalisation layers and others get their exact block up to 1,024
-    parameters and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is rejected. Layers
-    that share weights have one block.
+    each group) and embeddings have factors. Normalisation and other layers get their exact block if they have up to
+    1,024 parameters, and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is rejected.
+    Layers that share weights have one block.
 
-    Small eigenvalues are accurate for factors with up to 512 columns, whose sums are in float64 whatever the data's
-    dtype, and for wider factors that are sums of fewer rows than columns, whose eigenvalues come from these rows. For
-    others a `PrecisionLimit` warning says when the prior precision is below the rounding of single precision.
+    Small eigenvalues are accurate for factors with up to 512 columns, which are summed in float64 whatever the data's
+    dtype, and for wider factors that sum fewer rows than columns, whose eigenvalues come from these rows. For other
+    factors a `PrecisionLimit` warning is issued if the prior precision is below the rounding of single precision.
 
-    Plus a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
-    the eigenbases of A and B, which are computed once. Under a prior that varies within a layer, layers of up to 2,048
-    weights are factorised. If a larger layer is among them, conjugate gradients and probes serve everything,
-    preconditioned by the closed form under each layer's geometric mean where the prior is near it. An added term of low
-    rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
+    With a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
+    the eigenbases of A and B, which are computed once. With a prior that varies within a layer, layers of up to 2,048
+    weights are factorised. If a larger layer is among them, conjugate gradients and probes compute everything,
+    preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An added term of
+    low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
     Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), and the factors' matrix
-    products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's
+    products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's
     own products cost too much and a diagonal is too crude.
 
     Args:
         lin: the linearised network.
         fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
-        sharing: for a layer that is applied at several positions, "expand" treats each position as a point of its own,
-            and "reduce" first averages a and sums δ over those that count (Eschenhagen et al. 2023; embeddings always
-            expand).
+        sharing: for a layer that is applied at several positions, "expand" treats each position as a separate point,
+            and "reduce" first averages a and sums δ over the positions that count (Eschenhagen et al. 2023; embeddings
+            always expand).
         mc_samples: the number of targets drawn per point with fisher="mc".
-        generator: source of the draws.
-        bias: "joint" for one block with the weight, or "separate" for a block B of its own, which ignores correlations
-            with the weight; the two may then have different prior precisions.
-        checkpoint: a folder for the sums over the points done so far, saved at most every half minute, and for the
+        generator: the source of the draws.
+        bias: "joint" for one block with the weight, or "separate" for its own block B, which ignores correlations with
+            the weight; the two may then have different prior precisions.
+        checkpoint: a folder for the sums over the points processed so far, saved at most every half minute, and for the
             result. A build that was killed resumes from it and gives bitwise the same result. A checkpoint of another
             network, other data or other options is rejected.
 
     Raises:
-        ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.
+        ValueError: `fisher`, `sharing` or `bias` is unknown, or a selection splits a layer.
     """
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
-        """Return (B + √λ/π I) ⊗ (A + π√λ I) in Kronecker blocks and + λ I in others (Martens & Grosse 2015, §6.3).
+        """Return (B + √λ/π I) ⊗ (A + π√λ I) for Kronecker blocks and + λ I for others (Martens & Grosse 2015, §6.3).
 
-        The result is Kronecker-factored, but has cross terms that the exact B ⊗ A + λ I does not.
+        The result is Kronecker-factored, but has cross terms that the exact B ⊗ A + λ I does not have.
         """
         damped = [
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
@@ -176,11 +176,11 @@ class KFAC(KroneckerCurvature):
 class EKFAC(KroneckerCurvature):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    Takes the arguments of KFAC (George et al. 2018). In Frobenius norm it is never further from the GGN's blocks than
-    KFAC, and its trace is exact. Cost to build: KFAC, its eigendecompositions, and a second walk with a matrix product
-    for each column (where a layer is applied at one position: one for all columns). A product is four matrix products
-    per layer. Memory: that of KFAC and D numbers. Choose it over KFAC where the second walk is affordable: solves and
-    samples cost the same.
+    It takes the arguments of KFAC (George et al. 2018). In Frobenius norm it is never further from the GGN's blocks
+    than KFAC, and its trace is exact. Cost to build: that of KFAC, its eigendecompositions, and a second walk with a
+    matrix product for each column (for a layer that is applied at one position: one for all columns). A product is four
+    matrix products per layer. Memory: that of KFAC and D numbers. Choose it over KFAC if the second walk is affordable:
+    solves and samples cost the same.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
 FactorPair = tuple[Tensor, Tensor]
 MOST_DENSE = 1024
-"""Up to this many parameters a layer without Kronecker factors gets its exact block; larger ones get its diagonal."""
+"""The most parameters for which a layer without Kronecker factors gets its exact block instead of its diagonal."""
 
 
 PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
@@ -51,16 +51,16 @@ class BlockSums:
     tokens: Tensor | None = None
     count: float | int = 0
     exact: Tensor | None = None
-    apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
+    apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias if both are in one matrix
 
     @property
     def kind(self) -> str:
-        """The parameters and what is summed, in words: sums of equal kinds can be added up over processes."""
+        """The parameters and what is summed, in words; sums of equal kinds can be added up over processes."""
         what = "tokens" if self.tokens is not None else "factors" if self.exact is None else f"exact {self.exact.ndim}"
         return f"{', '.join(self.names)}: {what}"
 
     def join(self, passes: Passes) -> None:
-        """End the walk: what is added up or lined up is of all its points, over all ranks."""
+        """End the walk: extend sums and concatenations over all points of all ranks."""
         self.left.join(passes)
         self.right.join(passes)
         self.count = float(passes.add_up([self.positions.new_tensor(self.count, dtype=torch.float64)]))
@@ -70,7 +70,7 @@ class BlockSums:
     def kronecker_blocks(self, separate: bool) -> Iterator[KroneckerBlock]:
         """Return B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
 
-        With `separate`, return one for a layer's weight and one for its bias. Call it once: it consumes the sums.
+        With `separate`, yield one for a layer's weight and one for its bias. Call it once: it consumes the sums.
         """
         if self.exact is not None:
             exact = Diagonal(self.exact) if self.exact.ndim == 1 else exact_block(self.exact, self.dtype)
@@ -92,13 +92,13 @@ class BlockSums:
 
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
-    """Return a float64 sum as the block of a layer without factors, in this dtype with the digits it cannot hold."""
+    """Return a float64 sum as the block of a layer without factors, in this dtype plus the digits it cannot hold."""
     tensor, rest = round_with_rest(total, dtype)
     return Dense(tensor, psd=True, rest=rest)
 
 
 class NoFactors(UserWarning):
-    """A warning that parameters without Kronecker factors are too many for an exact block: they got its diagonal."""
+    """A warning that parameters without Kronecker factors are too many for an exact block: they get its diagonal."""
 
 
 @torch.no_grad()
@@ -134,14 +134,14 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
 
 
 class SummedWalk:
-    """A walk over the rows of a curvature's root whose sums a checkpoint keeps, with all that they depend on.
+    """A walk over the rows of a curvature's root; a checkpoint keeps its sums and everything they depend on.
 
     `sums` are those of an earlier run, or None.
     """
 
     def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
         self.lin, self.fisher = lin, fisher
-        # Sums over this process's own points, of use to whoever has the same ones in the same batches again.
+        # These are sums over this process's own points; they can be reused for the same points in the same batches.
         own = lin.data.prints if lin.passes.shard is None else lin.passes.shard.own
         mark = digest([torch.tensor([own.order, *lin.data.sizes])])[:16]
         self.kept = kept = part_of_rank(f"{name} {mark}", lin.theta.device)
@@ -153,7 +153,7 @@ class SummedWalk:
         """Yield the groups that were not summed before; `sums` holds the sums whenever some points are done."""
         if self.kept.done:
             return
-        # A resumed run does not compute the log-likelihoods of the earlier one, and must end with the same bits.
+        # A resumed run does not compute the log-likelihoods of the earlier one, and must give the same bits.
         walk = self.lin.passes if self.kept else self.lin
         with self.lin.passes.guarded():
             for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
@@ -169,20 +169,20 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
         warnings.warn(
             f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
-            f"({len(block.positions):,}): they get the exact diagonal of their block alone; use "
-            "co.GGN(lin) where that is too crude.",
+            f"({len(block.positions):,}): they get only the exact diagonal of their block; use co.GGN(lin) if "
+            "that is too crude.",
             NoFactors,
             stacklevel=6,
         )
 
 
 def _has_positions(each: Tensor, right: Tensor) -> bool:
-    """Return whether each of the layer's positions t is a position of the sequence, with a value of its own."""
+    """Return whether each of the layer's positions t is a position of the sequence, with its own value."""
     return each.ndim == 2 and each.shape[1] == right.shape[2]
 
 
 def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, "m g s *q"]:
-    """Return the inputs without points and, where t is the sequence, positions that do not count."""
+    """Return the inputs without the points, or without the positions if t is the sequence, that do not count."""
     each = group.positions
     if each is None:
         return right
@@ -192,7 +192,7 @@ def _counted(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Shaped[Tensor, 
 
 
 def _mean_input(group: Group, right: Float[Tensor, "n g t q"]) -> Float[Tensor, "n g 1 q"]:
-    """Return the mean over the positions, or over those that count where t is the sequence."""
+    """Return the mean over the positions, or over those that count if t is the sequence."""
     each = group.positions
     if each is None or not _has_positions(each, right):
         return right.mean(2, keepdim=True)
@@ -212,7 +212,7 @@ def _input_weights(group: Group, right: Shaped[Tensor, "n g t *q"]) -> Float[Ten
 
 
 def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
-    """Add the inputs of all calls: each position by itself (expand), or averaged over calls and positions (reduce).
+    """Add the inputs of all calls: position by position (expand), or averaged over calls and positions (reduce).
 
     Indices always expand.
     """
@@ -232,7 +232,7 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
-    """Return how often each row of the table is looked up, except the padding row, which has no gradient."""
+    """Return how often each row of the table is looked up; the padding row, which has no gradient, does not count."""
     each = None if weights is None else weights.flatten()
     counts = torch.bincount(tokens.flatten(), each, minlength=table.num_embeddings)
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
@@ -262,9 +262,9 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
         decompose(factored.values(), lin.passes.progress)
         bases = [found.eigen() for found in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
-    else:  # with their bases: another machine may find other bases of equal eigenvalues
+    else:  # keep the bases, too: another machine may find other bases for equal eigenvalues
         sums = walk.sums
-    of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # those of two sides and of their rotation
+    of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # the errors of two sides and of their rotation
     corrected = {
         names: EigenKronecker(*each, found.rounding, of_rows) for (names, found), each in zip(factored.items(), sums)
     }
@@ -303,7 +303,7 @@ def _second_moments(matrices: list[FactorPair], base: EigenKronecker, chunk_byte
 def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     """Return a tensor (*m, g, t, p) with its last dimension in the eigenbasis of its group.
 
-    Vectors (g, p) in place of eigenvectors stand for the unit basis.
+    Vectors (g, p) instead of eigenvectors mean the unit basis.
     """
     if vectors.ndim == 2:
         return side
@@ -332,7 +332,7 @@ def check_bias(bias: str) -> None:
 def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
     """Return the positions of a group's entries in the flat vector, in the order of its matrix or of its names.
 
-    `partial` says that the selection may take some entries of a tensor and leave others.
+    `partial` means that the selection may take some entries of a tensor and leave others.
     """
     if not kronecker:
         return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
@@ -340,8 +340,8 @@ def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, part
     found = group.layer.to_matrix(positions)
     if partial and bool((found < 0).any()):
         raise ValueError(
-            f"the selection takes some entries of {list(group.names)} but not all: a Kronecker block cannot be split. "
-            "Select whole layers by name, or use co.Subnetwork(co.KFAC(lin), indices) of all parameters, or "
+            f"the selection takes some entries of {list(group.names)} but not all, and a Kronecker block cannot be "
+            "split. Select whole layers by name, or use co.Subnetwork(co.KFAC(lin), indices) of all parameters, or "
             "co.DiagonalGGN(lin)."
         )
     return found

@@ -1,7 +1,7 @@
-"""A sum of two KFACs kept as one: in each layer the Kronecker product nearest to theirs, and the error that this makes.
+"""A sum of KFACs kept as one: in each layer the Kronecker product nearest to the sum, and the error that this makes.
 
-B₁ ⊗ A₁ + B₂ ⊗ A₂ + λ I has no common eigenbasis, (B ⊗ A) + λ I has one: solves, determinants and draws stay in closed
-form, and the memory that of one KFAC, whatever the number of terms.
+B₁ ⊗ A₁ + B₂ ⊗ A₂ + λ I has no common eigenbasis, but (B ⊗ A) + λ I has one: solves, determinants and draws keep a
+closed form, and the memory is that of one KFAC, whatever the number of terms.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Names = tuple[str, ...]
 
 
 class KFACSum(NamedTuple):
-    """Layer blocks K̂, and ‖S − K̂‖_F / ‖S‖_F for the sum S that they stand for."""
+    """Layer blocks K̂, and their error ‖S − K̂‖_F / ‖S‖_F for the sum S that they approximate."""
 
     operator: LayerBlocks
     error: Estimate
 
 
 def has_kronecker_blocks(operator: LinearOperator) -> bool:
-    """Return whether it is made of Kronecker products, as KFAC is, beside exact blocks of layers without factors."""
+    """Return whether it is made of Kronecker products, as KFAC is, and exact blocks of layers without factors."""
     if not isinstance(operator, LayerBlocks):
         return False
     return all(isinstance(block, Kronecker | Dense | Diagonal) for block in operator.blocks)
@@ -42,8 +42,8 @@ def has_kronecker_blocks(operator: LinearOperator) -> bool:
 def kfac_sum(*terms: LayerBlocks) -> KFACSum:
     """Return the layer blocks nearest to a sum in Frobenius norm; exact blocks add up.
 
-    Layers that an operator's data do not reach add nothing to it: the heads of other tasks, say. Raises ValueError
-    if the layers are not divided alike (bias="joint" and "separate").
+    A layer that an operator's data do not reach (the head of another task, say) gets nothing from it. Raises ValueError
+    if the layers are divided differently (bias="joint" and "separate").
 
     Cost: k² inner products of each layer's factors for k terms, in float64. Source: Van Loan & Pitsianis 1993.
     """
@@ -63,8 +63,8 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
     if len(set(seen)) < len(seen):
         twice = sorted({name for name in seen if seen.count(name) > 1})
         raise ValueError(
-            f"the curvatures divide {twice} otherwise into blocks (bias='joint' and 'separate', or weights shared by "
-            "other layers): make both with the same options of co.KFAC."
+            f"the curvatures divide {twice} into different blocks (bias='joint' and 'separate', or weights shared by "
+            "other layers): build both with the same options of co.KFAC."
         )
     order = [names for names in members if names in kept]
     found = [_block_sum(kept[names]) for names in order]
@@ -80,7 +80,7 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
         sources=sources,
         progress=next((term.progress for term in terms if term.progress is not None), None),
     )
-    # Squares are known to rounding of the sum's.
+    # Squares are known up to the rounding of the sum's square.
     rounding = ROUNDINGS * torch.finfo(value.dtype).eps
     return KFACSum(operator, Estimate.rounded(value, rounding / value.clamp_min(rounding**0.5), size=1.0))
 
@@ -91,7 +91,7 @@ def _is_silent(block: Operator) -> bool:
 
 
 def _block_sum(blocks: Sequence[Operator]) -> tuple[Operator, Tensor, Tensor]:
-    """Return one block for a sum of them, with the squares of its error's and of the sum's Frobenius norm."""
+    """Return one block for a sum of blocks, with the squares of the Frobenius norms of its error and of the sum."""
     if all(isinstance(block, Kronecker) for block in blocks):
         return nearest_kronecker([block for block in blocks if isinstance(block, Kronecker)])
     zero = torch.zeros((), dtype=torch.float64, device=blocks[0].device)
@@ -100,7 +100,7 @@ def _block_sum(blocks: Sequence[Operator]) -> tuple[Operator, Tensor, Tensor]:
         return Diagonal(entries), zero, entries.double().square().sum()
     if not all(isinstance(block, Dense | Diagonal) for block in blocks):
         kinds = sorted({type(block).__name__ for block in blocks})
-        raise ValueError(f"a layer has blocks of different kinds, {kinds}: make both KFACs of the same model.")
+        raise ValueError(f"a layer has blocks of different kinds, {kinds}: build both KFACs from the same model.")
     total = torch.stack([block.to_dense().double() for block in blocks]).sum(0)
     for block in blocks:
         if isinstance(block, Dense) and block.rest is not None:

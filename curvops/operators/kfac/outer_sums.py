@@ -14,33 +14,33 @@ from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
 from curvops.network import Passes
 
-# From this size on a wide symmetric product is made of blocks on and above its diagonal: six tenths of the time.
+# From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
-"""Columns up to which outer products are summed in float64; beyond, that would be most of the time of a build."""
+"""The most columns whose outer products are summed in float64; for more, this would take most of a build's time."""
 ELEMENTS = 2**18
-"""Numbers of few columns that are converted to float64 at a time: they stay in a CPU's cache."""
+"""How many numbers of few columns are converted to float64 at a time: they stay in a CPU's cache."""
 ELEMENTS_A_SUM = 2**21
-"""Numbers that are converted to float64 for one product of many columns."""
+"""How many numbers are converted to float64 for one product of many columns."""
 ROWS_A_SUM = 2048
-"""Rows that are summed at a time in single precision: as many as lose little."""
+"""How many rows are summed at a time in single precision: few enough to lose little."""
 ROUNDING_UNITS = 1
-"""Rounding units of its largest eigenvalue that the eigenvalues of a wide sum in single precision are off by at most:
-0.8 were seen (600 columns of sizes 1 to 1e-5, 3,000 rows), 0.02 and less for columns of like sizes."""
+"""The largest error of the eigenvalues of a wide sum in single precision, in rounding units of the largest eigenvalue:
+0.8 was measured (600 columns of sizes 1 to 1e-5, 3,000 rows), and 0.02 and less for columns of similar sizes."""
 ROWS_ROUNDING_UNITS = 4
-"""Rounding units that rows are off by at most, relative to all of them, as a forward and a backward pass make them:
-3.8 were seen (8 layers of 64)."""
+"""The largest error of the rows that a forward and a backward pass compute, in rounding units relative to all rows:
+3.8 was measured (8 layers of 64)."""
 
 
 @dataclass(eq=False)
 class OuterSum:
-    """The running sum Σ side ⊗ side over all dimensions of (*m, g, t, p) but g and the last, (g, p, p).
+    """The running sum (g, p, p) of Σ side ⊗ side for sides (*m, g, t, p), over all dimensions but g and the last.
 
     A softmax's factor is singular, and the rounding of a sum in single precision would fill its null space with
-    eigenvalues far above a weak prior. So up to `MOST_EXACT` columns the sum is one in float64, and as long as rows are
-    few (no more than twice the columns; of wider sides fewer than the columns) they are kept themselves: of them all
-    eigenvalues are known, while products need the sum in the sides' own dtype alone. Only wide sums over many rows are
-    in that dtype.
+    eigenvalues far above a weak prior. So up to `MOST_EXACT` columns the sum is in float64. As long as rows are few (no
+    more than twice the columns; for wider sides, fewer than the columns) the rows themselves are kept: they determine
+    all eigenvalues, while products need the sum in the sides' own dtype only. Only wide sums over many rows are in that
+    dtype.
     """
 
     total: Tensor | None = None  # on and above the diagonal
@@ -48,7 +48,7 @@ class OuterSum:
     count: int = 0
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
-        """Add the outer products of a side, read in the order in which it lies in memory."""
+        """Add the outer products of a side, read in the order in which it is stored in memory."""
         if self._lies_by_points(side):
             self._add_by_points(side.squeeze(-3).flatten(0, -3).mT)
             return
@@ -56,7 +56,7 @@ class OuterSum:
         p = rows.shape[-1]
         self.count += rows.shape[1]
         few = 2 * p if p <= MOST_EXACT else p - 1
-        half = rows.dtype in (torch.float16, torch.bfloat16)  # a sum in it would lose most digits
+        half = rows.dtype in (torch.float16, torch.bfloat16)  # a sum in this dtype would lose most digits
         if self.total is None and self.count <= few and not half:
             self.rows.append(rows.clone())
             return
@@ -64,7 +64,7 @@ class OuterSum:
         self._add_rows(rows)
 
     def _lies_by_points(self, side: Tensor) -> bool:
-        """Return whether columns are few and lie apart (channels): rows would have to be copied."""
+        """Return whether columns are few and not contiguous (channels), so that rows would have to be copied."""
         p, t = side.shape[-1], side.shape[-2]
         few = side.shape[-3] == 1 and p < min(t, LEAST_SYMMETRIC, MOST_EXACT)
         return few and side.stride(-2) == 1 and not side.is_cuda
@@ -81,7 +81,7 @@ class OuterSum:
             self.total[0] += torch.bmm(double, double.mT).sum(0)
 
     def _add_kept(self) -> None:
-        """Sum the rows that were kept until now."""
+        """Sum the rows that have been kept so far."""
         kept, self.rows = self.rows, []
         for rows in kept:
             self._add_rows(rows)
@@ -100,16 +100,16 @@ class OuterSum:
             beta = 1
 
     def join(self, passes: Passes) -> None:
-        """End the walk: what is added up, or kept, is of all its points."""
+        """End the walk: extend the sum, or the kept rows, over all points of all ranks."""
         if passes.shard is not None:
-            self._add_kept()  # ranks of many points have none
+            self._add_kept()  # ranks with many points keep none
         self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
         self.total = None if self.total is None else passes.add_up([self.total])
 
     def matrix(self, divisor: float | int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
-        """Return the sum divided by a number, in a dtype, and what that dtype does not hold.
+        """Return the sum divided by a number, in a dtype, and the details which that dtype cannot hold.
 
-        It ends the sum: call it once, over ranks after `join`.
+        This ends the sum: call it once, over ranks after `join`.
         """
         if self.rows:
             rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []
@@ -128,7 +128,7 @@ class OuterSum:
 
 
 def rounding_of_rows(dtype: torch.dtype) -> float:
-    """Return the error of rows in this dtype, relative to the root of their squares' sum."""
+    """Return the error of rows in this dtype, relative to the root of the sum of their squares."""
     return ROWS_ROUNDING_UNITS * torch.finfo(dtype).eps
 
 
@@ -162,7 +162,7 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
 
 
 def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
-    """Return rowsᵀ rows, for single precision in float64 from sums over few rows."""
+    """Return rowsᵀ rows; for single precision in float64, from sums over few rows."""
     if rows.dtype == torch.float64:
         return rows.mT @ rows
     total = rows.new_zeros(len(rows), rows.shape[-1], rows.shape[-1], dtype=torch.float64)

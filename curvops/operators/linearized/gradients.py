@@ -16,25 +16,25 @@ from curvops.operators.linearized.network_operator import NetworkOperator
 class Gradients(NetworkOperator):
     """Per-example gradients (N, D): row n is g_n = J_nᵀ r_n, the gradient of −log p(y_n | f(x_n, θ)) at θ*.
 
-    Made by `lin.gradients()`; the constructor takes the stored form. Rows are in the order of the data and add up to
-    `lin.gradient()`. The sign is that of a loss: a step along −g_n makes point n more likely. Class and sample weights
-    multiply a row once. A sequence is one row, the sum over its tokens; with `per_token=True` the operator is (N·T, D),
-    and token t of sequence n is row n·T + t. Products carry gradients through the vectors and the likelihood's
-    hyperparameters.
+    Use `lin.gradients()` to make it; the constructor takes the stored form. Rows are in the order of the data and add
+    up to `lin.gradient()`. The sign is that of a loss: a step along −g_n makes point n more likely. Class and sample
+    weights multiply a row once. A sequence is one row, the sum over its tokens; with `per_token=True` the operator is
+    (N·T, D), and token t of sequence n is row n·T + t. Products carry gradients through the vectors and the
+    likelihood's hyperparameters.
 
     Influence functions (Koh & Liang 2017): how much would the loss at a test point change if point n were left out?
 
         P = co.GGN(lin).add_diagonal(prior_precision)
         g = co.linearize(model, (x_test, y_test), likelihood).gradient()     # of the test loss, (D,)
-        influence = lin.gradients() @ P.solve(g)                             # (N,): to first order, its increase
+        influence = lin.gradients() @ P.solve(g)                             # (N,): its increase, to first order
 
-    `G @ P.inverse() @ G.mT`, with G = lin.gradients(), is the influence of all points on one another, and `G.mT @ G`
-    the empirical Fisher (for data with sample weights it has their squares: use `co.EmpiricalFisher`).
+    `G @ P.inverse() @ G.mT`, with G = lin.gradients(), is the influence of all points on one another. `G.mT @ G` is the
+    empirical Fisher (sample weights enter it squared: for data with weights use `co.EmpiricalFisher`).
 
-    Cost to build: nothing at the call; the first product computes the rows layer by layer, for 2/3 of a gradient
-    whatever C (per token (1 + T) / 3). A product is one matrix product per layer, 0.25–0.5 gradients per vector, and a
-    transposed product costs the same. Memory: what `print(lin.gradients().plan)` lists, within the rest of the budget;
-    only `to_dense` forms the N × D numbers. Choose it for influence and gradient noise; for the curvature itself use
+    Cost to build: nothing; the first product computes the rows layer by layer, for 2/3 of a gradient whatever C is
+    (per token (1 + T) / 3). A product is one matrix product per layer, 0.25–0.5 gradients per vector, and a transposed
+    product costs the same. Memory: what `print(lin.gradients().plan)` lists, within the rest of the budget; only
+    `to_dense` forms the N × D numbers. Choose it for influence and gradient noise; for the curvature itself use
     `co.EmpiricalFisher`.
     """
 
@@ -42,7 +42,7 @@ class Gradients(NetworkOperator):
 
     @property
     def plan(self) -> Any:
-        """The plan of engines that serve the products, as `lin.plan`."""
+        """The plan of engines for the products, as `lin.plan`."""
         return (self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"]) or self.lin).plan
 
     @property
@@ -58,7 +58,7 @@ class Gradients(NetworkOperator):
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
     def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
-        """Return the walk over the rows, the root that it multiplies with, and the root that is applied separately."""
+        """Return the walk over the rows, the root that it multiplies by, and the root that is applied separately."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
         return rows or self.lin.passes, output, output if rows is None else None

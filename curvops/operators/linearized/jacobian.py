@@ -22,14 +22,14 @@ from curvops.progress import Progress
 
 
 class Jacobian(NetworkOperator):
-    """The Jacobian J (n·C, D) of the outputs: row n·C + c holds ∂f_c(x_n)/∂θ.
+    """The Jacobian J (n·C, D) of the outputs; row n·C + c is ∂f_c(x_n)/∂θ.
 
-    Made by `lin.jacobian(x)`; the constructor takes the stored form. J @ V and J.mT @ U each cost about half a GGN
+    Use `lin.jacobian(x)` to make it; the constructor takes the stored form. J @ V and J.mT @ U each cost half a GGN
     product (see `lin.plan`). J itself is never formed.
     """
 
-    # Stored are θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`, the
-    # `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
+    # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
+    # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
 
     @property
     def passes(self) -> Passes:
@@ -47,7 +47,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def graph(self) -> Any:
-        """The inputs of the Jacobian, all points together, with their graph where `is_recorded`."""
+        """The inputs of the Jacobian, all points together, with their graph if `is_recorded`."""
         graph = self._kwargs.get("graph")
         return self.passes.input_graph() if graph is None else graph.at(self._args[1:])
 
@@ -64,11 +64,11 @@ class Jacobian(NetworkOperator):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its inputs are those of several ranks, each with its own."""
+        """Whether its inputs belong to several ranks, each with its own."""
         return self.passes.shard is not None
 
     def gathered(self) -> Jacobian:
-        """Return the same Jacobian with the inputs of all ranks on this one; itself where there is one rank."""
+        """Return the same Jacobian with the inputs of all ranks on this one; itself if there is only one rank."""
         return self if self.passes.shard is None else self._of(self.passes.gathered(), self.shape[-2])
 
     def apart(self) -> Jacobian:
@@ -80,7 +80,7 @@ class Jacobian(NetworkOperator):
         return Jacobian(*self._args, **self._kwargs | {"passes": passes, "rows": rows})
 
     def by_points(self, count: int, together: int = 1) -> Iterator[Jacobian]:
-        """Yield the Jacobians of `count` points at a time, with fewer points at the end of a batch."""
+        """Yield the Jacobians of `count` points at a time, or fewer points at the end of a batch."""
         for passes, points in self.passes.gathered().by_points(count, together):
             yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
 
@@ -89,7 +89,7 @@ class Jacobian(NetworkOperator):
         return self.passes.engines.plan.num_outputs
 
     def outputs(self) -> Float[Tensor, "n C"]:
-        """Compute f(θ*) at its inputs, by one forward pass; for a last layer it is the only pass that J ever needs."""
+        """Compute f(θ*) at its inputs by one forward pass; for a last layer, J needs no other pass."""
         if self.is_recorded:
             return self.graph.outputs()
         if (found := self.passes.recorded_outputs()) is not None:
@@ -97,10 +97,10 @@ class Jacobian(NetworkOperator):
         return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self._num_outputs)
 
     def formed(self) -> Float[Tensor, "D NC"]:
-        """Form Jᵀ for few points: its columns come from each layer's rows, at C backward passes.
+        """Form Jᵀ for few points; its columns come from each layer's rows, by C backward passes.
 
-        A product with unit vectors would take C backward passes for each point. Memory: D·N·C numbers. The result has a
-        gradient in the inputs where the Jacobian `is_recorded`.
+        Products with unit vectors would take C backward passes for each point. Memory: D·N·C numbers. The result has a
+        gradient in the inputs if the Jacobian `is_recorded`.
         """
         if self.is_recorded:
             found: Tensor = self.graph.by_rows(lambda rows: torch.cat([*rows.selected_rows()]), self.passes.chunk_bytes)
@@ -136,7 +136,7 @@ class Jacobian(NetworkOperator):
         return found
 
     def _rows_of_ranks_at(self, index: Int[Tensor, " b"]) -> Float[Tensor, "D b"]:
-        """Return rows that each rank takes from its own points. One all-reduce of D·b numbers."""
+        """Return rows, each taken from the rank that has its point. One all-reduce of D·b numbers."""
         own, found = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
         places = index - self.passes.first_own * self._num_outputs
         inside = ((places >= 0) & (places < self.passes.num_own * self._num_outputs)).nonzero()[:, 0]
@@ -146,7 +146,7 @@ class Jacobian(NetworkOperator):
         return self.passes.add_up([found], index)
 
     def in_turn(self) -> Iterator[Jacobian | None]:
-        """Yield the Jacobian of each rank's points, where it has some, one after the other; None for this rank's."""
+        """Yield the Jacobian of each rank's points in turn, for ranks that have points; None for this rank's own."""
         assert self.passes.shard is not None
         counts = [count for count in self.passes.shard.counts if count]
         for walk, count in zip(self.passes.in_turn(), counts, strict=True):

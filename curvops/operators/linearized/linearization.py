@@ -24,8 +24,8 @@ class Linearization(TrainedNetwork):
     """A network linearised at a snapshot θ* of its weights: f(x, θ) ≈ f(x, θ*) + J(x)(θ − θ*); see `co.linearize`.
 
     Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
-    is the shape of one point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere,
-    position by position.
+    is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
+    everywhere, position by position.
     """
 
     @property
@@ -35,27 +35,27 @@ class Linearization(TrainedNetwork):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The keywords that record, on operators made of tensors, which weights and data they belong to."""
+        """The keywords by which operators made of tensors record the weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
     def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
-        The inputs are those of training where x is None.
+        If x is None, the inputs are the training inputs.
 
-        With `differentiable`, its products and what posteriors compute from them have gradients in the inputs that
-        require one (never in θ). These are first derivatives, by differentiating backward passes.
+        With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
+        require one (never in θ). These are first derivatives, obtained by differentiating backward passes.
 
-        Raises as `linearize` does for inputs that are not finite or of another form, and ValueError for inputs that
-        require a gradient without `differentiable=True`, or for which J has none (a custom `autograd.Function`, an
-        operation without a second derivative).
+        Raises as `linearize` does for inputs that are not finite or of another form. Raises ValueError for inputs that
+        require a gradient without `differentiable=True`, or in which J has no gradient (a custom `autograd.Function`,
+        an operation without a second derivative).
         """
         check_flag("differentiable", differentiable)
         if x is None:
             if differentiable:
                 raise ValueError("differentiable=True needs inputs: pass x.")
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        # A copy of x: the operator is lazy, and a later change of x must not affect half of a predictive.
+        # Copy x: the operator is lazy, and a later change of x must not affect half of a prediction.
         walk, points, graph = self.walk_at(x, differentiable)
         rows = points * self.num_outputs
         if graph is None:
@@ -69,10 +69,10 @@ class Linearization(TrainedNetwork):
     def gradients(self, per_token: bool = False) -> Gradients:
         """Return each point's gradient of its negative log-likelihood as rows of an operator (N, D); see `Gradients`.
 
-        With `per_token` there is a row for each token of a sequence, (N·T, D). Raises TypeError for any other value
-        than True or False.
+        With `per_token` there is a row for each token of a sequence, (N·T, D). Raises TypeError unless `per_token` is
+        True or False.
         """
-        check_flag("per_token", per_token, "For other points than those of training, linearise with those.")
+        check_flag("per_token", per_token, "For points other than the training points, linearise with those points.")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
 
@@ -93,9 +93,9 @@ def linearize(
 
     Args:
         model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are
-            (N, C), or (N, ..., C) where a point has several positions (tokens of a sequence, pixels of an image).
-            Targets are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in
-            weights (N, ...).
+            (N, C), or (N, ..., C) if a point has several positions (tokens of a sequence, pixels of an image). Targets
+            are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in weights (N,
+            ...).
         data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (a shuffling one is read in the order of its
             dataset, each point once) or any iterable of (inputs, targets) that can be read again. Inputs may be a
             tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each item may also be
@@ -107,58 +107,58 @@ def linearize(
             "classification" or "regression"; or any other loss: a function of (outputs, targets) that returns one loss
             per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
             and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all others the
-            outputs are last. Its `reduction` is ignored, since likelihoods are sums. Where a loss is read as one of
+            outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised as one of
             `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
         parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
             found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
             positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
-            None is a quarter of the memory free on the device at the call. Where both need more, each gets half. An
-            algorithm always gets the minimum it needs, about a dozen vectors, and its results are not counted.
+            None means a quarter of the memory that is free on the device at the call. If both need more, each gets
+            half. An algorithm always gets the minimum it needs, about a dozen vectors, and its results are not counted.
         engine: "auto" leaves the choice to the cost rule of `lin.plan`; "autodiff" and "layerwise" force one;
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
-            where the budget allows it). The results are the same. Whatever the engine, rows and Kronecker factors come
-            from layer rules.
-        compute_dtype: torch.bfloat16 (or torch.float32 for float64 weights) keeps the tensors from which layer rules
-            multiply the GGN and the Fishers in this dtype, at half (a quarter) of the bytes; vectors, products and sums
+            if the budget allows it). The results are the same. Rows and Kronecker factors come from layer rules with
+            every engine.
+        compute_dtype: torch.bfloat16 (or torch.float32 for float64 weights) stores the tensors from which layer rules
+            multiply the GGN and the Fishers in this dtype, at half (a quarter) of the bytes. Vectors, products and sums
             keep the weights' dtype, so that every product is one with the same symmetric positive semi-definite
             matrix, whose relative error is measured here (`lin.plan.product_error`). A solver, an eigensolver or an
-            estimator with an rtol below it raises ValueError. It is for data whose layer tensors do not fit into the
-            budget otherwise: where they do, products are not faster. Gradients, log-likelihoods, J itself, predictions,
-            diagonals, blocks, Kronecker factors and the Hessian are computed as without it. None is the weights' dtype.
-        weights: True says that the third item of a batch holds weights; otherwise a third item is rejected.
+            estimator with an rtol below it raises ValueError. Use it for data whose layer tensors do not fit into the
+            budget otherwise; if they fit, products are not faster. Gradients, log-likelihoods, J itself, predictions,
+            diagonals, blocks, Kronecker factors and the Hessian are computed as without it. None means the weights'
+            dtype.
+        weights: True means that the third item of a batch holds weights; otherwise a third item is rejected.
         progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
-            their own. None shows a bar after two seconds where standard error is a terminal, False never, True
-            always. A function is called with (description, points or products done, their total or None) after each
-            batch and each product.
+            their own. None shows a bar after two seconds if standard error is a terminal, False never, True always. A
+            function is called with (description, points or products done, their total or None) after each batch and
+            each product.
         process_group: a process group of torch.distributed, each of whose ranks calls this with its own shard of the
-            data, which may be empty, and otherwise with equal arguments. All sums over the data are then those of all
+            data, which may be empty, and with otherwise equal arguments. All sums over the data then extend over all
             shards. Without it the data are those of this process alone.
 
-            A model that `torch.distributed.fsdp.fully_shard` has sharded needs its mesh's own group.
+            A model that `torch.distributed.fsdp.fully_shard` has sharded needs the group of its own mesh.
 
     Returns:
-        A `Linearization`; of a model that is sharded by `fully_shard` a `ShardedLinearization`, which runs the model
+        A `Linearization`; for a model that is sharded by `fully_shard`, a `ShardedLinearization`, which runs the model
         itself and has DTensors for vectors. The model's inputs and torch's random state are left as they were. Weights,
-        buffers, positions and the likelihood's tensors are copied, so changing them afterwards changes nothing here. A
+        buffers, positions and the likelihood's tensors are copied, so that later changes of them change nothing here. A
         noise that requires a gradient counts as being learned: its current value is used as far as the curvature can,
-        and a posterior whose curvature cannot raises an error. Not copied are tensors inside your own functions, nor
-        the data, which must not change (a pass over changed data raises `DataChanged`).
+        and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
+        functions, and the data, which must not change (a pass over changed data raises `DataChanged`).
 
     Raises:
-        TypeError: an argument of another kind than those above.
-        ValueError: empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode
-            that is random or depends on its batch, outputs that are not (N, C) or (N, ..., C), a selection that matches
-            nothing or mixes dtypes, or a compute_dtype that is not below the weights', with an engine or a model
-            without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
+        TypeError: an argument is of another kind than those above.
+        ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
+            train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
+            nothing or mixes dtypes; or compute_dtype is not below the weights' dtype, is given with an engine or a
+            model without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
         RanksDiffer: the ranks were given different models, likelihoods, options or versions, or the same data.
         RankFailed: another rank raised an error, ended, or did not answer within a minute.
 
-    Warns with `NoCurvature` where every curvature is zero under the likelihood, and with `LowerPrecision` of the error
-    that compute_dtype makes. Costs one pass over the data and a few
-    passes over two points, about twenty for the first network of a structure; its derivatives are then known to be
-    right, and are not checked again.
+    Warns with `NoCurvature` if every curvature is zero under the likelihood, and with `LowerPrecision` of the error
+    that compute_dtype makes. Costs one pass over the data and a few passes over two points, about twenty for the first
+    network of a structure; its derivatives are then known to be right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
@@ -167,7 +167,7 @@ def linearize(
     if holds_shards(model):
         for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
             if given:
-                raise ValueError(f"{name}= is not known for a model that is sharded by fully_shard: omit it.")
+                raise ValueError(f"{name}= is not supported for a model that is sharded by fully_shard: omit it.")
         arguments = model, data, likelihood, parameters, memory_budget, engine, weights
         return cast(Any, ShardedLinearization.read(process_group, *arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)

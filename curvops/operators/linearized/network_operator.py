@@ -22,7 +22,7 @@ class NetworkOperator(Operator):
     """An operator of a linearisation; its first tensor is θ, which gives dtype and device and has a zero gradient."""
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """The keywords that, beside the linearisation, define the operator."""
+    """The keywords that define the operator, in addition to the linearisation."""
 
     @property
     def theta(self) -> Tensor:
@@ -46,7 +46,7 @@ class NetworkOperator(Operator):
 
     @property
     def space(self) -> Any:
-        """The tangent space of the linearisation, without its weights once the operator is detached from them."""
+        """The tangent space of the linearisation; without its weights once the operator is detached from them."""
         return self._kwargs.get("space") or self._tangent_space()
 
     def _tangent_space(self) -> Space:
@@ -59,7 +59,7 @@ class NetworkOperator(Operator):
 
     @property
     def sources(self) -> Sources | None:
-        if not self.symmetric:  # J and the points' gradients: a row for each point, not a sum over points
+        if not self.symmetric:  # J and per-point gradients have a row for each point and are not sums over points
             return None
         found: Sources = self.lin.sources
         return found if self._kwargs.get("space") is None else found.detach()
@@ -91,12 +91,12 @@ class NetworkOperator(Operator):
         return self._attached(super()._t_matmul(rhs))
 
     def _require_our_ranks(self, rhs: Tensor) -> None:
-        """Raise ValueError where vectors are sharded among other processes than the data."""
+        """Raise ValueError if vectors are sharded among other processes than the data."""
         if isinstance(rhs, Sharded) and (shard := self.passes.shard) is not None:
             shard.ranks.require_ranks_of(rhs.rows.ranks)
 
     def _attached(self, result: Tensor) -> Tensor:
-        """Return the result with a zero gradient for θ, where autograd needs one."""
+        """Return the result with a zero gradient for θ, if autograd needs one."""
         if torch.is_grad_enabled() and self.theta.requires_grad:
             return result + 0 * self.theta.sum()
         return result

@@ -1,7 +1,8 @@
-"""Vectors over the outputs of points that are shared among ranks: J, Jᵀ and kernels multiply with a rank's own rows.
+"""Vectors over the outputs of points that are shared among ranks: J, Jᵀ and kernels multiply a rank's own rows.
 
-A sharded vector lies evenly over ranks, as a DTensor does, and the rows of J lie where their points are. Where shards
-are ragged, rows are moved between the two: numbers of the size of the vectors, far fewer than those of the weights.
+A sharded vector is spread evenly over ranks, as a DTensor is, whereas the rows of J are on the ranks of their points.
+If the shards of the data differ in size, rows move between the two layouts: as many numbers as these vectors have, far
+fewer than there are weights.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from curvops.network import Passes
 
 
 def layout_of_points(passes: Passes, beside: RowLayout) -> RowLayout:
-    """Return how the rows of J lie with their points over the ranks of sharded vectors.
+    """Return how the rows of J lie, with their points, over the ranks of sharded vectors.
 
-    Raises ValueError where these are not the ranks of the points.
+    Raises ValueError if these are not the ranks of the points.
     """
     shard = passes.shard
     assert shard is not None
@@ -34,10 +35,10 @@ def by_panels(
     length: int,
     multiply: Callable[[Float[Tensor, "own w"]], Float[Tensor, "rows w"]],
 ) -> Sharded:
-    """Return this rank's rows of a product, from its rows of some columns at a time.
+    """Return this rank's rows of a product, computed from its rows of some columns at a time.
 
-    `length` is that of the longest vectors that a column takes whole, which together stay as small as in
-    `Sharded.multiplied`.
+    `length` is the length of the longest vectors that are gathered whole for each column; together they stay as small
+    as in `Sharded.multiplied`.
     """
     if block.ndim == 1:
         return by_panels(block.unsqueeze(1), layout, length, multiply).squeeze(1)
@@ -51,7 +52,7 @@ def by_panels(
 
 
 def push(passes: Passes, V: Sharded) -> Sharded:
-    """Return J V for V sharded over weights: each rank gathers some columns, and multiplies for its own points."""
+    """Return J V for V sharded over weights: each rank gathers some columns and multiplies for its own points."""
     points = layout_of_points(passes, V.rows)
     found = by_panels(V, points, V.shape[0], lambda own: passes.push_own(V.like(own).whole()))
     return found.moved(V.rows.beside(points.length))

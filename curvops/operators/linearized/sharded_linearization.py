@@ -1,4 +1,4 @@
-"""A network that `fully_shard` has sharded, linearised as it is."""
+"""A network that `fully_shard` has sharded, linearised without gathering its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from curvops.linalg.core.sharded import RowLayout, Sharded, unwrapped, wrapped
 from curvops.network import ShardedNetwork, TrainedNetwork
 
 KNOWN_OF_SHARDS = (
-    "known are its gradient, log_likelihood, outputs, flatten, unflatten and theta, and the operators co.GGN, "
+    "available are its gradient, log_likelihood, outputs, flatten, unflatten and theta, and the operators co.GGN, "
     "co.EmpiricalFisher and co.DiagonalGGN, with all of co.linalg on them"
 )
 
@@ -21,16 +21,17 @@ class ShardedLinearization(ShardedNetwork):
     """A network sharded by `fully_shard`, linearised at a snapshot θ* of its weights; see `co.linearize`.
 
     The model stays as it is, and each rank keeps a copy of its own slices of the parameters. Vectors (D,) and blocks
-    (D, K) are DTensors on the model's mesh, sharded by rows, `[Shard(0)]`, in the order of the parameters that one
-    process has; `flatten` and `unflatten` convert them from and to DTensors by name, which lie as the parameters.
-    Everything is a sum over the data of all ranks. All ranks make the same calls.
+    (D, K) are DTensors on the model's mesh, sharded by rows, `[Shard(0)]`, with the parameters in the same order as on
+    a single process; `flatten` and `unflatten` convert them from and to DTensors by name, laid out as the parameters
+    are. Everything is a sum over the data of all ranks. All ranks make the same calls.
 
-    What needs all parameters of a rank at once, or another engine than layer rules, raises an error by name.
+    Anything that needs all parameters on a rank at once, or an engine other than layer rules, raises an error that
+    names it.
     """
 
     @cached_property
     def layout(self) -> RowLayout:
-        """How vectors lie on the ranks."""
+        """The layout of vectors over the ranks."""
         return RowLayout.on(self.model.shards.mesh, self.num_parameters)
 
     @property
@@ -45,17 +46,17 @@ class ShardedLinearization(ShardedNetwork):
     def flatten(self, tensors: Mapping[str, Any]) -> Any:
         """Return named tensors, (*shape) or (K, *shape) each, as a DTensor (D,) or (D, K).
 
-        They are DTensors that lie as the parameters do (then sharded along the next dimension, for K vectors), or
-        whole tensors that all ranks have. Raises ValueError or TypeError for names, shapes, dtypes or placements.
+        These are DTensors laid out as the parameters (for K vectors, sharded along the next dimension), or whole
+        tensors that all ranks have. Raises ValueError or TypeError for other names, shapes, dtypes or placements.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"flatten takes a mapping of tensors by name, got {type(tensors).__name__}.")
         return wrapped(Sharded(self.model.shards.from_named(tensors, self.local_theta), self.layout))
 
     def unflatten(self, vectors: Any) -> dict[str, Any]:
-        """Return a DTensor (D,) or (D, K) as DTensors by name, (*shape) or (K, *shape), which lie as the parameters.
+        """Return a DTensor (D,) or (D, K) as DTensors by name, (*shape) or (K, *shape), laid out as the parameters.
 
-        Raises ValueError unless it is sharded by rows on the model's mesh.
+        Raises ValueError unless the argument is sharded by rows on the model's mesh.
         """
         return self.model.shards.to_dtensors(self.rows_of(vectors))
 
@@ -65,9 +66,9 @@ class ShardedLinearization(ShardedNetwork):
 
         if not isinstance(vectors, DTensor):
             raise TypeError(
-                f"vectors are DTensors (D,) or (D, K), sharded by rows on the model's mesh, got "
-                f"{type(vectors).__name__}: lin.flatten(mapping) makes one of named tensors, and "
-                "torch.distributed.tensor.distribute_tensor(vector, mesh, [Shard(0)]) of a plain one."
+                f"vectors must be DTensors (D,) or (D, K), sharded by rows on the model's mesh, got "
+                f"{type(vectors).__name__}: lin.flatten(mapping) makes one from named tensors, and "
+                "torch.distributed.tensor.distribute_tensor(vector, mesh, [Shard(0)]) from a plain one."
             )
         block = unwrapped(vectors)
         if block.shape[0] != self.num_parameters:
@@ -78,6 +79,6 @@ class ShardedLinearization(ShardedNetwork):
     def __getattr__(self, name: str) -> Any:
         if name in ("jacobian", "push", "gradients") or (not name.startswith("_") and hasattr(TrainedNetwork, name)):
             raise AttributeError(
-                f"lin.{name} is not known for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
+                f"lin.{name} is not available for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -19,7 +19,7 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
 
 ASIDE = ("lin", "generator", "checkpoint")
-"""Arguments that have no influence on the operator that is built."""
+"""Arguments that do not affect the operator that is built."""
 
 
 class UserOperator(LinearOperator):
@@ -27,8 +27,8 @@ class UserOperator(LinearOperator):
 
     The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to the
     next class, which stores them. A rebuild skips it. `STORED` is a keyword of every stored form and marks a rebuild;
-    only a user's call has `asked`. Under a Gaussian noise that requires a gradient, the call returns a `ScaledByNoise`
-    where the class itself has no gradient for it.
+    only a user's call sets `asked`. Under a Gaussian noise that requires a gradient, the call returns a `ScaledByNoise`
+    if the class itself has no gradient for it.
     """
 
     STORED: str = ""
@@ -54,7 +54,7 @@ class UserOperator(LinearOperator):
 
     @classmethod
     def _for_users(cls, written: Callable[..., None]) -> Callable[..., None]:
-        """Return this class's `__init__` in a form that passes stored forms on to the next class."""
+        """Return a version of this class's `__init__` that passes stored forms on to the next class."""
 
         @wraps(written)
         def init(self: UserOperator, *args: Any, **kwargs: Any) -> None:
@@ -68,9 +68,9 @@ class UserOperator(LinearOperator):
         return init
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
-        """Build this operator, with its options, from another linearisation; return None where the options are unknown.
+        """Build this operator, with its options, from another linearisation; return None if the options are unknown.
 
-        The `generator` is the source of draws.
+        The `generator` is the source of the draws.
         """
         if self.asked is None:
             return None
@@ -80,9 +80,7 @@ class UserOperator(LinearOperator):
     @classmethod
     def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
         """Build this operator of a network whose parameters are sharded over ranks."""
-        raise ValueError(
-            f"co.{cls.__name__} is not known for a model whose parameters are sharded over ranks: {KNOWN_OF_SHARDS}."
-        )
+        raise ValueError(f"co.{cls.__name__} is not available for a model sharded over ranks: {KNOWN_OF_SHARDS}.")
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -115,9 +113,9 @@ class UserOperator(LinearOperator):
 class ScaledByNoise(UserOperator, Scaled):
     """An operator built at one observation noise, as a function of the noise: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
 
-    For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1), and empirical Fishers, whose residuals
-    are too, to its square (p = 2). Classes that walk over the data once, such as co.KFAC(lin), return it where σ² is a
-    tensor that requires a gradient. In-place changes of the tensor take effect.
+    For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1). Empirical Fishers are proportional to its
+    square (p = 2), because their residuals scale with 1/σ², too. Classes that walk over the data once, such as
+    co.KFAC(lin), return it if σ² is a tensor that requires a gradient. In-place changes of the tensor take effect.
     """
 
     STORED = "reference"
@@ -146,7 +144,7 @@ class ScaledByNoise(UserOperator, Scaled):
         return found
 
     def settled(self) -> LinearOperator:
-        """Return the operator without a gradient for the noise; raise ValueError where the noise has changed."""
+        """Return the operator without a gradient for the noise; raise ValueError if the noise has changed."""
         if float(self.factor.detach()) != 1:
             raise ValueError(
                 f"the noise has changed from {self._kwargs['reference']:.6g} to {float(self._args[1].detach()):.6g} "
@@ -157,7 +155,7 @@ class ScaledByNoise(UserOperator, Scaled):
 
 
 def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
-    """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
+    """Return `kind(*args, **kwargs)` as a function of the noise; None if no gradient for a single noise is needed."""
     lin = args[0] if args else kwargs.get("lin")
     if not isinstance(lin, Linearization):  # rejected later, where arguments are read
         return None
@@ -172,11 +170,11 @@ def scale_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> Scale
 
 
 def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
-    """Raise ValueError where `what` lacks a gradient that is needed: it would silently be zero."""
+    """Raise ValueError if `what` lacks a gradient that is needed, which would silently be zero."""
     if carries_graph(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
-            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it. For "
-            "the single noise of a Gaussian likelihood, co.KFAC(lin) and the others have it, too, if built while "
-            "gradients are on, and co.evidence.maximize(post, 'noise') needs none."
+            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have this "
+            "gradient. For the single noise of a Gaussian likelihood, co.KFAC(lin) and the others have it, too, if "
+            "built while gradients are on, and co.evidence.maximize(post, 'noise') needs none."
         )

@@ -88,7 +88,7 @@ def require_linearized(lin: Any) -> None:
     """Raise TypeError unless it is a linearised network."""
     if isinstance(lin, ShardedLinearization):
         raise TypeError(
-            f"posteriors of a model whose parameters are sharded over ranks are not known: {KNOWN_OF_SHARDS}."
+            f"posteriors of a model whose parameters are sharded over ranks are not available: {KNOWN_OF_SHARDS}."
         )
     if not isinstance(lin, Linearization):
         raise TypeError(

@@ -101,7 +101,7 @@ def test_right_hand_sides_of_another_system_are_refused(tmp_path, saved_at_each_
             cg(SPREAD, tmp_path, sides=sides)
     with pytest.raises(ValueError, match="x0"):
         cg(SPREAD, tmp_path, x0=torch.ones_like(B))
-    with pytest.raises(ValueError, match="keeps no checkpoint of iterative refinement"):
+    with pytest.raises(ValueError, match="saves no checkpoint of iterative refinement"):
         co.linalg.cg(SPREAD, B, refine=True, checkpoint=tmp_path / "new")
 
 

@@ -33,7 +33,7 @@ def test_layers_serve_what_has_first_derivatives_alone_from_the_first_product() 
         V = columns(J.shape[1], 1)
         assert agree(push(passes, V), J @ V)
         assert passes.plan.in_use == {"layerwise": 2}
-        assert "the layerwise engine, by first derivatives alone" in str(passes.plan)
+        assert "the layerwise engine, from first derivatives only" in str(passes.plan)
 
 
 def test_parameters_behind_the_function_keep_the_faster_route() -> None:

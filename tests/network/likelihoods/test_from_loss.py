@@ -187,7 +187,7 @@ def test_a_posterior_is_saved_and_asks_for_its_loss(tmp_path: Any) -> None:
     post.save(tmp_path / "post")
     with pytest.raises(ValueError, match=r"likelihood of this posterior, FromLoss\(HuberLoss\(delta=0.7\)\).*again"):
         co.load(tmp_path / "post", model)
-    with pytest.raises(ValueError, match="another than that of the saved"):
+    with pytest.raises(ValueError, match="is not that of the saved"):
         co.load(tmp_path / "post", model, likelihood=nn.HuberLoss(delta=0.1))
     again = co.load(tmp_path / "post", model, likelihood=nn.HuberLoss(delta=0.7))
     assert torch.equal(again.predict(x).variance, post.predict(x).variance)

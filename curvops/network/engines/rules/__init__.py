@@ -40,7 +40,7 @@ RULES: dict[type | str, Rule] = {
 
 
 def rule_of(kind: type) -> Rule | None:
-    """Return the row of `RULES` for a class, never that of a class it derives from; None without one."""
+    """Return the row of `RULES` for exactly this class, not for a base class; None if there is none."""
     kind = unsharded_class(kind)
     return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 

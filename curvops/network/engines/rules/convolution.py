@@ -1,6 +1,6 @@
-"""Convolutions and transposed convolutions of any number of dimensions; K kernels run as one with K times the channels.
+"""Convolutions and transposed convolutions in any number of dimensions; K kernels run as one with K times the channels.
 
-Channels of such a wide convolution are ordered by group, column and channel, so that grouped convolutions stay grouped.
+The channels of such a wide convolution are ordered by group, column and channel, so that groups stay groups.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _spans(layer: _ConvNd) -> tuple[int, ...]:
 
 
 def _of_one(layer: Any) -> tuple[int, ...]:
-    """Return the output size that a transposed convolution gives to one pixel."""
+    """Return the size of the output of a transposed convolution for one pixel."""
     sides = zip(_spans(layer), _padding(layer), layer.output_padding)
     return tuple(span - 2 * pad + further for span, pad, further in sides)
 

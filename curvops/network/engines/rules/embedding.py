@@ -1,7 +1,7 @@
-"""Embeddings: the input is indices, and the weight's gradient a sum into the rows that they name.
+"""Embeddings: the input is indices, and the weight's gradient is a sum into the rows that they name.
 
-The padding row has no gradient. `right` is an integer tensor (n, 1, t) of indices that stand for one-hot
-rows, and the matrix is the weight TRANSPOSED: the weight is (V, E), the matrix Σ_t left ⊗ onehot(right) is (E, V).
+The padding row has no gradient. `right` is an integer tensor (n, 1, t) of indices that stand for one-hot rows. The
+matrix is the TRANSPOSED weight: the weight is (V, E), and the matrix Σ_t left ⊗ onehot(right) is (E, V).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 
 class TableRule(Rule):
-    """The base of layers that look rows up in a table by indices."""
+    """The base of layers that look up rows of a table by indices."""
 
     matrix_is_transposed = True
 
@@ -31,7 +31,7 @@ class TableRule(Rule):
 
 
 class EmbeddingRule(TableRule):
-    """The rule of rows of a table; its Jacobian (n, K, V, E) is formed only if the engine finds V below t."""
+    """The rule of rows of a table; its Jacobian (n, K, V, E) is formed only if V is below t."""
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -80,7 +80,7 @@ class EmbeddingBagRule(TableRule):
 
 
 def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
-    """Return where the indices are not padding; None if no row is."""
+    """Return a mask of the indices that are not padding; None if there is no padding row."""
     return None if layer.padding_idx is None else indices != layer.padding_idx
 
 

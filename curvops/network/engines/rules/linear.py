@@ -1,4 +1,4 @@
-"""Linear layers, layers that keep their weight transposed, and bilinear ones, linear in a product of two inputs."""
+"""Linear layers, layers that store their weight transposed, and bilinear layers, linear in a product of two inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ OUTER = LinearRule()
 class BilinearRule(Rule):
     """The rule of y = x₁ᵀ W x₂ + b, with the two inputs kept side by side on the last dimension.
 
-    It has no left side: with an outer product of inputs, the factors would have the squares of those inputs' sizes.
+    It has no left side: with an outer product of inputs, the factors would have the squares of the inputs' sizes.
     """
 
     operands = 2

@@ -12,7 +12,7 @@ from curvops.network.engines.rules.rule import Local, Rule
 
 
 class ScaleRule(Rule):
-    """The rule of y = x̂ ∘ w + b for a layer that normalises its input first: x̂ is kept, the rest is elementwise.
+    """The rule of y = x̂ ∘ w + b for a layer that first normalises its input: x̂ is kept, the rest is elementwise.
 
     `leading` says whether the parameters run along dimension 1 (channels) or along the last dimensions.
     """

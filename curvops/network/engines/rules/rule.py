@@ -21,11 +21,11 @@ class Rule(ABC):
     matrix_is_transposed = False
 
     def supports(self, layer: Any) -> bool:
-        """Return whether a layer of this class is configured such that the rule holds."""
+        """Return whether a layer of this class is configured so that the rule holds."""
         return True
 
     def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        """Turn the layer's inputs into what is stored."""
+        """Turn the layer's inputs into the tensor that is stored."""
         return inputs[0]
 
     @abstractmethod
@@ -41,23 +41,23 @@ class Rule(ABC):
         """Return `pull` point by point, (n, K, *shape): the layer's own Jacobian."""
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
-        """Count one forward pass of one point."""
+        """Count the multiply-adds of one forward pass of one point."""
         return output[0].numel()
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """Return the left side of the rows as sums of outer products over positions t that share the weight, or None.
 
         Left (n, R, g, t, p) comes from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: for point
-        n, column R and group g, `weight.reshape(g, p, q)` has the gradient Σ_t left ⊗ right. `matrix_is_transposed`
-        says that the matrix is the weight transposed, (1, p, q) for a weight (q, p). None if the names lack "weight",
-        or if the layer has no such structure.
+        n, column R and group g, the gradient of `weight.reshape(g, p, q)` is Σ_t left ⊗ right. With
+        `matrix_is_transposed` the matrix is the transposed weight, (1, p, q) for a weight (q, p). The result is None if
+        the names lack "weight", or if the layer has no such structure.
         """
         return None
 
     def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """Return the right side, if there is a left one.
+        """Return the right side, if a left side exists.
 
-        If the names contain "bias", it ends in a column of ones: q is one more, and column q − 1 the gradient of the
-        bias, (g·p).
+        If the names contain "bias", it ends in a column of ones: q is larger by one, and column q − 1 is the gradient
+        of the bias, (g·p).
         """
         raise NotImplementedError  # there is no left side
