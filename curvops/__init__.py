@@ -1,13 +1,18 @@
 """Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from curvops import evidence, gp, linalg, sampling
+from curvops.checkpoint import NotSaved
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import (
     DataChanged,
     LowerPrecision,
     NoCurvature,
+    NoData,
+    NotLogits,
     RankFailed,
     RanksDiffer,
     RewardPairs,
@@ -41,6 +46,7 @@ from curvops.posterior import (
     Laplace,
     LinearMode,
     NotAMode,
+    NotSolved,
     SampledNormal,
     StochasticDescent,
     Uncertainty,
@@ -52,6 +58,17 @@ from curvops.posterior import (
 )
 
 __version__ = version("curvops")
+
+if TYPE_CHECKING:
+    from curvops import plots as plots
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import the figures on first access: they need matplotlib, an extra."""
+        if name != "plots":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module("curvops.plots")
+
 
 __all__ = [
     "EKFAC",
@@ -75,8 +92,12 @@ __all__ = [
     "LowRank",
     "LowerPrecision",
     "NoCurvature",
+    "NoData",
     "NoFactors",
     "NotAMode",
+    "NotLogits",
+    "NotSaved",
+    "NotSolved",
     "RankFailed",
     "RanksDiffer",
     "RewardPairs",

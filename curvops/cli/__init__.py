@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+def _print_version(wanted: bool) -> None:
+    """Print what a report of a bug needs, and exit."""
+    if wanted:
+        python = ".".join(map(str, sys.version_info[:3]))
+        typer.echo(f"curvops {version('curvops')} (torch {version('torch')}, Python {python})")
+        raise typer.Exit
 
 
 @contextmanager
@@ -52,25 +62,29 @@ def _process_group(output: Path) -> Iterator[tuple[Any, Path]]:
 
 
 @app.callback()
-def curvops() -> None:
+def curvops(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
     """Curvature, uncertainty and evidence of trained networks."""
 
 
 @app.command()
 def demo(
-    quick: Annotated[bool, typer.Option(help="One seed and fewer points: under a minute on two cores.")] = False,
+    quick: Annotated[bool, typer.Option(help="One network instead of three: about a minute on two cores.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for results.json, weights and figures.")] = Path("curvops-demo"),
     seeds: Annotated[int | None, typer.Option(min=1, help="Networks to train; 3, or 1 with --quick.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first network.")] = 0,
 ) -> None:
     """From a trained network to calibrated predictions, on handwritten digits; under torchrun with data in shards."""
-    from curvops.cli.demo.run import FULL, QUICK, run
-
-    settings = QUICK if quick else FULL
     with (
         _exit_codes("Interrupted; what was written so far is in " + str(output)),
         _process_group(output) as (group, folder),
     ):
+        from curvops.cli.demo.run import FULL, QUICK, run
+
+        settings = QUICK if quick else FULL
         passed = run(settings, folder, settings.seeds if seeds is None else seeds, seed, typer.echo, group)
     if not passed:
         raise typer.Exit(1)
@@ -103,10 +117,11 @@ def bench(
     """Compare solvers and estimators: products, time, true and claimed errors, memory."""
     import torch
 
-    from curvops.cli.bench import sweep
-    from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
-    from curvops.cli.bench.problem import BenchError
-    from curvops.cli.bench.problems import NAMES
+    with _exit_codes("Interrupted."):
+        from curvops.cli.bench import sweep
+        from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
+        from curvops.cli.bench.problem import BenchError
+        from curvops.cli.bench.problems import NAMES
 
     if names:
         for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):

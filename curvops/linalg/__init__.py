@@ -5,6 +5,7 @@ from curvops.linalg.operators.base import (
 )
 
 # isort: split
+from curvops.linalg.core.memory import BlockHalved
 from curvops.linalg.core.results import (
     Eigenpairs,
     Estimate,
@@ -12,6 +13,7 @@ from curvops.linalg.core.results import (
     FunctionProduct,
     NotConverged,
     NotPositiveDefinite,
+    NotPositiveSemidefinite,
     PrecisionLimit,
     Reason,
     SingularTriplets,
@@ -56,6 +58,7 @@ from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 
 __all__ = [
+    "BlockHalved",
     "BlockPreconditioner",
     "ClosedFormPreconditioner",
     "Damped",
@@ -76,6 +79,7 @@ __all__ = [
     "LowRankPreconditioner",
     "NotConverged",
     "NotPositiveDefinite",
+    "NotPositiveSemidefinite",
     "Nystrom",
     "Operator",
     "PivotedCholesky",

@@ -1,7 +1,7 @@
 """The network itself: parameters, likelihoods, data and engines; the interface for the floors above."""
 
 from curvops.network import likelihoods
-from curvops.network.data.batches import Batch, DataChanged
+from curvops.network.data.batches import Batch, DataChanged, NoData
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
 from curvops.network.data.shard import SharedPoints
@@ -14,7 +14,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
-from curvops.network.trained.first_points import NoCurvature
+from curvops.network.trained.first_points import NoCurvature, NotLogits
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
@@ -40,6 +40,8 @@ __all__ = [
     "LowerPrecision",
     "Model",
     "NoCurvature",
+    "NoData",
+    "NotLogits",
     "OuterRows",
     "OutputFisher",
     "Passes",

@@ -9,12 +9,18 @@ No function here uses pyplot or changes matplotlib's global settings. Needs matp
 'log'
 """
 
-from curvops.plots.chain_plots import autocorrelation, trace
-from curvops.plots.cost_plots import convergence, estimates, solves
-from curvops.plots.density import spectral_density
-from curvops.plots.prediction_plots import covariance, ray, regression, reliability, rotation
-from curvops.plots.prior_plots import evidence, evidence_trace
-from curvops.plots.style import save
+try:
+    from curvops.plots.chain_plots import autocorrelation, trace
+    from curvops.plots.cost_plots import convergence, estimates, solves
+    from curvops.plots.density import spectral_density
+    from curvops.plots.prediction_plots import covariance, ray, regression, reliability, rotation
+    from curvops.plots.prior_plots import evidence, evidence_trace
+    from curvops.plots.style import save
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "matplotlib":
+        raise
+    message = "curvops.plots needs matplotlib: pip install 'curvops[demo]'"
+    raise ModuleNotFoundError(message, name="matplotlib") from error
 
 __all__ = [
     "autocorrelation",

@@ -40,8 +40,12 @@ def evidence(
     order = np.argsort(precisions)
     x = precisions[order]
     blue, orange = style.COLOURS[:2]
-    above.fill_between(x, low[order], high[order], color=blue, alpha=style.BAND, linewidth=0, label="95 % interval")
     above.plot(x, value[order], color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
+    # Bars whose ends are wider than the markers: an interval narrower than the curve would hide a band.
+    widest = np.max((high - low) / 2)
+    ends = np.maximum(0, [(value - low)[order], (high - value)[order]])
+    bars: dict[str, Any] = {"fmt": "none", "ecolor": style.INK, "elinewidth": 1.4, "capsize": 6, "capthick": 1.4}
+    above.errorbar(x, value[order], ends, label=f"95 % interval, at most ±{widest:.2g}", **bars)
     below.plot(x, validation_nll[order], color=orange, marker="s", markersize=4, linewidth=2, label="validation NLL")
     best = np.nanargmin(validation_nll)
     least, label = (precisions[best], validation_nll[best]), f"its smallest, at {precisions[best]:.3g}"

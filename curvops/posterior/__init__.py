@@ -1,6 +1,6 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
-from curvops.posterior.draws.deviations import Deviations
+from curvops.posterior.draws.deviations import Deviations, NotSolved
 from curvops.posterior.draws.stochastic_descent import Diverged, StochasticDescent
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace, laplace
@@ -19,6 +19,7 @@ __all__ = [
     "Laplace",
     "LinearMode",
     "NotAMode",
+    "NotSolved",
     "SampledNormal",
     "StochasticDescent",
     "Uncertainty",

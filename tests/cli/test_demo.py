@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from curvops.cli import app
-from curvops.cli.demo import figures, network
+from curvops.cli.demo import figures, network, report
 from curvops.cli.demo import run as demo
 
 TINY = demo.DemoSize(
@@ -48,6 +48,9 @@ def tiny(monkeypatch):
 def test_table_numbers_and_figures(tiny, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
     assert result.exit_code == int("FAIL" in result.stdout), result.output
+    began = [line[10:].strip() for line in result.stderr.splitlines() if line[:7].strip().replace(".", "").isdigit()]
+    assert began[:2] == ["network 1 of 1", "train, save, load"] and "figure: evidence and validation" in began
+    assert result.stdout.rstrip().endswith(f"{demo.MAP}'s entropy.")
     for name in (
         demo.MAP,
         demo.SCALED,
@@ -69,6 +72,45 @@ def test_table_numbers_and_figures(tiny, tmp_path):
     for figure in FIGURES:
         assert (tmp_path / f"{figure}.png").stat().st_size > 5000
     assert (tmp_path / "network-0.safetensors").exists()
+
+
+def of_nll(upright: float, rotated: float = 2.0, auroc: float = 0.75, posterior: bool = True) -> report.Row:
+    """Scores of one method whose other numbers do not matter here."""
+    parts = {"aleatoric": 0.1, "epistemic": 0.02} if posterior else {}
+    scores = dict.fromkeys(report.SCORES, 0.5) | parts
+    return report.Row(
+        {0: scores | {"nll": upright}, 45: scores | {"nll": rotated, "epistemic": 0.08}},
+        0.7,
+        auroc if posterior else None,
+    )
+
+
+NETWORK = of_nll(0.1, posterior=False)
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "words"),
+    [
+        ([of_nll(0.13)], ["is 0.0300 above that of A;", "that of 1 of the 1 posteriors is higher"]),
+        ([of_nll(0.05)], ["is 0.0500 below that of A;", "that of 0 of the 1 posteriors is higher"]),
+        ([of_nll(0.10001)], ["is equal to that of A;", "that of 0 of the 1 posteriors is higher"]),
+        ([of_nll(float("inf"))], ["is not comparable with that of A;"]),
+        ([of_nll(0.13, 1.5)], ["Rotated, it is 0.5000 below that of A; the lowest of all is that of B, 1.5000."]),
+        ([of_nll(0.13, 2.5)], ["Rotated, it is 0.5000 above that of A; the lowest of all is that of A, 2.0000."]),
+        ([of_nll(0.13, auroc=0.65)], ["its AUROC, 0.6500, is 0.0500 below the 0.7000 of A's entropy."]),
+        ([of_nll(0.13)], ["of B is 0.0200 nats upright and 0.0800 rotated"]),
+        ([of_nll(0.12), of_nll(0.14)], ["is 0.0300 ± 0.0100 above that of A;"]),
+        ([of_nll(0.09), of_nll(0.13)], ["is 0.0100 ± 0.0200 above (within two standard errors) that of A;"]),
+    ],
+)
+def test_the_last_sentences_say_what_the_numbers_show(posteriors: list[report.Row], words: list[str]) -> None:
+    rows = [{"A": NETWORK, "B": posterior} for posterior in posteriors]
+    text = report.conclude(rows, "A", "B")
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    joined = " ".join(text.split())
+    assert joined.count(". ") == 2 and joined.endswith(".")
+    for phrase in words:
+        assert phrase in joined
 
 
 def test_interruption_is_one_line(tiny, monkeypatch, tmp_path):

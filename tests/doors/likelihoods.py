@@ -336,7 +336,7 @@ DOORS = [
                 ValueError,
                 "Is it reduced.*reduction='none'",
             ),
-            "torch's own mean": (lambda: with_loss(F.huber_loss), ValueError, "Is it reduced"),
+            "torch's own mean": (lambda: with_loss(F.huber_loss), TypeError, r"averages.*Pass nn.HuberLoss\(\)"),
             "another shape": (
                 lambda: with_loss(lambda f, y: f.new_ones(7)),
                 ValueError,

@@ -145,7 +145,7 @@ def autocorrelation() -> Figure:
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
     (rotation, 2, 3 + 3 + 1, ["degrees", "(nats)", "fraction"]),
-    (evidence, 2, 1 + 2 + 2, ["log evidence (nats)", "nats per point", "prior precision"]),
+    (evidence, 2, (1 + 2 + 1) + 3, ["log evidence (nats)", "nats per point", "prior precision"]),
     (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
     (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
     (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),
@@ -177,6 +177,17 @@ def test_no_figure_reaches_pyplot():
     for draw, *_ in FIGURES:
         draw()
     assert pyplot.get_fignums() == before
+
+
+def test_an_interval_of_the_evidence_narrower_than_the_curve_has_ends_that_show() -> None:
+    x, value = np.array([1.0, 10.0, 100.0]), np.array([-50.0, -40.0, -60.0])
+    axes = plots.evidence(x, value, value - 0.01, value + 0.03, -value, chosen=10.0).axes[0]
+    lower, upper = (line.get_ydata() for line in axes.lines if line.get_marker() == "_")
+    np.testing.assert_allclose([lower, upper], [value - 0.01, value + 0.03])
+    assert "95 % interval, at most ±0.02" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert all(
+        line.get_markersize() > axes.lines[0].get_markersize() for line in axes.lines if line.get_marker() == "_"
+    )
 
 
 def test_one_epistemic_array_belongs_to_the_last_row():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +25,10 @@ SCORES = ("accuracy", "nll", "brier", "ece")
 PARTS = ("aleatoric", "epistemic")
 HEADINGS = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 TURNS = (("0°", "0"), ("turned", "rotated"))
+WIDTH = 100
+"""The width of a line of the report."""
+SHOWN = 5e-5
+"""A smaller difference prints as 0.0000."""
 MeanAndError = tuple[float, float | None]
 """A mean over seeds and its standard error, None for one seed."""
 
@@ -126,6 +133,51 @@ def _cell(value: MeanAndError | None) -> str:
     return f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}"
 
 
+def conclude(rows: Sequence[Mapping[str, Row]], network: str, posterior: str) -> str:
+    """Say in three sentences what the scores of one posterior show beside those of the network alone.
+
+    Differences are paired by seed: means, with their standard errors if there are several seeds. A difference that
+    rounds to 0.0000 counts as none.
+    """
+
+    def scores(name: str, column: str) -> list[float]:
+        values = (of_seed[name].values()[column] for of_seed in rows)
+        return [value for value in values if value is not None]
+
+    def difference(name: str, column: str, other: str | None = None) -> MeanAndError:
+        pairs = zip(scores(name, column), scores(network, other or column))
+        return mean_and_error([one - alone for one, alone in pairs])
+
+    posteriors = [name for name, row in rows[0].items() if row.auroc_epistemic is not None]
+    higher = sum(difference(name, "nll_0")[0] >= SHOWN for name in posteriors)
+    rotated = {name: _mean(scores(name, "nll_rotated")) for name in rows[0]}
+    best = min(rotated, key=lambda name: rotated[name])
+    near, far = (_mean(scores(posterior, column)) for column in ("epistemic_0", "epistemic_rotated"))
+    found, alone = _mean(scores(posterior, "auroc_epistemic")), _mean(scores(network, "auroc_total"))
+    sentences = (
+        f"Upright, the NLL of {posterior}, in nats per point, is {_compared(difference(posterior, 'nll_0'))} that of "
+        f"{network}; that of {higher} of the {len(posteriors)} posteriors is higher.",
+        f"Rotated, it is {_compared(difference(posterior, 'nll_rotated'))} that of {network}; the lowest of all is "
+        f"that of {best}, {rotated[best]:.4f}.",
+        f"The epistemic uncertainty of {posterior} is {near:.4f} nats upright and {far:.4f} rotated; its AUROC, "
+        f"{found:.4f}, is {_compared(difference(posterior, 'auroc_epistemic', 'auroc_total'))} the {alone:.4f} of "
+        f"{network}'s entropy.",
+    )
+    return "\n".join(textwrap.fill(sentence, WIDTH) for sentence in sentences)
+
+
+def _compared(difference: MeanAndError) -> str:
+    """Say in words how far one score is from another: "0.0090 ± 0.0010 above"."""
+    mean, error = difference
+    if not math.isfinite(mean):
+        return "not comparable with"
+    if abs(mean) < SHOWN:
+        return "equal to"
+    bar = "" if error is None else f" ± {error:.4f}"
+    doubt = "" if error is None or abs(mean) > 2 * error else " (within two standard errors)"
+    return f"{abs(mean):.4f}{bar} {'above' if mean > 0 else 'below'}{doubt}"
+
+
 def write(results: Mapping[str, Any], path: Path) -> None:
     """Write all raw numbers as JSON."""
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -138,16 +190,23 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     spent: int = 0
+    began: float = field(default_factory=time.perf_counter)
     _bar: tqdm[NoReturn] = field(default_factory=lambda: tqdm(disable=True), repr=False)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a block under this name, and show its number of products in the last line of a terminal."""
+        self.announce(name)
         start, before = time.perf_counter(), self.spent
         with tqdm(desc=name, unit=" products", disable=None, leave=False) as self._bar:
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.products[name] = self.products.get(name, 0) + self.spent - before
+
+    def announce(self, what: str) -> None:
+        """Write a line with the seconds so far where standard error is no terminal, and so shows no bar."""
+        if sys.stderr is not None and not sys.stderr.isatty():
+            print(f"{time.perf_counter() - self.began:7.1f} s  {what}", file=sys.stderr, flush=True)
 
     def curvature(self) -> type[co.GGN]:
         """Return a GGN class whose products with single vectors are counted here."""

@@ -95,6 +95,7 @@ def run(
     test = data.test.first(settings.test)
     outcomes = []
     for s in tqdm(range(seed, seed + seeds), desc="networks", disable=None):
+        stages.announce(f"network {s - seed + 1} of {seeds}")
         outcomes.append(_network(settings, data, test, s, output, stages, group))
     first = outcomes[0]
     _introduce(first, data, say)
@@ -119,6 +120,7 @@ def run(
     }
     report.write(results, output / "results.json")
     say(f"\nNumbers, weights and figures: {output}/")
+    say("\n" + report.conclude([outcome.rows for outcome in outcomes], MAP, LAPLACE))
     return all(check.passed for check in done if check.proof)
 
 

@@ -85,7 +85,7 @@ class Reason(Enum):
 
 
 class PrecisionLimit(UserWarning):
-    """A warning that the dtype of an operand may have too few digits for a result in closed form."""
+    """A warning that the dtype has too few digits: for the tolerance of a solve, or for a result in closed form."""
 
 
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
@@ -176,7 +176,7 @@ class Solution(Summarised, Reasoned):
 def accept(solution: Solution, rtol: float) -> Vectors:
     """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
+        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionLimit, stacklevel=3)
     return solution.raise_if_failed(rtol).x
 
 

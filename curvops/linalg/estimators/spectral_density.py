@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work
@@ -41,8 +42,9 @@ class SpectralDensity(Summarised):
 
     ``grid`` holds eigenvalues. On the log scale the grid is geometric, and the density and ``bandwidth`` are per unit
     of (natural) log λ. Eigenvalues at or below ``threshold``, including negative ones, are not shown: ``zero_mass`` is
-    their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0. ``lower`` and
-    ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over the
+    their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0, and for an
+    operator that is tagged as positive semidefinite the density ends at λ = 0, where each Gaussian is folded. ``lower``
+    and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over the
     probes (at the upper end of the logarithm), widened by the change of the density with a quarter less depth.
     ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, and padding has weight 0.
     ``reason`` is CONVERGED if that change is small compared with the band, and ITERATION_LIMIT or RANK_CAPPED if
@@ -115,10 +117,13 @@ def spectral_density(
     ):
         runs = _Probes(probed, probes, steps)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
-        zero = threshold if threshold is not None else NEAR_ZERO * runs.eps * size
-        view = _View(scale, float(zero), grid_size, bandwidth)
+        rounding = NEAR_ZERO * runs.eps * size
+        zero = rounding if threshold is None else threshold
+        view = _View(scale, float(zero), grid_size, bandwidth, folded=scale == "linear" and is_psd(A))
         runs.go(view, level)
     nodes, weights = runs.rules(runs.depth)
+    if float(nodes.min()) < -rounding:  # the tag is wrong, and a fold would hide it
+        view = replace(view, folded=False)
     # The density at full depth, and again at less depth, on one grid.
     x, width = view.grid(nodes, weights)
     each = view.density(nodes, weights, x, width)
@@ -176,11 +181,13 @@ class _View:
     threshold: float
     size: int
     bandwidth: float | None
+    folded: bool = False
+    """Whether no eigenvalue is below zero: what the broadening would put there is added to its mirror image."""
 
     def place(self, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return nodes in the variable of the scale, and the weights of those that it can show."""
         if self.scale == "linear":
-            return nodes, weights
+            return nodes.clamp_min(0) if self.folded else nodes, weights
         seen = nodes > self.threshold
         return torch.where(seen, nodes, 1.0).log(), torch.where(seen, weights, 0.0)
 
@@ -197,7 +204,9 @@ class _View:
         # A single eigenvalue has no range: its broadening is relative to its own size.
         spread = high - low if high - low > 1e-6 * unit else unit
         width = DEFAULT_WIDTH * spread if self.bandwidth is None else self.bandwidth
-        x = torch.linspace(low - TAILS * width, high + TAILS * width, self.size, dtype=torch.float64)
+        first = low - TAILS * width
+        first = max(first, 0.0) if self.folded else first
+        x = torch.linspace(first, high + TAILS * width, self.size, dtype=torch.float64)
         if float(x[1] - x[0]) > width:
             needed = math.ceil((high - low) / width + 2 * TAILS) + 1
             raise ValueError(f"a bandwidth of {width:.3g} needs grid_size >= {needed}, got {self.size}.")
@@ -207,7 +216,10 @@ class _View:
         places, present = self.place(nodes, weights)
         rows = []
         for place, weight in zip(places, present):
-            bells = torch.exp(-0.5 * ((x[:, None] - place) / width).square()) / (width * math.sqrt(2 * math.pi))
+            bells = torch.exp(-0.5 * ((x[:, None] - place) / width).square())
+            if self.folded:
+                bells = bells + torch.exp(-0.5 * ((x[:, None] + place) / width).square())
+            bells = bells / (width * math.sqrt(2 * math.pi))
             rows.append(bells @ weight)
         return torch.stack(rows)
 

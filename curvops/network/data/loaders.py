@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class LoaderPasses:
 
 
 def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the loader or, if it shuffles, one that reads each point of its dataset once, in order.
+    """Return the loader or, if it shuffles or drops a batch, one that reads each point of its dataset once, in order.
 
     Raises ValueError if its sampler does not draw each point once or repeats points so that ranks have equally many,
     and if batches come in the order in which its workers are ready.
@@ -80,21 +81,29 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
             "this DataLoader has in_order=False, so that batches come as its workers are ready, in a different order "
             "in each pass. The library compares its passes over the data: leave in_order=True."
         )
-    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(dataset):  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler) and sampler.total_size != len(dataset):  # type: ignore[arg-type]
+        what = "repeats" if sampler.total_size > len(dataset) else "leaves out"  # type: ignore[arg-type]
         raise ValueError(
-            "this DistributedSampler repeats points so that all ranks have equally many, but sums over the data need "
+            f"this DistributedSampler {what} points so that all ranks have equally many, but sums over the data need "
             "each point once: give each rank torch.utils.data.Subset(dataset, range(rank, len(dataset), size)); shards "
             "may be of different lengths."
         )
-    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+    shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    if not shuffles and not _leaves_points_out(loader):
         return loader
+    plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
+    if not shuffles and (not plain or loader.batch_size is None):  # None: batches by a sampler of one's own
+        raise ValueError(
+            f"this {type(loader).__name__} has drop_last=True, which leaves out the points of a last batch that is not "
+            "full, but sums over the data need each point: pass drop_last=False."
+        )
     once = isinstance(sampler, SubsetRandomSampler) or (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(sampler)
         and len(sampler) == len(dataset)  # type: ignore[arg-type]
     )
-    if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if shuffles and not (once and plain):
         raise ValueError(
             f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
             "sums over the data need each point once: pass DataLoader(loader.dataset, batch_size=..., shuffle=False) "
@@ -105,4 +114,15 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     options = {name: getattr(loader, name) for name in (*names, *more)}
     if isinstance(sampler, SubsetRandomSampler):
         dataset = Subset(dataset, list(sampler.indices))
+    elif not shuffles and not isinstance(dataset, IterableDataset):
+        options["sampler"] = sampler
     return DataLoader(dataset, shuffle=False, **options)
+
+
+def _leaves_points_out(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader drops a last batch that is not full, or may do so: not all lengths are known."""
+    batches: Any = loader if loader.batch_sampler is None else loader.batch_sampler
+    if not getattr(batches, "drop_last", False):
+        return False
+    size = getattr(batches, "batch_size", None)
+    return not size or length_hint(getattr(batches, "sampler", loader.sampler), 1) % size != 0

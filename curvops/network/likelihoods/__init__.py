@@ -9,8 +9,11 @@ tensor([[-0.5000,  0.5000]])
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.bradley_terry import BradleyTerry
@@ -44,6 +47,21 @@ REMEDIES: dict[type[nn.Module], str] = {
 }
 
 
+FUNCTIONS: dict[Callable[..., Tensor], type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.l1_loss: nn.L1Loss,
+}
+"""Functions that average over the points, and the modules with the same options, whose reduction is not used."""
+
+
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     """Return the likelihood for a name, a torch loss or a function.
 
@@ -74,6 +92,12 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
         return Categorical()
     if spec == "regression":
         return Gaussian(noise=1.0)
+    module = next((module for function, module in FUNCTIONS.items() if function is spec), None)
+    if module is not None:
+        remedy = REMEDIES.get(module, f"Pass nn.{module.__name__}(), whose reduction is not used.")
+        raise TypeError(
+            f"{getattr(spec, '__name__', spec)} averages over the points, and likelihoods are sums. {remedy}"
+        )
     if callable(spec) and not isinstance(spec, nn.Module | type):
         names = required_names(spec)
         if names is None or not 1 <= len(names) <= 2:

@@ -16,7 +16,7 @@ from curvops.network.data.batches import NoData, Reading, as_batches, as_source,
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods import Categorical, FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
@@ -25,6 +25,14 @@ from curvops.process_group import Ranks
 
 class NoCurvature(UserWarning):
     """A warning that the likelihood of a target does not depend on the outputs, so that every curvature is zero."""
+
+
+class NotLogits(UserWarning):
+    """A warning that a classifier returns probabilities or their logarithms where its likelihood takes logits."""
+
+
+ROUNDING = 64.0
+"""Sums of probabilities within this many eps of 1 are 1."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
@@ -119,6 +127,7 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
     likelihood.check_scores(f, rows)
     _warn_of_no_curvature(likelihood, f, rows)
+    _warn_of_no_logits(likelihood, f, outputs.dtype)
     if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
 
@@ -148,6 +157,38 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         f"{likelihood} has no curvature: {why} will be zero, and the posterior is the prior. Use a likelihood that "
         "changes with the outputs, or a loss that is curved.",
         NoCurvature,
+        stacklevel=5,
+    )
+
+
+def _warn_of_no_logits(likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> None:
+    """Warn if the outputs of a classifier, computed in `dtype`, are a softmax or its logarithm at all first positions.
+
+    Equal rows do not show it: a new head with the logarithms of class frequencies as its bias has them.
+    """
+    if not isinstance(likelihood.of_position, Categorical):
+        return
+    rows = f.unflatten(1, (-1, likelihood.output_shape[-1])) if isinstance(likelihood, Sequences) else f
+    rows = rows.flatten(0, -2).double()
+    if bool((rows == rows[:1]).all()):
+        return
+    slack = min(ROUNDING * torch.finfo(dtype).eps, 1e-2)
+    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
+        what = (
+            "probabilities: each row is at least 0 and sums to 1. The likelihood takes their softmax, which is nearly "
+            "uniform, so that curvature, posterior and predictions are not those of your classifier"
+        )
+    elif bool((rows <= 0).all() & (rows.logsumexp(-1).abs() <= slack).all()):
+        what = (
+            "log-probabilities: the exponentials of each row sum to 1. Likelihood and curvature are those of the "
+            "logits, but variances of outputs and link='probit' are not"
+        )
+    else:
+        return
+    warnings.warn(
+        f"the outputs at the first points are {what}. Return the logits: leave out the model's last softmax, as in "
+        "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
+        NotLogits,
         stacklevel=5,
     )
 

@@ -112,3 +112,28 @@ def test_as_a_method_and_repeatable():
     found = Dense(A).spectral_density(generator=generator(3), probes=2)
     again = spectral_density(A, generator=generator(3), probes=2)
     torch.testing.assert_close(found.density, again.density)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.05, 1.0])
+def test_a_positive_semidefinite_operator_has_no_density_below_zero(least):
+    values = torch.cat([torch.full((60,), least), torch.linspace(least, 4.0, 60)]).double()
+    A = symmetric(values)
+    found = Dense(A, psd=True).spectral_density(probes=4, steps=120, generator=generator())
+    whole = Dense(A).spectral_density(probes=4, steps=120, generator=generator())
+    assert found.grid.min() >= 0 and (found.density >= 0).all() and (found.lower >= 0).all()
+    assert found.integral() == pytest.approx(1, abs=1e-6) and found.bandwidth == pytest.approx(whole.bandwidth)
+    # Folded: what the other curve has at −λ is added at λ.
+    bells = torch.exp(-0.5 * ((found.grid[:, None, None].abs() - whole.nodes) / found.bandwidth).square())
+    mirrored = torch.exp(-0.5 * ((-found.grid[:, None, None] - whole.nodes) / found.bandwidth).square())
+    expected = ((bells + mirrored) * whole.weights).sum((1, 2)) / (4 * found.bandwidth * math.sqrt(2 * math.pi))
+    torch.testing.assert_close(found.density, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_wrong_tag_does_not_hide_negative_eigenvalues():
+    class Tagged(Dense):
+        psd = True
+
+    values = torch.cat([torch.full((20,), -2.0), torch.linspace(0, 4, 80)]).double()
+    found = Tagged(symmetric(values)).spectral_density(probes=60, steps=120, generator=generator())
+    negative = float(torch.trapezoid(found.density[found.grid < -1], found.grid[found.grid < -1]))
+    assert negative == pytest.approx(0.2, abs=0.04)

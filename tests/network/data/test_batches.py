@@ -165,6 +165,14 @@ def test_a_loader_that_shuffles_is_read_in_the_order_of_its_dataset() -> None:
             Y[[7, 2, 5, 0]],
         ),
         "by one": (DataLoader(in_fours(X, Y), batch_size=None, shuffle=True), X, Y),
+        "in order, without its last batch": (DataLoader(data, 4, drop_last=True), X, Y),
+        "by a sampler, without its last batch": (
+            DataLoader(data, 4, sampler=range(9, -1, -1), drop_last=True),
+            X.flip(0),
+            Y.flip(0),
+        ),
+        "a stream without its last batch": (DataLoader(Stream(), 4, drop_last=True), X, Y),
+        "of whole batches": (DataLoader(data, 5, drop_last=True), X, Y),
     }
     for name, (loader, x, y) in loaders.items():
         batches = as_batches(loader, 1)

@@ -142,3 +142,50 @@ def test_likelihoods_with_curvature_do_not_warn(x: Tensor, y: Tensor, likelihood
     with warnings.catch_warnings():
         warnings.simplefilter("error", co.NoCurvature)
         co.linearize(nn.Linear(4, 3), (x, y), likelihood)
+
+
+def ended_by(last: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(net(), last)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(nn.Softmax(-1), "probabilities: each row is at least 0.*softmax"), (nn.LogSoftmax(-1), "log-probabilities")],
+    ids=["softmax", "log-softmax"],
+)
+def test_a_classifier_that_returns_no_logits_warns(dtype: torch.dtype, last: nn.Module, words: str) -> None:
+    model = ended_by(last).to(dtype)
+    for likelihood in ("classification", nn.CrossEntropyLoss(label_smoothing=0.1)):
+        with pytest.warns(co.NotLogits, match=words + r".*Return the logits.*linearize\(model\[:-1\]") as caught:
+            co.linearize(model, (X.to(dtype), Y), likelihood)
+        assert caught[0].filename == __file__
+    with pytest.warns(co.NotLogits, match=words):  # three positions a point
+        co.linearize(model, (X.to(dtype).expand(3, 7, 4).movedim(0, 1), Y[:, None].expand(7, 3)), "classification")
+
+
+HEAD = nn.Linear(4, 3)
+nn.init.zeros_(HEAD.weight)
+HEAD.bias.data = torch.tensor([0.2, 0.3, 0.5]).log()
+
+
+@pytest.mark.parametrize(
+    ("model", "y", "likelihood"),
+    [
+        (net(), Y, "classification"),
+        (HEAD, Y, "classification"),
+        (ended_by(nn.Sigmoid()), Y, "classification"),
+        (ended_by(nn.Softmax(-1)), X[:, :3], "regression"),
+        (ended_by(nn.Softmax(-1)), Y, lambda p: distributions.Categorical(probs=p)),
+        (nn.Sequential(net(), nn.Softmax(-1), nn.Linear(3, 3)), Y, "classification"),
+    ],
+    ids=["logits", "class frequencies", "sigmoid", "regression", "their own distribution", "inside"],
+)
+def test_logits_and_other_likelihoods_do_not_warn_of_probabilities(
+    model: nn.Module, y: Tensor, likelihood: Any
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", co.NotLogits)
+        co.linearize(model, (X, y), likelihood)
