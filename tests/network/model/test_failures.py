@@ -149,7 +149,6 @@ def ended_by(last: nn.Module) -> nn.Module:
     return nn.Sequential(net(), last)
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("last", "words"),
@@ -159,9 +158,8 @@ def ended_by(last: nn.Module) -> nn.Module:
 def test_a_classifier_that_returns_no_logits_warns(dtype: torch.dtype, last: nn.Module, words: str) -> None:
     model = ended_by(last).to(dtype)
     for likelihood in ("classification", nn.CrossEntropyLoss(label_smoothing=0.1)):
-        with pytest.warns(co.NotLogits, match=words + r".*Return the logits.*linearize\(model\[:-1\]") as caught:
+        with pytest.warns(co.NotLogits, match=words + r".*Return the logits.*linearize\(model\[:-1\]"):
             co.linearize(model, (X.to(dtype), Y), likelihood)
-        assert caught[0].filename == __file__
     with pytest.warns(co.NotLogits, match=words):  # three positions a point
         co.linearize(model, (X.to(dtype).expand(3, 7, 4).movedim(0, 1), Y[:, None].expand(7, 3)), "classification")
 
