@@ -44,8 +44,8 @@ class SpectralDensity(Summarised):
     of (natural) log λ. Eigenvalues at or below ``threshold``, including negative ones, are not shown: ``zero_mass`` is
     their share, and the density integrates to 1 − ``zero_mass``. On the linear scale ``zero_mass`` is 0, and for an
     operator that is tagged as positive semidefinite the density ends at λ = 0, where each Gaussian is folded. ``lower``
-    and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over the
-    probes (at the upper end of the logarithm), widened by the change of the density with a quarter less depth.
+    and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over
+    the probes (at the upper end of the logarithm), widened by the change of the density with a quarter less depth.
     ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, and padding has weight 0.
     ``reason`` is CONVERGED if that change is small compared with the band, and ITERATION_LIMIT or RANK_CAPPED if
     ``steps`` or the memory budget ended the depth first.
