@@ -6,6 +6,9 @@ ARGS ?=
 
 BIN := .venv/bin
 PEERS := .venv-peers/bin
+# The oldest torch of pyproject.toml.
+OLDEST := 2.7.1
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # The build back end is installed beforehand, so that it too is the pinned one.
 EDITABLE := $(INSTALL) --no-build-isolation --editable
@@ -13,7 +16,7 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs figures lint clean oldest
+.PHONY: help demo test bench docs figures lint clean oldest release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -36,9 +39,11 @@ bench: .venv-peers/.installed
 	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --disable-warnings \
 	    --benchmark-only --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
-# The site, in site/, from pages and committed figures; tests/test_site.py reads it as a browser would.
+# The site of this version, in a folder of its own, to which site/latest leads; from pages and committed figures.
 docs: .venv/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site/$(VERSION)
+	ln -sfn $(VERSION) site/latest
+	echo '<meta http-equiv="refresh" content="0; url=latest/">' > site/index.html
 
 # A page's own code draws its figures, into the folder where it runs: a temporary one in tests, docs/figures here.
 figures: .venv/.installed
@@ -47,19 +52,33 @@ figures: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.front_picture docs/figures/front.png
 	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; f.shrink_large(pathlib.Path("docs/figures"))'
 
-# The oldest torch of pyproject.toml, with versions of the rest that fit it.
+# The oldest torch, with versions of the rest that fit it.
 oldest: .venv-oldest/.installed
 
 .venv-oldest/.installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
-	sed 's/^torch==.*/torch==2.7.1/' constraints.txt > .venv-oldest/constraints.txt
+	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(INSTALL)) torch hatchling
 	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(EDITABLE)) '.[demo,test,docs]'
 	.venv-oldest/bin/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
 	@touch $@
 
+# A wheel and an sdist, in dist/, each installed into an empty environment with the oldest and with the newest torch.
+release-check: .venv/.installed
+	rm -rf dist && $(BIN)/hatchling build
+	for torch in $(OLDEST) $$(sed -n "s/^torch==//p" constraints.txt); do \
+	    for file in dist/*.whl dist/*.tar.gz; do \
+	        $(PYTHON) -m venv --clear .venv-release && \
+	        sed "s/^torch==.*/torch==$$torch/" constraints.txt > .venv-release/constraints.txt && \
+	        .venv-release/bin/python $(subst constraints.txt,.venv-release/constraints.txt,$(INSTALL)) $$file && \
+	        .venv-release/bin/python tests/installed.py && \
+	        .venv-release/bin/curvops --version || exit 1; \
+	    done; \
+	done
+	rm -rf .venv-release
+
 clean:
-	rm -rf .venv .venv-peers .venv-oldest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
+	rm -rf .venv .venv-peers .venv-oldest .venv-release .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
 	find curvops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: what comes after must build on that very version.

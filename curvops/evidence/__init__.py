@@ -1,7 +1,7 @@
 """Tuning a posterior's hyperparameters by its evidence; every function returns a new posterior."""
 
 from curvops.evidence.ascent import Undetermined
-from curvops.evidence.grid import grid
+from curvops.evidence.grid import Grid, grid
 from curvops.evidence.mackay import Oscillates, mackay
 from curvops.evidence.maximize import maximize
 from curvops.evidence.train import train
@@ -12,6 +12,7 @@ from curvops.posterior.log_evidence.tuning import Ending, StepsSpent, Tuning, Tu
 __all__ = [
     "Ending",
     "Evidence",
+    "Grid",
     "Oscillates",
     "StepsSpent",
     "Tuning",

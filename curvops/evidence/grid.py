@@ -14,6 +14,29 @@ from curvops.checks import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
+from curvops.summary import Table, Tabular, by_columns_of, summary
+
+
+class Grid(list[Evidence], Tabular):
+    """The log evidences at several prior precisions: a list that prints as a table."""
+
+    def __init__(self, evidences: Iterable[Evidence], prior_precisions: Sequence[float | Tensor]) -> None:
+        super().__init__(evidences)
+        self.prior_precisions = tuple(prior_precisions)
+        """The prior precisions, in the order of the evidences."""
+
+    __repr__ = Tabular.as_text
+
+    def _tables(self) -> list[Table]:
+        columns = {
+            "prior precision": [summary(value) for value in self.prior_precisions],
+            "log evidence": [f"{float(one):.6g} ± {float(one.stderr):.2g}" for one in self],
+            "log likelihood": [f"{float(one.log_likelihood):.6g}" for one in self],
+            "scatter": [f"{float(one.scatter):.6g}" for one in self],
+            "log determinant ratio": [f"{float(one.log_determinant_ratio.value):.6g}" for one in self],
+            "reason": [one.reason.name for one in self],
+        }
+        return [by_columns_of(columns)]
 
 
 def grid(
@@ -22,7 +45,7 @@ def grid(
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
     mode: str = "auto",
-) -> list[Evidence]:
+) -> Grid:
     """Compute the log evidence in nats at each scalar prior precision, with the curvature held fixed.
 
     The products are spent once, for the smallest precision; further values cost none. The exception is the linear
@@ -36,7 +59,7 @@ def grid(
         mode: as in `Laplace.log_evidence`.
 
     Returns:
-        An `Evidence` for each prior precision.
+        An `Evidence` for each prior precision, in a list that prints as a table.
 
     Raises:
         TypeError: not a posterior, or not a sequence of numbers.
@@ -51,7 +74,7 @@ def grid(
     for value in values:
         start = found[-1].theta if found else None
         found.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
-    return found
+    return Grid(found, values)
 
 
 def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.summary import summary
 from curvops.network import Batch, BatchMap
 from curvops.network.model.parameters import layer_of
 from curvops.operators import EmpiricalFisher, Linearization
@@ -24,6 +23,7 @@ from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
 from curvops.posterior.log_evidence.tuning import Tuning
 from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")
 

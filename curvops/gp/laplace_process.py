@@ -17,7 +17,6 @@ from curvops.linalg import Estimate, NotConverged, Reason
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.operators import Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
@@ -36,6 +35,7 @@ from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
 from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.posterior.solves.streamed_space import StreamedSpace
+from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."
 NO_DESCENT = (

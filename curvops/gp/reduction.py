@@ -14,7 +14,7 @@ Williams & Lawrence 2003 ("DTC") and of Titsias 2009, who derives it as the opti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Reduction:
     rows: Int[Tensor, "K 2"] | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReducedPosterior(Laplace):
     """A Laplace posterior whose curvature acts only on K features, made by `co.gp.reduced_posterior`.
 
@@ -67,7 +67,7 @@ class ReducedPosterior(Laplace):
     the posterior without these bounds: `co.load` returns a `Laplace`.
     """
 
-    reduction: Reduction | None = field(default=None, repr=False)
+    reduction: Reduction | None = None
 
     @property
     def rank(self) -> int:

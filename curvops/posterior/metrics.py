@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, checked_whole
+from curvops.summary import Summarised
 
 __all__ = [
     "ReliabilityBins",
@@ -61,8 +62,8 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
     return (probabilities - truth).square().sum(-1).mean()
 
 
-@dataclass(frozen=True, eq=False)
-class ReliabilityBins:
+@dataclass(frozen=True, eq=False, repr=False)
+class ReliabilityBins(Summarised):
     """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points."""
 
     edges: Float[Tensor, " B1"]

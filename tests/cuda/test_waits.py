@@ -82,6 +82,7 @@ def test_a_product_does_not_wait(kind: str) -> None:
         lin = classification(kind, engine=engine)
         for name, make in OPERATORS.items():
             op = make(lin)
+            assert waits(lambda op=op: repr(op)) == 0, name
             for V in (normal(op.shape[1], 3), normal(op.shape[1])):
                 _ = op @ V, op @ V  # what is kept is made by these
                 assert waits(lambda op=op, V=V: op @ V) == 0, (engine, name, V.shape)

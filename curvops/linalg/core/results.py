@@ -18,8 +18,8 @@ from torch import Tensor
 
 from curvops.checks import checked_number
 from curvops.linalg.core.rounding import ROUNDING_SEEN
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Vectors
+from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of
 
 
 class Reason(Enum):
@@ -102,10 +102,18 @@ def join_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
     return torch.cat([torch.cat([one, one[-1:].expand(steps - len(one), -1)]) for one in histories], 1)
 
 
-class Reasoned:
+class Reasoned(Tabular):
     """A result of several columns, each with its reason."""
 
     reasons: tuple[Reason, ...]
+
+    def _tables(self) -> list[Table]:
+        numbers = {name: cells_of(vector) for name, vector in self._numbers().items()}
+        return [by_columns_of({**numbers, "reason": [reason.name for reason in self.reasons]}, [repr(self)])]
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """Return what a table shows of each column."""
+        return {}
 
     @property
     def accepted(self) -> bool:
@@ -155,6 +163,9 @@ class Solution(Summarised, Reasoned):
     normal_residuals: Float[Tensor, " K"] | None = None
     exact_matvecs: int = 0
     groups: int = 1
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"relative residual": self.relative_residuals, "backward error": self.backward_errors}
 
     def raise_if_failed(self, rtol: float, remedies: Mapping[Reason, str] | None = None) -> Solution:
         """Return self if every column is accepted.
@@ -347,7 +358,11 @@ AnyPairs = TypeVar("AnyPairs", bound="Pairs")
 class Pairs(Reasoned):
     """A result of pairs of vectors, each with its true residual."""
 
+    values: Float[Tensor, " k"]
     residuals: Float[Tensor, " k"]
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"value": self.values, "residual": self.residuals}
 
     def raise_if_failed(self: AnyPairs) -> AnyPairs:
         """Return self if every pair converged or is as accurate as the dtype allows, otherwise raise RuntimeError."""
@@ -402,6 +417,9 @@ class FunctionProduct(Summarised, Reasoned):
     reasons: tuple[Reason, ...]
     iterations: int
     matvecs: int
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"estimate of the relative error": self.error_estimates}
 
     @property
     def converged(self) -> Bool[Tensor, " K"]:

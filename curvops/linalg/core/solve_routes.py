@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from curvops.summary import Table, Tabular
+
 DENSE_SIZE = 256
 """Up to this many rows, any matrix is formed for a solve: that costs no more than iterating, and has every
 gradient."""
@@ -294,7 +296,7 @@ def decomposes(system: System) -> bool:
 
 
 @dataclass(frozen=True)
-class SolvePlan:
+class SolvePlan(Tabular):
     """The way in which each kind of question is answered, and why; printing it shows a table for each."""
 
     tables: Mapping[str, tuple[Route, ...]]
@@ -306,17 +308,18 @@ class SolvePlan:
         taken = {question: chosen(found) for question, found in self.tables.items()}
         return {question: route.name for question, route in taken.items() if route is not None}
 
-    def __str__(self) -> str:
-        return "\n\n".join(_table(question, found) for question, found in self.tables.items())
+    __repr__ = Tabular.as_text
+
+    def _tables(self) -> list[Table]:
+        return [_table(question, found) for question, found in self.tables.items()]
 
 
-def _table(question: str, found: tuple[Route, ...]) -> str:
-    taken, rows = chosen(found), [(question, "products", "bytes", "")]
+def _table(question: str, found: tuple[Route, ...]) -> Table:
+    taken, rows = chosen(found), []
     for route in found:
         verdict = "taken" if route is taken else route.why_not or "possible"
         rows.append((route.name, _number(route.products), _number(route.nbytes), verdict))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return Table((question, "products", "bytes", ""), rows)
 
 
 def _number(count: float | int) -> str:

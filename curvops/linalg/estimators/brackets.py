@@ -24,13 +24,14 @@ from torch import Tensor
 from curvops.linalg.core.results import Estimate, Reason, caution, indefinite
 from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import LockStep
+from curvops.summary import Summarised
 
 # Eigenvalues are known up to this many units of rounding of the largest, the error of the products.
 ROUNDING_UNITS = 2.0
 
 
-@dataclass(frozen=True, eq=False)
-class SpectralQuadrature:
+@dataclass(frozen=True, eq=False, repr=False)
+class SpectralQuadrature(Summarised):
     """Nodes and weights of Gauss and Gauss–Radau quadratures of a spectrum, one row per probe.
 
     Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation Ĝ whose

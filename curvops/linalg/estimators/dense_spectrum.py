@@ -106,7 +106,7 @@ def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> Dens
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KnownSpectrum(SpectralQuadrature):
     """All eigenvalues of a positive semidefinite matrix as a quadrature whose sums are exact to rounding."""
 

@@ -23,11 +23,11 @@ from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work
+from curvops.summary import Summarised
 
 Scale: TypeAlias = Literal["linear", "log"]
 

@@ -18,7 +18,7 @@ from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sour
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.functions.root_gradients import inverse_root_product
-from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.base import Operator, as_part, joined, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
 
@@ -53,6 +53,9 @@ class UnaryOperator(Operator):
     def _size(self) -> torch.Size:
         return self.base.shape
 
+    def _made_of(self) -> str:
+        return as_part(self.base)
+
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
         return self if transposed is self.base else self.__class__(transposed, *self._args[1:], **self._kwargs)
@@ -60,6 +63,8 @@ class UnaryOperator(Operator):
 
 class Transposed(UnaryOperator):
     """The transpose Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
+
+    _in_formula: ClassVar[str] = "{}"
 
     def __init__(self, base: LinearOperator) -> None:
         super().__init__(base)
@@ -76,6 +81,9 @@ class Transposed(UnaryOperator):
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
         return torch.Size((*batch, columns, rows))
+
+    def _made_of(self) -> str:
+        return f"{as_part(self.base)}ᵀ"
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self.base
@@ -187,6 +195,7 @@ class Sum(Operator):
     """The sum A + B + …: one product with each term per column."""
 
     _damped_form: ClassVar[type[ClosedForm] | None] = SumForm
+    _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *terms: LinearOperator) -> None:
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
@@ -218,6 +227,9 @@ class Sum(Operator):
 
     def _size(self) -> torch.Size:
         return torch.broadcast_shapes(*(term.shape for term in self.terms))
+
+    def _made_of(self) -> str:
+        return joined(self.terms, "+")
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = [term.mT for term in self.terms]
@@ -301,6 +313,7 @@ class Scaled(UnaryOperator):
     """The multiple c A for a number c (a 0-d tensor, which may carry a gradient)."""
 
     _damped_form: ClassVar[type[ClosedForm] | None] = ScaledForm
+    _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, base: LinearOperator, factor: Tensor) -> None:
         super().__init__(base, factor)
@@ -320,6 +333,9 @@ class Scaled(UnaryOperator):
 
     def _size(self) -> torch.Size:
         return torch.broadcast_shapes(self.base.shape, (*self.factor.shape, 1, 1))
+
+    def _made_of(self) -> str:
+        return f"{number_of(self.factor, 'c')} · {as_part(self.base)}"
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._scale(self.base._matmul(rhs), rhs)
@@ -350,6 +366,8 @@ class Scaled(UnaryOperator):
 
 class Product(Operator):
     """The product A B …: one product with each factor per column; B A Bᵀ is positive semi-definite if A is."""
+
+    _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
@@ -387,6 +405,9 @@ class Product(Operator):
         batch = batches.pop() if len(batches) == 1 else torch.broadcast_shapes(*batches)
         return torch.Size((*batch, sizes[0][-2], sizes[-1][-1]))
 
+    def _made_of(self) -> str:
+        return joined(self.factors, "·")
+
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else Product(*(factor.mT for factor in reversed(self.factors)))
 
@@ -412,6 +433,8 @@ class Product(Operator):
 
 class Sliced(UnaryOperator):
     """The submatrix A[rows, columns] for index tensors (None: all of them); one product with A per column."""
+
+    _in_formula: ClassVar[str] = "({})"
 
     def __init__(self, base: LinearOperator, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
         super().__init__(base, rows=rows, columns=columns)
@@ -448,6 +471,9 @@ class Sliced(UnaryOperator):
         *batch, m, n = self.base.shape
         rows = m if self.rows is None else len(self.rows)
         return torch.Size((*batch, rows, n if self.columns is None else len(self.columns)))
+
+    def _made_of(self) -> str:
+        return f"part of {as_part(self.base)}"
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else Sliced(self.base.mT, rows=self.columns, columns=self.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -68,9 +68,12 @@ from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 from curvops.process_group import is_dtensor
 from curvops.progress import Progress, progress_of
+from curvops.summary import name_of, summary
 
 # To read single entries or the diagonal, unit vectors are multiplied in blocks of this many columns.
 COLUMN_BLOCK = 64
+PARTS = 4
+"""A longer sum prints this many of its terms."""
 
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
@@ -115,6 +118,8 @@ class Operator(LinearOperator):
 
     _damped_form: ClassVar[type[ClosedForm] | None] = None
     """The closed form of A + diag(d) for operators of this class, if it has one."""
+    _in_formula: ClassVar[str] = ""
+    """How a formula of parts, `_made_of`, stands in another one; empty for an operator that prints as its class."""
 
     @property
     def symmetric(self) -> bool:
@@ -252,6 +257,24 @@ class Operator(LinearOperator):
     def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
         """Return the operator on vectors in these layouts; a class that shows its parts applies them to each part."""
         return on_shards.OnShards(self, rows, columns)
+
+    # The printed form: no product, and no number that lies on an accelerator
+
+    def __repr__(self) -> str:
+        size = " × ".join(map(str, self.shape))
+        facts = (size, self._made_of(), name_of(self.dtype), str(self.device))
+        return f"{type(self).__name__}({', '.join(filter(None, facts))})"
+
+    def _made_of(self) -> str:
+        """Return in a few words, or as a formula of its parts, what the matrix is made of."""
+        return ""
+
+    def _as_part(self) -> str:
+        """Return the operator as a part of a formula, without its size."""
+        words = self._made_of()
+        if self._in_formula:
+            return self._in_formula.format(words)
+        return f"{type(self).__name__}({words})" if words else type(self).__name__
 
     # The algebra: every expression returns an Operator
 
@@ -740,6 +763,22 @@ class Operator(LinearOperator):
         return ScipyOperator(
             shape=tuple(self.shape), matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint, dtype=dtype
         )
+
+
+def as_part(value: Any) -> str:
+    """Return an operator, ours or another, as a part of a formula."""
+    return value._as_part() if isinstance(value, Operator) else type(value).__name__
+
+
+def joined(parts: Sequence[Any], sign: str) -> str:
+    """Return parts of a formula with a sign between them, the first `PARTS` of many."""
+    more = [f"… ({len(parts)} in all)"] if len(parts) > PARTS else []
+    return f" {sign} ".join([*map(as_part, parts[:PARTS]), *more])
+
+
+def number_of(value: Tensor, name: str) -> str:
+    """Return a number as it prints; its name for many numbers, and for one that lies on an accelerator."""
+    return summary(value) if value.ndim == 0 and value.device.type == "cpu" else name
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

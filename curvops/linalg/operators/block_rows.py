@@ -81,6 +81,9 @@ class BlockRows(Operator):
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["layout"].length, self.own.shape[-1]))
 
+    def _made_of(self) -> str:
+        return f"shared by {len(self._kwargs['layout'].counts)} ranks"
+
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.psd else super()._transpose_nonbatch()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -24,7 +24,7 @@ from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, Sum, UnaryOperator
-from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.base import Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
 from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
@@ -44,6 +44,8 @@ class Damped(UnaryOperator):
     2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names the data of a
     shift that is not a prior.
     """
+
+    _in_formula: ClassVar[str] = "({})"
 
     def __init__(
         self,
@@ -108,6 +110,10 @@ class Damped(UnaryOperator):
         if self.shift.ndim < 2:
             return size
         return torch.Size((*torch.broadcast_shapes(size[:-2], self.shift.shape[:-1]), *size[-2:]))
+
+    def _made_of(self) -> str:
+        added = "diag(d)" if self.shift.ndim else f"{number_of(self.shift, 'd')} · I"
+        return f"{as_part(self.base)} + {added}"
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
@@ -325,6 +331,8 @@ class NearbyForm(NamedTuple):
 class Inverse(UnaryOperator):
     """The inverse A⁻¹, as returned by `A.inverse()`, with one solve with A per column."""
 
+    _in_formula: ClassVar[str] = "{}"
+
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
         super().__init__(base, rtol=rtol)
 
@@ -335,6 +343,9 @@ class Inverse(UnaryOperator):
     @property
     def sources(self) -> Sources | None:
         return None
+
+    def _made_of(self) -> str:
+        return f"{as_part(self.base)}⁻¹"
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base.solve_to(rhs, self._kwargs["rtol"])

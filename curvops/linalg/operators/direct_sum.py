@@ -16,7 +16,7 @@ from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
-from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.base import Operator, joined
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.draws import draw
@@ -175,6 +175,9 @@ class DirectSum(Operator):
 
     def _size(self) -> torch.Size:
         return torch.Size((self.partition.size, self.partition.size))
+
+    def _made_of(self) -> str:
+        return joined(self.blocks, "⊕")
 
     def _transpose_nonbatch(self) -> LinearOperator:
         if self.symmetric and not carries_graph(self.representation()):

@@ -198,6 +198,10 @@ class _GroupedBlocks(Operator):
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
 
+    def _made_of(self) -> str:
+        g, p, q = self.sizes
+        return f"{f'{g} groups of ' if g > 1 else ''}{p} × {p} ⊗ {q} × {q}"
+
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()
 

@@ -332,6 +332,9 @@ class LowRank(Operator):
             )
         super().__init__(vectors, values, error=error, space=space, sources=sources)
 
+    def _made_of(self) -> str:
+        return f"of rank {self.values.shape[0]}"
+
     @property
     def vectors(self) -> Tensor:
         """The matrix U, (n, r)."""

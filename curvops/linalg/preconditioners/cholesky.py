@@ -42,6 +42,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress, at_work
+from curvops.summary import Summarised
 
 MOST_RANK = 1024
 BLOCK = 16
@@ -51,8 +52,8 @@ LEAST_VECTORS = 6
 MOST_CONDITION = 28.0
 
 
-@dataclass(frozen=True, eq=False)
-class PivotedCholesky:
+@dataclass(frozen=True, eq=False, repr=False)
+class PivotedCholesky(Summarised):
     """A partial Cholesky factor, A ≈ F Fᵀ, exact in the rows and columns of the pivots.
 
     A − F Fᵀ is positive semidefinite; ``trace_left`` is its trace, a bound of its largest eigenvalue. ``reason`` is

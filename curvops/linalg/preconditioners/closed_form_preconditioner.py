@@ -17,7 +17,7 @@ from curvops.linalg.preconditioners.jacobi import block_jacobi
 METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClosedFormPreconditioner(FilteredPreconditioner):
     """An operator P whose solves, symmetric inverse root and log-determinant have a closed form.
 

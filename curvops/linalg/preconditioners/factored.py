@@ -24,6 +24,7 @@ from torch import Tensor
 
 from curvops.linalg.core.sharded import blockwise
 from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, combine, gram, shaped_as
+from curvops.summary import Summarised
 
 
 @runtime_checkable
@@ -53,7 +54,7 @@ class FactoredPreconditioner(Protocol):
         """Return a positive c with P^-½ B P^-½ ≥ c I for the matrix B ≥ level · I that P was made for."""
 
 
-class FilteredPreconditioner(ABC):
+class FilteredPreconditioner(Summarised, ABC):
     """A preconditioner whose P⁻¹, P^-½ and P^½ are filters of P's eigenvalues, for vectors or blocks."""
 
     matvecs: int
@@ -90,7 +91,7 @@ class FilteredPreconditioner(ABC):
         """Return function(P) V for function one of torch.reciprocal, rsqrt and sqrt."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LowRankPreconditioner(FilteredPreconditioner):
     """A preconditioner P = U diag(values) Uᵀ + level (I − UUᵀ), from Â = U diag(eigenvalues) Uᵀ ≤ A.
 

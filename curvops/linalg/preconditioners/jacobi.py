@@ -33,7 +33,7 @@ BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partit
 COLUMNS = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DiagonalPreconditioner(FilteredPreconditioner):
     """The preconditioner P = diag(entries), all positive."""
 
@@ -86,7 +86,7 @@ class EqualBlocks:
     values: Float[Tensor, "g s"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockPreconditioner(FilteredPreconditioner):
     """A block-diagonal P, each block with its eigendecomposition; blocks of one size are multiplied at once."""
 

@@ -17,7 +17,6 @@ from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.sharded import blockwise, on_shards
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd, require_symmetric
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -39,6 +38,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress, at_work
+from curvops.summary import Summarised
 
 FIRST_RANK = 8
 MOST_RANK = 1024

@@ -13,7 +13,6 @@ from curvops.checks import check_limits, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -34,6 +33,7 @@ from curvops.linalg.core.vectors import (
     random_block,
 )
 from curvops.progress import Progress, at_work
+from curvops.summary import Summarised
 
 
 @dataclass(frozen=True, eq=False, repr=False)

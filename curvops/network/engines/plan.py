@@ -35,6 +35,7 @@ import torch
 
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
+from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
@@ -49,7 +50,7 @@ THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Tabular):
     """The choice of engines for products with J, and its reasons; `print(lin.plan)` shows a table.
 
     `layers` have rules: with every engine, their rows and Kronecker factors come from the rules, and the layerwise
@@ -206,8 +207,10 @@ class Plan:
     def _product(self, layer: Layer) -> int:
         return self._read(layer) + (0 if self._as_rows(layer) else layer.multiply_adds)
 
-    def __str__(self) -> str:
-        rows = [("layer", "parameters", "kept as", "bytes per point", "gradients per product")]
+    __repr__ = Tabular.as_text
+
+    def _tables(self) -> list[Table]:
+        rows: list[tuple[str, ...]] = []
         layerwise = "layerwise" in self.candidates()
         for layer in self.layers:
             if not layerwise:
@@ -218,11 +221,10 @@ class Plan:
             kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"
             rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{self._bytes(layer):,}", f"{cost:.2f}"))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-        return f"{table}\n{self._summary()}"
+        head = ("layer", "parameters", "kept as", "bytes per point", "gradients per product")
+        return [Table(head, rows, self._remarks())]
 
-    def _summary(self) -> str:
+    def _remarks(self) -> list[str]:
         lines = [
             f"{kind}: {self.per_vector(kind):.2f} gradients per product, {self.build(kind):.1f} to build, "
             f"{self.bytes_needed(kind):,} bytes per point"
@@ -237,6 +239,5 @@ class Plan:
                 f"{self.product_error:.1e} on the first points."
             )
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
-        return "\n".join(
-            [*lines, f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"]
-        )
+        now = f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"
+        return [*lines, now]

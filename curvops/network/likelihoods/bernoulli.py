@@ -9,6 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from curvops.network.data.inputs import within
 from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh
+from curvops.summary import summary
 
 
 class Bernoulli(Independent):
@@ -42,8 +43,7 @@ class Bernoulli(Independent):
         self.weight, self.pos_weight = weight, pos_weight
 
     def __repr__(self) -> str:
-        weight, pos_weight = (None if t is None else t.tolist() for t in (self.weight, self.pos_weight))
-        return f"Bernoulli(weight={weight}, pos_weight={pos_weight})"
+        return f"Bernoulli(weight={summary(self.weight)}, pos_weight={summary(self.pos_weight)})"
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         yes, no = self._mass(f, y)

@@ -17,6 +17,10 @@ from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outp
 class ByAutograd(Likelihood):
     """A likelihood whose H, C x C per point, is computed in each product; its root costs O(C^3) per point."""
 
+    @property
+    def kind(self) -> str:
+        return repr(self)
+
     @abstractmethod
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the terms (n, F) of each point's log-likelihood."""

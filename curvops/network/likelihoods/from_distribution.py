@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 from curvops.checks import drawn_seed
 from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
 from curvops.network.likelihoods.likelihood import Outputs
+from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
@@ -39,7 +40,7 @@ class FromDistribution(ByAutograd):
         self._constant = False
 
     def __repr__(self) -> str:
-        return f"FromDistribution({getattr(self.function, '__name__', self.function)})"
+        return f"FromDistribution({summary(self.function)})"
 
     def distribution(self, f: Outputs) -> Distribution:
         """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row per point."""

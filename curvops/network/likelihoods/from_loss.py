@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvops.network.likelihoods.by_autograd import ByAutograd
 from curvops.network.likelihoods.likelihood import Outputs
+from curvops.summary import summary
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
 
@@ -161,7 +162,7 @@ def _slack(x: Tensor) -> Tensor:
 
 def _describe(function: Any) -> str:
     if not isinstance(function, nn.Module):
-        return str(getattr(function, "__name__", function))
+        return summary(function)
     options = {name: value for name, value in vars(function).items() if isinstance(value, bool | int | float)}
     said = ", ".join(f"{name}={value}" for name, value in options.items() if name[0] != "_" and name != "training")
     return f"{type(function).__name__}({said})"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvops.network.data.inputs import require_finite, within
 from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
+from curvops.summary import summary
 
 
 class Gaussian(Independent):
@@ -41,7 +42,7 @@ class Gaussian(Independent):
         return within(self.noise, 0.0, strict=True)  # a cast may have made it infinite
 
     def __repr__(self) -> str:
-        return f"Gaussian(noise={self.noise.tolist()})"
+        return f"Gaussian(noise={summary(self.noise)})"
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()

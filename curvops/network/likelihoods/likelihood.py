@@ -36,6 +36,11 @@ class Likelihood(ABC):
         return False
 
     @property
+    def kind(self) -> str:
+        """The name of the distribution."""
+        return type(self).__name__
+
+    @property
     def of_position(self) -> Likelihood:
         """The likelihood of one position's target."""
         return self

@@ -34,6 +34,10 @@ class Sequences(Likelihood):
         return f"Sequences({self.likelihood!r}, positions={self.positions}, num_outputs={self.num_outputs})"
 
     @property
+    def kind(self) -> str:
+        return self.likelihood.kind
+
+    @property
     def of_position(self) -> Likelihood:
         return self.likelihood
 

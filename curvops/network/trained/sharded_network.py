@@ -23,6 +23,7 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.sharded_layers import ShardedLayers
 from curvops.network.walks.sharded_passes import ShardedPasses
 from curvops.process_group import Ranks
+from curvops.summary import name_of
 
 N = TypeVar("N", bound="ShardedNetwork")
 
@@ -147,6 +148,6 @@ class ShardedNetwork:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(num_parameters={self.num_parameters:,}, num_data={self.num_data:,}, "
-            f"num_outputs={self.num_outputs}, {self.local_theta.dtype}, on {self.data.ranks.names})"
+            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
+            f"{self.likelihood.kind}, {name_of(self.local_theta.dtype)}, on {self.data.ranks.names})"
         )

@@ -38,6 +38,7 @@ from curvops.network.walks.second_derivatives import hessian_product, require_sy
 from curvops.process_group import Ranks, warn_without_group
 from curvops.progress import Progress
 from curvops.storage import WRITTEN_BY
+from curvops.summary import name_of
 
 N = TypeVar("N", bound="TrainedNetwork")
 
@@ -540,8 +541,8 @@ class TrainedNetwork:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(num_parameters={self.num_parameters:,}, num_data={self.num_data:,}, "
-            f"num_outputs={self.num_outputs}, {self.theta.dtype}, {self.theta.device})"
+            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
+            f"{self.likelihood.kind}, {name_of(self.theta.dtype)}, {self.theta.device})"
         )
 
 

@@ -45,6 +45,9 @@ class ShardedCurvature(Operator):
     def psd(self) -> bool:
         return True
 
+    def _made_of(self) -> str:
+        return f"of {self.lin.likelihood.kind} on {self.lin.num_data} points"
+
     @property
     def layouts(self) -> Layouts:
         return self.lin.layout, self.lin.layout

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sharded import RowLayout, Sharded
-from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
+from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, convert, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.draws import normal
 from curvops.network import JacobianRows, read_precision
@@ -24,6 +24,7 @@ from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
+from curvops.summary import size_of
 
 
 class TangentKernel(UserOperator, Operator):
@@ -77,6 +78,11 @@ class TangentKernel(UserOperator, Operator):
 
     def _size(self) -> torch.Size:
         return torch.Size((self._args[0].shape[-2], self._args[1].shape[-2]))
+
+    def _made_of(self) -> str:
+        left, right, prior = self._args
+        places = as_part(left) if self.psd else f"{as_part(left)} and {as_part(right)}"
+        return f"{places}, prior {number_of(prior, size_of(prior))}"
 
     def _product(self, block: Tensor) -> Tensor:
         left, right, _ = self._args

@@ -68,6 +68,9 @@ class LayerBlocks(DirectSum):
     def progress(self) -> Progress:
         return self._kwargs["progress"]
 
+    def _made_of(self) -> str:
+        return f"{len(self.blocks)} blocks"
+
     def _times(self, factor: Tensor) -> LinearOperator:
         kept = {name: self._kwargs[name] for name in ("positions", "space", "names", "progress")}
         blocks = (block._mul_constant(factor) for block in self.blocks)

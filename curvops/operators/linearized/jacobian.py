@@ -165,6 +165,9 @@ class Jacobian(NetworkOperator):
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))
 
+    def _made_of(self) -> str:
+        return f"of {self._kwargs['rows'] // self._num_outputs} points"
+
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
         if self.is_recorded:
             return self.graph.push(block)

@@ -44,6 +44,11 @@ class NetworkOperator(Operator):
     def _size(self) -> torch.Size:
         return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
 
+    def _made_of(self) -> str:
+        chosen = ((name, value) for name, value in self.options.items() if value is not None and value is not False)
+        options = (f"{len(value)} {name} per point" if isinstance(value, Tensor) else name for name, value in chosen)
+        return ", ".join([f"of {self.lin.likelihood.kind} on {self.lin.num_data} points", *options])
+
     @property
     def space(self) -> Any:
         """The tangent space of the linearisation; without its weights once the operator is detached from them."""

@@ -77,6 +77,15 @@ class UserOperator(LinearOperator):
         takes = {"generator": generator} if "generator" in inspect.signature(type(self)).parameters else {}
         return type(self)(lin, **self.asked, **takes)
 
+    def _made_of(self) -> str:
+        """Return what an operator made of tensors does not show, too: its data, and the options of the user's call."""
+        words = [super()._made_of()]
+        if (sources := self._kwargs.get("sources")) is not None:
+            options = (self.asked or {}).items()
+            words += [f"on {sum(source.num_data for source in sources.counts)} points"]
+            words += [f"{name}={value!r}" for name, value in options if isinstance(value, str | int)]
+        return ", ".join(filter(None, words))
+
     @classmethod
     def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
         """Build this operator of a network whose parameters are sharded over ranks."""

@@ -17,12 +17,14 @@ from torch import Tensor
 from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network import Model, read_mean, read_precision
 from curvops.operators import Linearization
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.summary import size_of
 
 
 class WithCurvature(NamedTuple):
@@ -38,6 +40,12 @@ class Prior:
 
     precision: Tensor | LinearOperator
     mean: Float[Tensor, ""] | Float[Tensor, " D"]
+
+    @property
+    def printed(self) -> str:
+        """The precision in a few words."""
+        A = self.precision
+        return number_of(A, size_of(A)) if isinstance(A, Tensor) else as_part(A)
 
     @property
     def diagonal(self) -> Tensor | None:

@@ -22,7 +22,6 @@ from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.solve_routes import METHODS, SKETCHED
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
@@ -31,6 +30,7 @@ from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
+from curvops.summary import Summarised
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,6 +51,9 @@ class Deviations(Summarised, Reasoned):
     relative_residuals: Float[Tensor, " k"]
     matvecs: int
     history: Float[Tensor, "steps k"]
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"relative residual": self.relative_residuals}
 
     @property
     def converged(self) -> bool:

@@ -19,6 +19,7 @@ from curvops import storage
 from curvops.checks import check_accuracy
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
 from curvops.network import accumulate
 from curvops.operators import Linearization
@@ -199,7 +200,7 @@ class GaussianWeights(Predictive):
         return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GaussianPosterior(GaussianWeights):
     """A Gaussian N(θ*, Σ) at the weights of a linearisation, the result of variational inference and Kalman filters.
 
@@ -213,6 +214,9 @@ class GaussianPosterior(GaussianWeights):
     precision: LinearOperator
     """Σ⁻¹, (D, D)."""
     temperature: float = 1.0
+
+    def _facts(self) -> tuple[str, ...]:
+        return (f"covariance {as_part(self.covariance)}",)
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from curvops.checks import check_accuracy, check_choice, checked_number, checked
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
+from curvops.linalg.operators.base import as_part
 from curvops.operators import GGN, Linearization
 from curvops.posterior.core.arguments import (
     check_linearization,
@@ -54,18 +55,22 @@ NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """Names of classes that normalise activations or weights: BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, …"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Laplace(GaussianWeights):
     """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one."""
 
     lin: Linearization
     curvature: LinearOperator
     prior: Prior
-    cache: CurvatureCache = field(repr=False)
+    cache: CurvatureCache
     temperature: float = 1.0
-    prior_error: Estimate | None = field(default=None, repr=False)
-    tuning: Tuning | Validation | None = field(default=None, repr=False)
+    prior_error: Estimate | None = None
+    tuning: Tuning | Validation | None = None
     """The steps by which `co.evidence` tuned the hyperparameters; None where they were given."""
+
+    def _facts(self) -> tuple[str, ...]:
+        tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
+        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *tempered)
 
     @property
     def compression(self) -> Estimate | None:

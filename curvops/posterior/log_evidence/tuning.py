@@ -11,7 +11,7 @@ from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.linalg.core.summary import Summarised
+from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 
 class StepsSpent(UserWarning):
@@ -53,7 +53,7 @@ class TuningStep(Summarised):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tuning(Summarised):
+class Tuning(Summarised, Tabular):
     """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return."""
 
     method: str
@@ -108,6 +108,15 @@ class Tuning(Summarised):
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
+    def _tables(self) -> list[Table]:
+        of_steps = {
+            "prior precision": [summary(step.prior_precision) for step in self.steps],
+            "effective parameters": [summary(step.effective_parameters) for step in self.steps],
+            "noise": ["" if step.noise is None else summary(step.noise) for step in self.steps],
+            "products": [f"{step.matvecs:,}" for step in self.steps],
+        }
+        return [by_columns_of(of_steps, [f"{self.method}, {self.ending.name}: {self.ending.value}"])]
+
     def warn_of_ending(self, what: str, stacklevel: int) -> None:
         """Warn with `StepsSpent` unless the tuning converged; `what` begins the message."""
         if self.converged:
@@ -120,7 +129,7 @@ class Tuning(Summarised):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Validation(Summarised):
+class Validation(Summarised, Tabular):
     """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
 
     prior_precisions: tuple[float, ...]
@@ -131,6 +140,11 @@ class Validation(Summarised):
     """Mean held-out log-likelihood per point (or pair), in nats."""
     stderrs: tuple[float, ...]
     """Standard errors of the scores from the posterior's draws alone; those from the held-out sample are larger."""
+
+    def _tables(self) -> list[Table]:
+        noises = {} if self.noises is None else {"noise": list(map(summary, self.noises))}
+        precisions, scores = ([*map(summary, numbers)] for numbers in (self.prior_precisions, self.scores))
+        return [by_columns_of({"prior precision": precisions, **noises, "held-out log-likelihood per point": scores})]
 
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ from curvops.posterior.predictions.uncertainty import (
     decompose_labels,
     join_uncertainties,
 )
+from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
 """Draws of the weights for averages over them, if none are given: each costs a solve, or a pass."""
@@ -50,6 +51,14 @@ class Predictive(ABC):
     lin: Linearization
     precision: Any
     """The precision of a Gaussian, (D, D); empirical distributions have none."""
+
+    def __repr__(self) -> str:
+        facts = (f"{self.lin.num_parameters} weights", *self._facts(), name_of(self.lin.theta.dtype))
+        return f"{type(self).__name__}({', '.join([*facts, str(self.lin.theta.device)])})"
+
+    def _facts(self) -> tuple[str, ...]:
+        """Return what distinguishes this distribution, in a few words each."""
+        return ()
 
     @property
     @abstractmethod

@@ -21,7 +21,6 @@ from torch import Tensor
 from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
@@ -30,6 +29,7 @@ from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.solves.newton import ROUNDINGS, Point, minimise
 from curvops.posterior.solves.precision import preconditioner, solving_kernel
+from curvops.summary import Summarised
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (

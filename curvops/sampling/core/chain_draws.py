@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from curvops.linalg.core.summary import Summarised
 from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
+from curvops.summary import Summarised
 
 UNNAMED = "x"
 """The name of a single tensor that is passed without one."""

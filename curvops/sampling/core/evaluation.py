@@ -15,6 +15,7 @@ from torch import Tensor
 from curvops.process_group import Ranks
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.structure import Structure
+from curvops.summary import summary
 
 LogDensity = Callable[[Any, Any], Tensor]
 
@@ -23,13 +24,16 @@ class NotVectorized(UserWarning):
     """A warning that the log posterior of several chains is computed chain by chain; the message gives the reason."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as possible."""
 
     log_posterior: LogDensity
     vectorized: bool | None = None
     _together: list[bool] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        return summary(self.log_posterior)
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""

@@ -40,7 +40,7 @@ class Share(NamedTuple):
     points: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogPosterior:
     """A log posterior of a network: (params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, in nats.
 
@@ -61,6 +61,9 @@ class LogPosterior:
     """The engines that `record` made last."""
     shard: Shard | None = field(default=None, repr=False)
     """The data of this rank, of a linearisation over a process group."""
+
+    def __repr__(self) -> str:
+        return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engines": []}  # they refer to classes weakly

@@ -20,10 +20,11 @@ from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace
 from curvops.sampling.core.state import NoiseSource
 from curvops.sampling.core.structure import Structure
+from curvops.summary import Summarised
 
 
-@dataclass(frozen=True, eq=False)
-class Isotropic:
+@dataclass(frozen=True, eq=False, repr=False)
+class Isotropic(Summarised):
     """The metric D = scale · I, for vectors (d,) or (k, d)."""
 
     scale: float = 1.0
@@ -51,7 +52,7 @@ class Isotropic:
             target.add_(self.noise(source, g), alpha=spread)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OperatorMetric(Isotropic):
     """A metric D given by an operator, constant between two refreshes: terms with its derivative are not needed."""
 

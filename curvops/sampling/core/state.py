@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from curvops.linalg.core.summary import Summarised
 from curvops.sampling.core.structure import Structure
+from curvops.summary import Summarised
 
 AnyState = TypeVar("AnyState", bound="State")
 

@@ -19,6 +19,7 @@ from curvops.sampling.core.schedules import Constant, Schedule, as_schedule, at
 from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import Info, NoiseSource, State, generator_states
 from curvops.sampling.core.structure import flatten, flatten_starts
+from curvops.summary import Summarised
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
@@ -26,8 +27,8 @@ LOOK_EVERY = 32
 """Steps between two checks for finite values on an accelerator; each check waits for the device."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Transition(ABC):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Transition(Summarised, ABC):
     """A sampler or an optimiser: everything that a step needs besides the state and the batch; immutable.
 
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the

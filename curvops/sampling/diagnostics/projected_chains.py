@@ -11,10 +11,10 @@ from torch import Tensor
 
 from curvops.checkpoint import digest
 from curvops.checks import check_generator
-from curvops.linalg.core.summary import Summarised
 from curvops.posterior.core.arguments import checked_count
 from curvops.sampling.core.chain_draws import Chain, checked_draws
 from curvops.sampling.core.spread import Spread
+from curvops.summary import Summarised
 
 AT_A_TIME = 2**22
 """How many numbers of the draws are converted at a time."""

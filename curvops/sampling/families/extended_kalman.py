@@ -34,7 +34,7 @@ class KalmanState(State):
     precision: dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ExtendedKalmanFilter(Transition):
     """An extended Kalman filter of the weights: P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
 

@@ -74,7 +74,7 @@ class VariationalInfo(Info):
     nelbo: Float[Tensor, ""] | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Variational(Optimizer):
     """Variational inference as an optimiser of the mean and the covariance of a normal distribution."""
 

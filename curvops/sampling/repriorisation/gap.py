@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
-from curvops.linalg.core.summary import Summarised
+from curvops.summary import Summarised
 
 FEWEST = 20.0
 """The smallest number of effective draws; below, the largest weights e^h dominate the estimate and it is too low."""

@@ -23,7 +23,7 @@ from curvops.sampling.diagnostics.projected_chains import effective_size
 THROUGH = ("network", "linearization")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EmpiricalPosterior(Predictive):
     """The empirical distribution of draws of the weights, each equally probable; see `co.sampling.empirical`.
 
@@ -36,7 +36,10 @@ class EmpiricalPosterior(Predictive):
     """All draws, chain by chain."""
     chains: int
     through: str
-    _mean: Tensor = field(repr=False)
+    _mean: Tensor
+
+    def _facts(self) -> tuple[str, ...]:
+        return (f"{len(self.draws)} draws of {self.chains} chains", f"through the {self.through}")
 
     @property
     def mean(self) -> Float[Tensor, " D"]:

@@ -20,6 +20,9 @@ class Minibatches:
         self.generator = torch.Generator().manual_seed(seed)
         """The source of the orders, which `co.sampling.run` saves in checkpoints."""
 
+    def __repr__(self) -> str:
+        return f"Minibatches({len(self)} of {self._size} points, {self._points.total} in all)"
+
     def __len__(self) -> int:
         """Return the number of minibatches of a pass."""
         return -(-self._points.total // self._size)

@@ -11,7 +11,7 @@ from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.sghmc import MomentumSampler, friction
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BAOA(MomentumSampler):
     """The BAOA step: m += εDg; θ += ½εs m; m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ξ; θ += ½εs m."""
 

@@ -24,7 +24,7 @@ class LeapfrogState(MetropolisState, MomentumState):
     gradient: Float[Tensor, "*k d"]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Leapfrog(Metropolis):
     """The step m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ, L leapfrog steps, accept or stay with −m; HMC is ρ = 1, LMC L = 1."""
 

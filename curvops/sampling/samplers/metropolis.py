@@ -26,7 +26,7 @@ class MetropolisState(State):
     """The function and the batch of `value`; empty before the first evaluation."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Metropolis(Transition):
     """Samplers whose proposals are accepted with probability min(1, e^{−ΔH}), on all data at once."""
 

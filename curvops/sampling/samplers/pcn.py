@@ -19,7 +19,7 @@ from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, accept_or_reject, write_accepted
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CrankNicolson(Metropolis):
     """The proposal θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ, reversible under N(c, τC); `metric` is C, `mean` is c."""
 

@@ -16,7 +16,7 @@ from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.samplers.sgld import deviation
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MomentumSampler(Transition):
     """Samplers with momenta m ~ N(0, 𝒯σ²D), and friction α."""
 
@@ -39,7 +39,7 @@ class MomentumSampler(Transition):
         return {"momentum": m}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGHMC(MomentumSampler):
     """The step θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
 
@@ -75,7 +75,7 @@ class ThermostatState(MomentumState):
     thermostat: Float[Tensor, "*k"]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGNHT(MomentumSampler):
     """SGHMC with the thermostat x instead of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
 

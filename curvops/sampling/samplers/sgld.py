@@ -10,7 +10,7 @@ from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGLD(Transition):
     """The step θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ."""
 

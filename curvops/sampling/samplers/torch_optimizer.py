@@ -24,7 +24,7 @@ class OptimizerState(State):
     slots: Slots
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Optimizer(Transition):
     """A torch optimiser, built again in each step around the state's tensors."""
 

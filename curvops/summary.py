@@ -1,0 +1,133 @@
+"""What objects print: each field in a few words, whatever its size, and tables as text and as HTML."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from html import escape
+from typing import Any
+
+from torch import Tensor
+
+PRINTED = 8
+"""Longer vectors and sequences are described by their size."""
+MOST_ROWS = 20
+"""A table of more columns of a result shows this many."""
+
+
+class Summarised:
+    """A dataclass (with `repr=False`) that prints on one line, without the fields that are None."""
+
+    def __repr__(self) -> str:
+        named = ((field.name, getattr(self, field.name)) for field in fields(self) if field.repr)  # type: ignore[arg-type]
+        parts = (f"{name}={summary(value)}" for name, value in named if value is not None)
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def summary(value: Any) -> str:
+    """Describe a value in a few words, without an address in memory."""
+    if isinstance(value, Tensor):
+        numbers = value.detach()
+        if numbers.ndim == 0:
+            return shown(numbers.item())
+        if numbers.ndim == 1 and len(numbers) <= PRINTED:
+            return f"[{', '.join(shown(x) for x in numbers.tolist())}]"
+        return size_of(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, tuple) and value and all(isinstance(item, Enum) for item in value):
+        return " + ".join(f"{count} {item.name}" for item, count in Counter(value).items())
+    if isinstance(value, Mapping):
+        return _several([f"{key!r}: {summary(item)}" for key, item in _first(value.items())], len(value), "{}")
+    if isinstance(value, list | tuple):
+        brackets = "[]" if isinstance(value, list) else "()"
+        return _several([summary(item) for item in _first(value)], len(value), brackets)
+    if isinstance(value, functools.partial):
+        return summary(value.func)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__).rpartition("<locals>.")[2]
+    return shown(value) if _prints_itself(value) else type(value).__name__
+
+
+def size_of(value: Tensor) -> str:
+    """Describe a tensor by its dtype and shape, which waits for no device."""
+    return f"{name_of(value.dtype)} {tuple(value.shape)}"
+
+
+def name_of(dtype: Any) -> str:
+    """Return the name of a dtype without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shown(value: Any) -> str:
+    """Return a number with at most six digits, any other value as it prints."""
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+def _first(items: Iterable[Any]) -> list[Any]:
+    return [item for _, item in zip(range(PRINTED), items)]
+
+
+def _several(parts: list[str], count: int, brackets: str) -> str:
+    more = [f"… {count} in all"] if count > len(parts) else []
+    return f"{brackets[0]}{', '.join(parts + more)}{brackets[1]}"
+
+
+def _prints_itself(value: Any) -> bool:
+    """Return whether a class says how it prints, on one line; a module's layers take many."""
+    return any("__repr__" in vars(kind) for kind in type(value).__mro__[:-1]) and not hasattr(value, "named_modules")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a head, with remarks below: text in columns, or HTML."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remarks: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        lines = [self.head, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.head))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        return "\n".join([*text, *self.remarks])
+
+    def html(self) -> str:
+        """Return the table in HTML, with every cell escaped."""
+        body = "".join(_html_row(row, "td") for row in self.rows)
+        below = "".join(f"<p>{escape(remark)}</p>" for remark in self.remarks)
+        return f"<table><thead>{_html_row(self.head, 'th')}</thead><tbody>{body}</tbody></table>{below}"
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+class Tabular:
+    """An object that a notebook shows as tables; `__repr__ = Tabular.as_text` prints them, too."""
+
+    def _tables(self) -> Sequence[Table]:
+        raise NotImplementedError
+
+    def as_text(self) -> str:
+        """Return the tables as text."""
+        return "\n\n".join(map(str, self._tables()))
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self._tables())
+
+
+def by_columns_of(columns: Mapping[str, Sequence[str]], remarks: Sequence[str] = ()) -> Table:
+    """Return the table of a result's columns, the first `MOST_ROWS` of them, numbered."""
+    count = max(map(len, columns.values()), default=0)
+    rows = [(str(i), *(cells[i] for cells in columns.values())) for i in range(min(count, MOST_ROWS))]
+    more = [f"… {count} in all."] if count > MOST_ROWS else []
+    return Table(("", *columns), rows, [*more, *remarks])
+
+
+def cells_of(numbers: Tensor) -> list[str]:
+    """Return the first `MOST_ROWS` of a vector's numbers as cells, fetched at once."""
+    return [f"{x:.4g}" for x in numbers.detach()[:MOST_ROWS].tolist()]

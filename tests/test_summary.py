@@ -1,0 +1,223 @@
+"""What objects print: one line that says what a thing is, without addresses, products or all of its numbers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops import linalg
+from curvops.linalg.core.solve_routes import Route, SolvePlan
+from curvops.summary import MOST_ROWS, Table, by_columns_of, summary
+from tests.operators.test_conformance import RECTANGULAR, SQUARE, ggn, linearized, low_rank
+
+ADDRESS = re.compile(r"0x[0-9a-f]{4}|object at|<function|<class")
+OPERATORS: dict[str, Callable[[], Any]] = {
+    **RECTANGULAR,
+    **{f"{name}, square": build for name, build in SQUARE.items()},
+    "negative": lambda: -ggn(),
+    "many terms": lambda: functools.reduce(lambda a, b: a + b, [linalg.Dense(torch.eye(14))] * 6, ggn()),
+    "foreign": lambda: ggn() + ggn().root_decomposition(),
+    "direct sum": lambda: linalg.DirectSum(
+        *[linalg.Diagonal(torch.ones(1))] * 9, positions=[range(i, i + 1) for i in range(9)]
+    ),
+    "joint covariance": lambda: (
+        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3), joint=True).lazy_covariance_matrix
+    ),
+    "point covariance": lambda: (
+        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
+    ),
+}
+"""By name, how each kind of operator is made."""
+
+
+@functools.cache
+def made(name: str) -> Any:
+    return OPERATORS[name]()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_says_its_size_its_parts_its_dtype_and_its_device_without_a_product(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = made(name)
+    for method in ("_matmul", "_t_matmul", "_diagonal", "to_dense"):
+        for kind in type(op).__mro__:
+            if method in vars(kind):
+                monkeypatch.setattr(kind, method, None)
+    size = " × ".join(map(str, op.shape))
+    shown = repr(op)
+    assert re.fullmatch(rf"{type(op).__name__}\({size}, (.*, )?float32, cpu\)", shown), shown
+    assert not ADDRESS.search(shown) and "\n" not in shown and len(shown) < 400
+    assert str(op) == f"{op}" == shown
+
+
+def test_the_table_has_every_public_operator() -> None:
+    public = {thing for face in (co, linalg) for name in face.__all__ if is_operator(thing := getattr(face, name))}
+    shown = {kind for name in OPERATORS for kind in type(made(name)).__mro__}
+    # A matrix over ranks: tests/ranks prints it.
+    assert public - shown == {linalg.BlockRows}
+
+
+def is_operator(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, linalg.Operator)
+
+
+EXPECTED = {
+    "ggn": "GGN(14 × 14, of Categorical on 6 points, float32, cpu)",
+    "mc_fisher": "GGN(14 × 14, of Categorical on 6 points, 2 draws per point, float32, cpu)",
+    "ekfac": "EKFAC(14 × 14, 2 blocks, on 6 points, fisher='mc', float32, cpu)",
+    "jacobian_transposed": "Transposed(14 × 12, Jacobian(of 6 points)ᵀ, float32, cpu)",
+    "scaled": "Scaled(14 × 14, 2 · GGN(of Categorical on 6 points), float32, cpu)",
+    "sum": "Sum(14 × 14, GGN(of Categorical on 6 points) + Dense, float32, cpu)",
+    "inverse, square": "Inverse(14 × 14, (GGN(of Gaussian on 40 points) + 1 · I)⁻¹, float32, cpu)",
+    "low_rank": "LowRank(7 × 7, of rank 3, float32, cpu)",
+    "kronecker": "Kronecker(12 × 12, 2 groups of 2 × 2 ⊗ 3 × 3, float32, cpu)",
+    "tangent_kernel": "TangentKernel(12 × 12, Jacobian(of 6 points), prior 1, float32, cpu)",
+    "damped_low_rank_vector, square": "Damped(7 × 7, LowRank(of rank 3) + diag(d), float32, cpu)",
+    "many terms": "Sum(14 × 14, GGN(of Categorical on 6 points) + Dense + Dense + Dense + … (7 in all), float32, cpu)",
+    "foreign": "Sum(14 × 14, GGN(of Categorical on 6 points) + CholLinearOperator, float32, cpu)",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_formula_shows_the_parts(name: str) -> None:
+    assert repr(made(name)) == EXPECTED[name]
+
+
+def test_operators_that_are_linearised_again_print_as_before() -> None:
+    converted = co.EmpiricalFisher(linearized(), per_token=True).to(torch.float64)
+    assert repr(converted) == "EmpiricalFisher(14 × 14, of Categorical on 6 points, per_token, float64, cpu)"
+
+
+def huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.huber_loss(outputs, targets, reduction="none").sum(-1)
+
+
+class Squares:
+    """A loss without a name of its own."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum(-1)
+
+
+def test_a_likelihood_names_its_function_without_an_address() -> None:
+    assert repr(co.likelihoods.FromLoss(huber)) == "FromLoss(huber)"
+    assert repr(co.likelihoods.FromLoss(Squares())) == "FromLoss(Squares)"
+    assert repr(co.likelihoods.FromDistribution(functools.partial(huber))) == "FromDistribution(huber)"
+    assert repr(co.likelihoods.Gaussian(0.1)) == "Gaussian(noise=0.1)"
+    assert "float32 (20,)" in repr(co.likelihoods.Gaussian(torch.ones(20)))
+    model = nn.Linear(3, 2)
+    lin = co.linearize(model, (torch.randn(5, 3), torch.randn(5, 2)), huber)
+    assert repr(co.GGN(lin)) == "GGN(8 × 8, of FromLoss(huber) on 5 points, float32, cpu)"
+
+
+def things() -> Iterator[tuple[str, Any, str]]:
+    """Yield what else is public and printed: its name, the object, and words of it."""
+    lin = linearized()
+    post = co.laplace(lin, co.KFAC(lin), prior_precision=2.0, check_mode=False)
+    log_posterior = co.sampling.log_posterior(nn.Linear(3, 2), "classification", data_size=6)
+    yield "lin", lin, "Linearization(14 weights, 6 points, 2 outputs, Categorical, float32, cpu)"
+    yield "posterior", post, "Laplace(14 weights, KFAC(2 blocks, on 6 points), prior precision 2, float32, cpu)"
+    vector = co.laplace(lin, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
+    yield "vector", vector, "prior precision float32 (14,), temperature 0.5"
+    yield "operator prior", post.with_prior(linalg.Dense(torch.eye(14), psd=True)), "prior precision Dense"
+    gaussian = co.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
+    yield "Gaussian", gaussian, "GaussianPosterior(14 weights, covariance Diagonal, float32, cpu)"
+    draws = {
+        name: value.unsqueeze(0).unsqueeze(0).repeat(2, 3, *[1] * value.ndim)
+        for name, value in lin.unflatten(lin.theta).items()
+    }
+    yield "draws", co.sampling.empirical(lin, draws), "6 draws of 2 chains"
+    yield "log posterior", log_posterior, "LogPosterior(8 weights, 6 points, prior 1)"
+    for build in (co.sampling.sgld, co.sampling.sghmc, co.sampling.sgnht, co.sampling.baoa):
+        yield (
+            build.__name__,
+            build(log_posterior, 0.1),
+            "LogPosterior(8 weights, 6 points, prior 1), step_size=Constant(value=0.1)",
+        )
+    yield "hmc", co.sampling.hmc(log_posterior, 0.1), "data_size=6"
+    yield "chains", co.sampling.chains(co.sampling.sgld(log_posterior, 0.1), 4), "chains=4"
+    yield "ekf", co.sampling.ekf(log_posterior), "ExtendedKalmanFilter("
+    yield "vi", co.sampling.vi(log_posterior), "Variational("
+    preconditioned = co.sampling.sgld(log_posterior, 0.1, preconditioner=torch.ones(8))
+    yield "preconditioned", preconditioned, "D=Diagonal(8 × 8, float32, cpu)"
+    yield "own density", co.sampling.sgld(lambda params, batch: 0.0, 0.1, data_size=3), "density=<lambda>"
+    yield "descent", co.StochasticDescent(), "StochasticDescent("
+    yield "preconditioner", low_rank().add_diagonal(1.0).preconditioner(2), "Preconditioner("
+    yield "closed form", linalg.as_preconditioner(low_rank().add_diagonal(1.0)), "operator=Damped(7 × 7"
+    yield "cholesky", linalg.cholesky(torch.eye(9), 3), "F=float32 (9, 3)"
+    yield "quadrature", linalg.spectral_quadrature(torch.eye(9), shift=1.0), "reason="
+    yield "evidence", post.log_evidence(), "Evidence("
+    yield "deviations", post.deviations(3), "Deviations("
+
+
+def test_everything_else_says_what_it_is_on_one_line() -> None:
+    for name, thing, words in things():
+        shown = repr(thing)
+        assert words in shown, (name, shown)
+        assert not ADDRESS.search(shown) and "\n" not in shown and len(shown) < 600, (name, shown)
+
+
+@functools.cache
+def posterior() -> Any:
+    return co.laplace(linearized(), prior_precision=2.0, check_mode=False)
+
+
+TABLES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "lin.plan": (lambda: linearized().plan, ("gradients per product", "layerwise:")),
+    "post.plan": (lambda: posterior().plan(8), ("draws", "predictions", "determinants", "taken")),
+    "P.plan": (lambda: posterior().precision.plan(8), ("solve", "taken")),
+    "solution": (lambda: posterior().precision.cg(torch.ones(14, 2)), ("relative residual", "CONVERGED")),
+    "eigenpairs": (lambda: ggn().eigsh(2), ("residual", "value")),
+    "grid": (lambda: co.evidence.grid(posterior(), [0.1, 1.0]), ("log evidence", "0.1", "CONVERGED")),
+    "tuning": (
+        lambda: co.evidence.maximize(posterior(), "layers").tuning,
+        ("prior precision", "effective parameters"),
+    ),
+}
+"""By name, what a notebook shows as a table, and words of it."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_shown_in_notebooks(name: str) -> None:
+    make, words = TABLES[name]
+    thing = make()
+    html = thing._repr_html_()
+    assert all(word in html for word in words), html
+    assert html.count("<table>") == html.count("</table>") >= 1 and not ADDRESS.search(html)
+    assert len(set(re.findall(r"<tr>(.*?)</tr>", html))) > 1
+    assert not ADDRESS.search(repr(thing))
+
+
+def test_plans_and_grids_print_their_tables_as_text() -> None:
+    for thing in (linearized().plan, posterior().plan(8), co.evidence.grid(posterior(), [0.1, 1.0])):
+        assert repr(thing) == str(thing) and "\n" in repr(thing)
+    grid = co.evidence.grid(posterior(), [0.1, 1.0])
+    assert isinstance(grid, list) and len(grid) == 2 and grid.prior_precisions == (0.1, 1.0)
+
+
+def test_text_and_html_are_one_table_and_html_is_escaped() -> None:
+    table = Table(("a <b>", ""), [("x & y", "<script>"), ("long cell", "")], ['say "no"'])
+    assert str(table) == 'a <b>\nx & y      <script>\nlong cell\nsay "no"'
+    html = table.html()
+    assert "<script>" not in html and "&lt;script&gt;" in html and "x &amp; y" in html and "a &lt;b&gt;" in html
+    plan = SolvePlan({"<q>": (Route("r & s", 1, 1, "no <way>"),)})
+    assert "no &lt;way&gt;" in plan._repr_html_() and "<way>" not in plan._repr_html_() and "no <way>" in str(plan)
+
+
+def test_long_tables_and_long_values_are_cut() -> None:
+    cut = by_columns_of({"n": [str(i) for i in range(MOST_ROWS + 5)]})
+    assert len(cut.rows) == MOST_ROWS and cut.remarks == [f"… {MOST_ROWS + 5} in all."]
+    assert summary(tuple(range(30))) == "(0, 1, 2, 3, 4, 5, 6, 7, … 30 in all)"
+    assert summary({"a": 0.123456789, "b": [torch.ones(9)]}) == "{'a': 0.123457, 'b': [float32 (9,)]}"
+    assert summary(nn.Sequential(nn.Linear(2, 2))) == "Sequential" and summary(torch.Generator()) == "Generator"
+    assert (
+        summary(functools.partial(huber, targets=1)) == "huber" and summary(torch.nn.functional.mse_loss) == "mse_loss"
+    )
