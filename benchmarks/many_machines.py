@@ -1,6 +1,7 @@
 """How GGN products of shared data scale with processes of one thread each, and where the rest of the time goes.
 
     .venv/bin/python -m benchmarks.many_machines                 # CNN and ResNet-18; a quiet machine of two cores
+    .venv/bin/python -m benchmarks.many_machines cnn --times 4   # four times the points of the other benchmarks
     .venv/bin/python -m benchmarks.many_machines --model         # the model for up to 64 GPUs, which measures nothing
 
 Two processes take turns at the following, so that all figures are from one stretch of time; seconds are medians.
@@ -89,14 +90,15 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def in_turn(group: Any, name: str, count: int, columns: int) -> dict[str, float]:
+def in_turn(group: Any, name: str, count: int, columns: int, times: int) -> dict[str, float]:
     """Median seconds of what the module's docstring lists, on this rank; 0 for what it waits through."""
     warnings.simplefilter("ignore", co.WithoutGroup)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     problem = build(name, 10)
-    V, whole = problem.block(columns), (problem.inputs, problem.targets)
+    inputs = torch.cat([problem.inputs + 0.1 * i for i in range(times)])  # no two points are equal
+    V, whole = problem.block(columns), (inputs, problem.targets.repeat(times))
     half = tuple(part.chunk(size)[rank] for part in whole)
-    others = problem.inputs + 0.01 * rank, problem.targets  # ranks must not hold equal points
+    others = inputs + 0.01 * rank, whole[1]
 
     def of(data: Any, process_group: Any = None) -> co.GGN:
         return co.GGN(co.linearize(problem.model, data, "classification", process_group=process_group))
@@ -152,15 +154,15 @@ def of_one(group: Any, name: str, count: int, columns: int) -> float:
     return statistics.median(a / b for a, b in pairs[WARM:])
 
 
-def figures(name: str, count: int, columns: int) -> list[str]:
+def figures(name: str, count: int, columns: int, times: int) -> list[str]:
     """A row of the table."""
-    answers, one = run_on_ranks(2, in_turn, name, count, columns), run_on_ranks(1, of_one, name, count, columns)
+    answers, one = run_on_ranks(2, in_turn, name, count, columns, times), run_on_ranks(1, of_one, name, count, columns)
     for answer in (*answers.values(), *one.values()):
         if isinstance(answer, str):
             sys.exit(answer)
     t = {what: max(answer[what] for answer in answers.values()) for what in answers[0]}
     return [
-        f"{name}, K = {columns}",
+        f"{name}, N = {times * len(build(name).inputs):,}, K = {columns}",
         *(f"{t[what] * 1e3:.1f}" for what in TIMED),
         *(f"{t['alone'] / t[what]:.2f}" for what in ("half", "ceiling", "strong")),
         f"{2 * t['alone'] / t['weak']:.2f}",
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=NETWORKS)
     parser.add_argument("--count", type=int, default=15)
     parser.add_argument("--columns", type=int, default=1)
+    parser.add_argument("--times", type=int, default=1, help="how often the points of the other benchmarks are taken")
     parser.add_argument("--model", action="store_true")
     given = parser.parse_args()
     if given.model:
@@ -181,7 +184,7 @@ def main() -> None:
         return
     heads = ["", *(f"{what}, ms" for what in TIMED)]
     heads += ["alone/half", "alone/ceiling", "gain, strong", "gain, weak", "a group of one", "bytes / formula"]
-    print(table(heads, [figures(name, given.count, given.columns) for name in given.networks]))
+    print(table(heads, [figures(name, given.count, given.columns, given.times) for name in given.networks]))
 
 
 if __name__ == "__main__":

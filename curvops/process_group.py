@@ -124,6 +124,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """The number of collective calls made so far, and the bytes of their tensors."""
+        self._earlier = 0  # how many before those that this rank waits for
         self._beaten, self._longest, self._meetings = 0.0, 0.0, 0
         self._worked: float | None = None
         self._lost: str | None = None  # why no later call can succeed
@@ -423,9 +424,7 @@ class Ranks:
         checked = told if exact else None
         if owned and dense.nbytes >= IN_PLACE:
             total, check = dense, dense.new_zeros(2)
-            self._add_up_over_ranks(dense, lambda: _write_hash(check, checked))
-            if checked is not None:
-                self._add_up_over_ranks(check)
+            self._add_up_with_hash(dense, check, checked)
         else:
             buffer = dense.new_empty(dense.numel() + 2)
             total, check = buffer[:-2].view(dense.shape).copy_(dense), buffer[-2:]
@@ -439,9 +438,26 @@ class Ranks:
             )
         return total.mT if by_columns else total
 
-    def _add_up_over_ranks(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Replace a tensor by its sum over ranks; run `meanwhile` while the sum is under way."""
-        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor, meanwhile)
+    def _add_up_over_ranks(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over ranks."""
+        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+
+    def _add_up_with_hash(self, tensor: Tensor, check: Tensor, told: Tensor | None) -> None:
+        """Replace a tensor by its sum over ranks, and `check` by that of the hashes, if there is something to check.
+
+        The hash is computed while the first message is under way, and both are waited for together: on a busy processor
+        each wait may cost a time slice.
+        """
+        if told is None:
+            return self._add_up_over_ranks(tensor)
+
+        def begin() -> list[Any]:
+            first = dist.all_reduce(tensor, group=self.group, async_op=True)
+            _write_hash(check, told)
+            return [first, dist.all_reduce(check, group=self.group, async_op=True)]
+
+        self._wait(begin, tensor, check)
+        return None
 
     def _gather_now(self, value: R) -> list[R]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
@@ -453,39 +469,39 @@ class Ranks:
         """The device of messages: the backend of a GPU accepts only that GPU's tensors."""
         return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")
 
-    def _wait(self, begin: Callable[[], Any], tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a collective call; raise RankFailed if another rank failed, ended or is too late."""
+    def _wait(self, begin: Callable[[], Any], *tensors: Tensor) -> None:
+        """Wait for a collective call of each tensor; raise RankFailed if another rank failed, ended or is late."""
         if self._lost is not None:
             raise RankFailed(self._lost)
         if _is_destroyed(self.group):
             self._lose("the process group of this linearisation was destroyed: linearise again over another group.")
         if self._failed:
             self._settle()
-        self.messages += 1
-        self.bytes_sent += tensor.nbytes
+        self._earlier = self.messages
+        self.messages += len(tensors)
+        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         try:
-            work = begin()
-            if meanwhile is not None:
-                meanwhile()
-            if tensor.is_cuda:
-                work.wait(timedelta(seconds=self.timeout))
-                return
-            start, signs = time.monotonic(), _Signs()
-            while not _ends_within(work, LATE):
-                self._look(time.monotonic() - start, signs)
+            begun = begin()
+            for work in begun if isinstance(begun, list) else [begun]:
+                if tensors[0].is_cuda:
+                    work.wait(timedelta(seconds=self.timeout))
+                    continue
+                start, signs = time.monotonic(), _Signs()
+                while not _ends_within(work, LATE):
+                    self._look(time.monotonic() - start, signs)
         except RankFailed:
             raise
         except RuntimeError as error:
             self._lose(self._why_broken(error))
         except BaseException as error:  # an interruption: the message is under way, and out of step from now on
-            self._tell_of(error, self.messages - 1)
+            self._tell_of(error, self._earlier)
             self._lost = f"{self.names} was interrupted while it waited for the others ({type(error).__name__})."
             raise
 
     def _look(self, waited: float, signs: _Signs) -> None:
         """Check whether another rank failed while this one waits, and which ranks are missing once the time is over."""
         key = f"waiting {self.messages}"
-        self._heed(self.messages - 1)
+        self._heed(self._earlier)
         if self._store.check(["broken"]):
             self._lose(self._why_broken("as another rank found"))
         self._store.set(f"{key} {self.rank}", "")
@@ -499,7 +515,7 @@ class Ranks:
 
     def _why_broken(self, error: object) -> str:
         try:
-            self._heed(self.messages - 1)
+            self._heed(self._earlier)
             for key in ("broken", f"broken {self.rank}"):
                 self._store.set(key, "")
             begin, dead = time.monotonic(), list(range(self.size))
