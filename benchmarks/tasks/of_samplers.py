@@ -13,6 +13,8 @@ from benchmarks.networks import linear_layers
 from benchmarks.tasks.task import Task
 
 S = co.sampling
+PRECISION = 100.0
+"""Of the filter's prior."""
 STEP, FRICTION, STEPS, CHAINS, THIN = 1e-2, 1.0, 10_000, 16, 10
 
 
@@ -94,7 +96,7 @@ def likelihood_of(problem: Regression, draws: Tensor) -> dict[str, float]:
 
 
 def ekf_ours(problem: Regression) -> Tensor:
-    f = S.log_posterior(problem.model, "regression", data_size=problem.points)
+    f = S.log_posterior(problem.model, "regression", prior_precision=PRECISION, data_size=problem.points)
     ekf = S.ekf(f, fisher="empirical")
     state = ekf.init(f.params)
     for x, y in zip(problem.inputs.split(1), problem.targets.split(1)):
@@ -109,7 +111,7 @@ def ekf_theirs(problem: Regression) -> Tensor:
         outputs = torch.func.functional_call(problem.model, params, (batch[0],))
         return -0.5 * (outputs - batch[1]).square().sum(1), outputs
 
-    ekf = posteriors.ekf.diag_fisher.build(log_likelihood, lr=1.0, per_sample=True)
+    ekf = posteriors.ekf.diag_fisher.build(log_likelihood, lr=1.0, per_sample=True, init_sds=PRECISION**-0.5)
     state = ekf.init({name: p.detach().clone() for name, p in problem.model.named_parameters()})
     for x, y in zip(problem.inputs.split(1), problem.targets.split(1)):
         state, _ = ekf.update(state, (x, y))
