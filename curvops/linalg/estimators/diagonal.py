@@ -54,6 +54,9 @@ def diagonal(
         memory_budget: as in `trace`.
         progress: as in `cg`.
 
+    Returns:
+        An Estimate whose value, stderr and interval have shape (n,).
+
     Raises:
         ValueError: as `trace`.
         NotPositiveSemidefinite: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).

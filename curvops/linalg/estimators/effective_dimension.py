@@ -40,9 +40,12 @@ def effective_dimension(
     A vector prior is whitened: tr (G' + I)⁻¹G' with G' = A^-½GA^-½.
 
     Args:
+        G: (n, n), positive semidefinite.
+        prior: the prior precision, a positive number or a vector (n,).
         rtol: the goal for standard error and bias bound, each relative to the value.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. With n or more, and for n ≤ 256
             without a limit, the value is exact by a dense eigendecomposition.
+        generator: source of the probes.
         memory_budget: bytes for the Lanczos bases; None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 

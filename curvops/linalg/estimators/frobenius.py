@@ -71,6 +71,9 @@ def frobenius_norm(
         memory_budget: as in `trace`.
         progress: as in `cg`.
 
+    Returns:
+        An Estimate of ‖A‖_F.
+
     Raises:
         ValueError: an unknown method, xtrace with a rectangular A, a product that is not finite, or a budget too small.
     """

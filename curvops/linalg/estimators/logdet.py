@@ -74,6 +74,7 @@ def logdet(
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
             value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        generator: source of the probes.
         preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays, with at most half of the budget
             and rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used
@@ -81,6 +82,7 @@ def logdet(
         memory_budget: bytes for the bases and the sketch; None means the rest of the budget of the linearisation
             behind A.
         progress: as in `cg`.
+
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus the effect of rounding
         in the products. ``reason`` is CONVERGED only if rtol was met; PRECISION_LIMIT means that rounding alone

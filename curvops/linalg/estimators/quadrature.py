@@ -53,16 +53,22 @@ def spectral_quadrature(
     A matrix with n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were given.
 
     Args:
+        G: (n, n), positive semidefinite.
         shift: the smallest μ of interest. Smaller ones are possible later, with wider brackets.
         probes: their number; None adds probes until the standard error of log det(I + G/shift) is rtol of its value.
+        rtol: the relative standard error of log det(I + G/shift) at which no more probes are added.
         max_matvecs: the budget in products, sketch included; by default as many as are needed to meet rtol.
         rank: the rank of the Nyström control variate; None uses one if it is expected to save products.
+        generator: source of the probes.
         memory_budget: bytes for the Lanczos bases; limits the depth and the number of probes that run in lock-step.
             None is the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 
     The depth grows until the bracket at ``shift`` is half as wide as the expected error of the probes; then probes are
     added. Costs one block product per step.
+
+    Returns:
+        A SpectralQuadrature, whose methods give traces, log-determinants and effective dimensions at every μ.
 
     Raises:
         ValueError: G is not square, a product is not finite, shift is not positive, or the budget is below 4 products.

@@ -88,6 +88,7 @@ def spectral_density(
     """Estimate the density of the eigenvalues of symmetric A by stochastic Lanczos quadrature.
 
     Args:
+        A: (n, n), symmetric.
         scale: "linear", for any symmetric A; "log", for wide positive spectra.
         probes: the number of random-sign vectors; the band narrows as 1/√probes, and a single probe has no band.
         steps: the largest depth of a Lanczos run, which ends earlier if more depth would not change the density.
@@ -96,11 +97,15 @@ def spectral_density(
         bandwidth: the standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
         threshold: on the log scale, the largest number that counts as zero, by default 100 eps ‖A‖.
         level: the probability of the pointwise band.
+        generator: source of the probes.
         memory_budget: bytes for the Lanczos bases: fewer probes run at once, and one that is too deep is cut short.
             None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Costs at most probes × steps products, and keeps as many vectors.
+
+    Returns:
+        A SpectralDensity: the grid, the density on it and its band over probes.
 
     Raises:
         ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log

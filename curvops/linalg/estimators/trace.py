@@ -57,6 +57,9 @@ def trace(
             the accuracy.
         progress: as in `cg`.
 
+    Returns:
+        An Estimate of tr A, a number.
+
     Raises:
         ValueError: the method is unknown, A is not square, a product is not finite, or the budget is too small for an
             error bar (4 products; 2 for xnystrace and hutchinson, 6 for hutch++).

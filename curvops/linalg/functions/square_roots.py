@@ -43,20 +43,28 @@ def inverse_sqrt(
     """Compute A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
 
     Args:
+        A: (n, n), symmetric positive definite.
+        B: a vector (n,) or a block (n, K).
         method: "lanczos" keeps a basis of depth × n numbers per column and needs the fewest products. "contour" keeps
             about ten to forty vectors per column whatever the depth (see `curvops.linalg.functions.contour`), for cheap
             products, large n and spectra that do not decay, for which Lanczos goes deep: multi-shift conjugate
             gradients on the quadrature of Hale, Higham & Trefethen.
         lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
             Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
+        rtol: the relative error to reach.
         maxiter: maximum number of iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the
             contour.
+        max_matvecs: a limit on products; None is none.
         memory_budget: bytes, which limit the depth with Lanczos, and the columns that run together with the contour.
+        callback: called after each iteration, as in `apply_function`.
+        progress: as in `cg`.
 
-    Other options, the result and its reasons are those of `apply_function`. SINGULAR: an eigenvalue is zero to working
-    precision, and b has a component along its eigenvector.
+    Returns:
+        A FunctionProduct as of `apply_function`, with a reason for each column. SINGULAR says that an eigenvalue is
+        zero to working precision, and that b has a component along its eigenvector.
 
-    Raises NotPositiveSemidefinite (also a ValueError) if a clearly negative direction is found.
+    Raises:
+        NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
     """
     return _root(
         A,
@@ -89,7 +97,23 @@ def sqrt(
 ) -> FunctionProduct:
     """Compute A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
 
-    Options are those of `inverse_sqrt`; A may be singular.
+    Args:
+        A: (n, n), symmetric positive semidefinite; it may be singular.
+        B: a vector (n,) or a block (n, K).
+        method: "lanczos" or "contour", as in `inverse_sqrt`.
+        lower_bound: as in `inverse_sqrt`.
+        rtol: the relative error to reach.
+        maxiter: as in `inverse_sqrt`.
+        max_matvecs: a limit on products; None is none.
+        memory_budget: as in `inverse_sqrt`.
+        callback: as in `apply_function`.
+        progress: as in `cg`.
+
+    Returns:
+        A FunctionProduct as of `apply_function`, with a reason for each column.
+
+    Raises:
+        NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
     """
     return _root(
         A,

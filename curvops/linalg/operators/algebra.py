@@ -62,7 +62,11 @@ class UnaryOperator(Operator):
 
 
 class Transposed(UnaryOperator):
-    """The transpose Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
+    """The transpose Aᵀ of an operator that is not symmetric; one transposed product with A per column.
+
+    Args:
+        base: A.
+    """
 
     _in_formula: ClassVar[str] = "{}"
 
@@ -192,7 +196,14 @@ class SumForm(ClosedForm):
 
 
 class Sum(Operator):
-    """The sum A + B + …: one product with each term per column."""
+    """The sum A + B + …: one product with each term per column.
+
+    Args:
+        *terms: the operators A, B, …, of one shape.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = SumForm
     _in_formula: ClassVar[str] = "({})"
@@ -310,7 +321,12 @@ class ScaledForm(ClosedForm):
 
 
 class Scaled(UnaryOperator):
-    """The multiple c A for a number c (a 0-d tensor, which may carry a gradient)."""
+    """The multiple c A for a number c (a 0-d tensor, which may carry a gradient).
+
+    Args:
+        base: A.
+        factor: c.
+    """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = ScaledForm
     _in_formula: ClassVar[str] = "({})"
@@ -365,7 +381,14 @@ class Scaled(UnaryOperator):
 
 
 class Product(Operator):
-    """The product A B …: one product with each factor per column; B A Bᵀ is positive semi-definite if A is."""
+    """The product A B …: one product with each factor per column; B A Bᵀ is positive semi-definite if A is.
+
+    Args:
+        *factors: the operators A, B, …, each with as many columns as the next has rows.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
 
     _in_formula: ClassVar[str] = "({})"
 
@@ -432,7 +455,13 @@ class Product(Operator):
 
 
 class Sliced(UnaryOperator):
-    """The submatrix A[rows, columns] for index tensors (None: all of them); one product with A per column."""
+    """The submatrix A[rows, columns] for index tensors (None: all of them); one product with A per column.
+
+    Args:
+        base: A.
+        rows: the positions of the rows.
+        columns: the positions of the columns.
+    """
 
     _in_formula: ClassVar[str] = "({})"
 

@@ -28,6 +28,9 @@ class BlockRows(Operator):
         own: the rows of this rank, (m_rank, n).
         layout: the rows of all ranks.
         psd: the promise that the matrix is symmetric positive semi-definite.
+
+    Raises:
+        ValueError: `own` is not a matrix with as many rows as the layout gives this rank.
     """
 
     def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:

@@ -41,8 +41,16 @@ class Damped(UnaryOperator):
 
     `A.add_diagonal(d)` makes it. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
     operand's closed form if it has one, otherwise from block CG with a Nyström preconditioner (Frangella, Tropp & Udell
-    2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names the data of a
-    shift that is not a prior.
+    2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
+
+    Args:
+        base: A, symmetric.
+        shift: d: a number, a vector (n,), or a batch of vectors.
+        cache: results shared with another operator of the same matrix; None starts an empty one.
+        sources: the record of the data of a shift that is not a prior.
+
+    Raises:
+        TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
     """
 
     _in_formula: ClassVar[str] = "({})"
@@ -329,7 +337,12 @@ class NearbyForm(NamedTuple):
 
 
 class Inverse(UnaryOperator):
-    """The inverse A⁻¹, as returned by `A.inverse()`, with one solve with A per column."""
+    """The inverse A⁻¹, as returned by `A.inverse()`, with one solve with A per column.
+
+    Args:
+        base: A, symmetric.
+        rtol: the relative residual of each solve; None is that of `solve`.
+    """
 
     _in_formula: ClassVar[str] = "{}"
 

@@ -95,9 +95,16 @@ class DenseForm(ClosedForm):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: one matrix, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` is the space of its rows and columns, and
-    `sources` its data. A `rest` of the same shape is the part of the matrix that rounding to its dtype removed:
-    products ignore it, factorisations add it in float64.
+    Args:
+        tensor: the matrix, (..., m, n).
+        psd: the promise that the matrix is symmetric positive semi-definite.
+        space: the space of its rows and columns; None is that of plain vectors.
+        rest: the part of the matrix that rounding to its dtype removed, of the same shape: products ignore it,
+            factorisations add it in float64.
+        sources: the record of the data behind the matrix.
+
+    Raises:
+        ValueError: the tensor has fewer than two dimensions.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm

@@ -44,7 +44,13 @@ class DiagonalForm(Spectral):
 class Diagonal(Operator):
     """The diagonal matrix diag(d) for a vector d (n,); every operation is elementwise.
 
-    `space` is the space of its rows, `sources` its data.
+    Args:
+        entries: d, a vector (n,).
+        space: the space of its rows and columns; None is that of plain vectors.
+        sources: the record of the data behind the matrix.
+
+    Raises:
+        ValueError: the entries are not a vector.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = DiagonalForm

@@ -129,7 +129,14 @@ class DirectSum(Operator):
     """The matrix with blocks[i] on the entries positions[i] and zeros elsewhere; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. `space` is the space of the rows, `sources` the data of the matrix.
+    product costs one with each block.
+
+    Args:
+        *blocks: the blocks, square operators (p_i, p_i).
+        positions: for each block its positions, LongTensors (p_i,) or ranges, or a Partition.
+        cache: results shared with another operator of the same matrix.
+        space: the space of its rows and columns; None is that of plain vectors.
+        sources: the record of the data behind the matrix.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = DirectSumForm

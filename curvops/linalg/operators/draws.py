@@ -29,10 +29,21 @@ def draw(
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with their own root
     (`Operator._draw`). A small matrix is factorised. For a large one tagged as positive semidefinite, noise is
-    multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError
-    for any other large operator. If the memory budget (of A's networks, or ``memories``) has no room for the working
-    vectors of all draws, they are made in groups, with the same numbers: a draw's noise depends only on the seed and
-    the draw's position.
+    multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). If the memory
+    budget (of A's networks, or ``memories``) has no room for the working vectors of all draws, they are made in groups,
+    with the same numbers: a draw's noise depends only on the seed and the draw's position.
+
+    Args:
+        operator: A (n, n), positive semi-definite.
+        k: the number of draws.
+        generator: source of the noise.
+        memories: memory budgets for the working vectors; None means those of A's networks.
+
+    Returns:
+        The draws as columns, (n, k).
+
+    Raises:
+        ValueError: A is large, has no root of its own, and is not tagged as positive semidefinite.
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories

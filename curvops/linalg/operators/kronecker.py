@@ -213,8 +213,17 @@ class Kronecker(_GroupedBlocks):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
-    product costs 2·n·(p + q) operations per column, as two batched matrix products. `details` of the factors make their
-    eigendecompositions more accurate than their dtype allows, or cheaper than their size would require.
+    product costs 2·n·(p + q) operations per column, as two batched matrix products.
+
+    Args:
+        left: (g, p, p), or (g, p) for a diagonal factor.
+        right: (g, q, q), or (g, q).
+        cache: eigendecompositions shared with a multiple of the matrix.
+        details: data of the factors that make their eigendecompositions more accurate than their dtype allows, or
+            cheaper than their size would require.
+
+    Raises:
+        ValueError: the factors do not fit each other.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
@@ -376,8 +385,14 @@ class EigenKronecker(_GroupedBlocks):
     """The matrix U diag(values) Uᵀ with U = U_l ⊗ U_r in each group: the Kronecker eigenbasis with any spectrum.
 
     Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding a
-    diagonal with one number per group only shifts the values. `rounding` is the largest error of the values, relative
-    to the largest value; `of_rows` is the largest error of their roots, relative to the root of their sum.
+    diagonal with one number per group only shifts the values.
+
+    Args:
+        left_vectors: U_l, (g, p, p), or ones (g, p).
+        right_vectors: U_r, (g, q, q), or ones (g, q).
+        values: the eigenvalues, (g, p, q).
+        rounding: the largest error of the values, relative to the largest value.
+        of_rows: the largest error of their roots, relative to the root of their sum.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm

@@ -313,6 +313,16 @@ class LowRank(Operator):
     `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which estimates the `error`: r
     products with the matrix, and 16 for the error. A product is two multiplications by U, 4·n·r operations. Memory: n·r
     numbers, and three times that while it is built. Choose it for many solves if the spectrum decays fast.
+
+    Args:
+        vectors: U, (n, r), with orthonormal columns.
+        values: s, (r,), not negative.
+        error: the estimated relative error of the approximation.
+        space: the space of its rows and columns; None is that of plain vectors.
+        sources: the record of the data behind the matrix.
+
+    Raises:
+        ValueError: vectors and values do not fit each other.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm

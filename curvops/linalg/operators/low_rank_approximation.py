@@ -91,6 +91,9 @@ def low_rank(
 
     Warns with `RankTooLow` if the budget, the limit or an invariant Krylov space ended the growth first.
 
+    Returns:
+        A LowRank operator with its `error`.
+
     Raises:
         ValueError: rank is not in 1..n, rtol is not in (0, 1), the method is unknown, the budget is below one vector, a
             tensor in A requires a gradient (Â has none), or the checkpoint belongs to another problem.

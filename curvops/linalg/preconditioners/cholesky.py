@@ -123,9 +123,13 @@ def cholesky(
         rtol: stop when the remaining trace is at most this share of A's.
         diagonal: A's diagonal if it is known, such as ``co.DiagonalGGN(lin)`` of a GGN; otherwise it may take n
             products.
+        generator: source of the random pivots.
         memory_budget: bytes for F and its orthonormal basis, which limit the rank; None is the rest of the budget of
             the linearisation behind A.
         progress: as in `cg`.
+
+    Returns:
+        A PivotedCholesky with F (n, rank), its pivots and the remaining trace.
 
     Raises:
         ValueError: A is not square, an option is out of range, or an entry is not finite.

@@ -57,6 +57,12 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     definite tensor, which is factorised, or a preconditioner, which is returned. An operator passed to a solver as
     ``preconditioner`` is multiplied by, and must then be P⁻¹; here the operator is P.
 
+    Args:
+        P: (n, n), an operator with a closed form, a positive definite tensor, or a preconditioner.
+
+    Returns:
+        A FactoredPreconditioner, which multiplies by P⁻¹ and has P's root and log-determinant.
+
     Raises:
         TypeError: no closed form of P is known.
         NotPositiveSemidefinite: P is not positive definite.

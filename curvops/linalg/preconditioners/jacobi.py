@@ -57,7 +57,14 @@ class DiagonalPreconditioner(FilteredPreconditioner):
 def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int = 0.0) -> DiagonalPreconditioner:
     """Make P = diag(A) + shift I for a matrix or operator A (n, n) or its diagonal (n,), possibly an estimate.
 
+    Args:
+        A: (n, n), or its diagonal (n,).
+        shift: a number that is added to the diagonal.
+
     It costs A's diagonal: n products for an operator without a cheaper way, which are counted.
+
+    Returns:
+        A DiagonalPreconditioner.
 
     Raises:
         ValueError: A is neither square nor a vector, or an entry is not finite.
@@ -124,12 +131,16 @@ def block_jacobi(
     Args:
         A: (n, n), positive semidefinite.
         blocks: one size for all blocks (the last may be smaller), the size of each, a Partition, or sets of positions.
+        shift: a number that is added to the diagonal of A.
         memory_budget: bytes for the blocks, which hold Σ s² numbers.
         progress: as in `cg`.
 
     The blocks of a tensor are read from it. Any other A costs one product for each column, n in total, since a product
     with several blocks at once would mix their contributions. For the layers of a network,
     ``as_preconditioner(co.BlockDiagonal(lin).add_diagonal(prior))`` is cheaper.
+
+    Returns:
+        A BlockPreconditioner with the factors of the blocks.
 
     Raises:
         ValueError: A is not square, or the blocks do not cover 0..n − 1, do not fit in the budget, or are not finite.

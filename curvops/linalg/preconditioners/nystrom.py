@@ -106,9 +106,23 @@ def nystrom(
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until a
     larger rank costs more than the products that it would save a CG solve of A + shift I with ``rhs`` right-hand sides;
-    earlier products are kept. Three n × rank arrays are in memory meanwhile; ``memory_budget`` (bytes) limits them, by
-    default the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``, a folder,
-    keeps the state, from which a killed run continues, and the result.
+    earlier products are kept.
+
+    Args:
+        A: (n, n), symmetric positive semidefinite.
+        rank: the rank, and the number of products; None chooses it as above.
+        shift: μ of the system A + μI that the preconditioner is for; without a `rank` it decides how far the rank
+            grows.
+        generator: source of the random vectors.
+        memory_budget: bytes for three n × rank arrays, which limit the rank; None is the rest of the budget of the
+            linearisation behind A.
+        rhs: the number of right-hand sides for which the rank should pay off.
+        max_rank: the largest rank, if `rank` is None.
+        progress: as in `cg`.
+        checkpoint: a folder that keeps the state, from which a killed run continues, and the result.
+
+    Returns:
+        A Nystrom approximation U diag(λ) Uᵀ; its `preconditioner(shift)` serves the solvers.
 
     Raises:
         ValueError: A is not square or not symmetric, rank, shift, rhs, max_rank or memory_budget is negative, or the

@@ -98,6 +98,12 @@ def method_for(A: Matrix) -> Method:
     """Return the method that `solve` uses for A, by the module's table.
 
     The symmetry of a foreign operator costs two products.
+
+    Args:
+        A: a tensor or operator.
+
+    Returns:
+        The name of the method, as `solve` accepts it.
     """
     return _method_for(system_of(A))
 
@@ -234,6 +240,9 @@ def solve(
             `Operator`'s own preconditioner; a sketch kept from an earlier solve is used whatever its size. None is the
             rest of the budget of the linearisation behind A, for both together.
         progress: as in `cg`.
+
+    Returns:
+        The solution, of the shape of B for square A.
 
     Raises:
         TypeError: A and B do not share one real dtype, float32 or float64.

@@ -91,8 +91,19 @@ def lanczos(
 ) -> LanczosResult:
     """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
 
-    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) limits the depth, by default
-    the rest of the budget of the linearisation behind A. ``progress`` is as in `cg`.
+    Costs at most ``steps`` products and keeps steps × n numbers.
+
+    Args:
+        A: (n, n), symmetric.
+        steps: the largest depth.
+        start: the start vector (n,); None draws one.
+        generator: source of the start vector.
+        memory_budget: bytes for the basis, which limit the depth; None is the rest of the budget of the linearisation
+            behind A.
+        progress: as in `cg`.
+
+    Returns:
+        A LanczosResult with the basis Q, the tridiagonal T and the reason why it ended; Qᵀ A Q = T.
 
     Raises:
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.

@@ -65,9 +65,25 @@ def svds(
     """Find the k largest (or smallest) singular triplets of A (m, n), with multiplicity.
 
     AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, the rounding of ‖A‖.
-    A triplet is CONVERGED when its true residual is at most rtol σ and no better one was missed, as in `eigsh`. The
-    options are those of `eigsh`, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ
-    in ``max_matvecs``. One iteration is a block product of each.
+    A triplet is CONVERGED when its true residual is at most rtol σ and no better one was missed, as in `eigsh`. One
+    iteration is a block product of A and one of Aᵀ.
+
+    Args:
+        A: (m, n), with transposed products.
+        k: the number of triplets.
+        which: "largest" or "smallest".
+        rtol: the residual to reach, relative to σ.
+        block_size: the number of start vectors, as in `eigsh`.
+        maxiter: a limit on iterations; by default as in `eigsh`.
+        max_matvecs: a limit on products of A and of Aᵀ together.
+        generator: source of the start vectors.
+        memory_budget: bytes for the bases, with vectors of both lengths; None is the rest of the budget of the
+            linearisation behind A.
+        callback: as in `eigsh`.
+        progress: as in `cg`.
+
+    Returns:
+        SingularTriplets: values (k,), left vectors (m, k), right vectors (n, k), and a residual and a reason for each.
 
     Raises:
         ValueError: k is not in 1..min(m, n), ``which`` is unknown, or the budget is too small for k triplets.

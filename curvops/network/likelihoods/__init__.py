@@ -79,6 +79,9 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
         shape: the shape of a point's outputs, if it is known; weights of ``nn.BCEWithLogitsLoss`` broadcast over it
             as in torch.
 
+    Returns:
+        The Likelihood.
+
     Raises:
         TypeError: `spec` is anything else, or a function whose signature does not show how many arguments it takes.
         ValueError: an option has no counterpart.

@@ -32,7 +32,13 @@ class FromDistribution(ByAutograd):
 
     H is computed in each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
     `function` get no gradients from an operator, and must be on the outputs' device. Pickling needs a `function` that
-    can be pickled, not a lambda. Methods raise TypeError or ValueError for any other distribution.
+    can be pickled, not a lambda.
+
+    Args:
+        function: a function from outputs (n, ...) to a distribution of the targets.
+
+    Raises:
+        TypeError, ValueError: in its methods, for any other distribution.
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:

@@ -21,6 +21,14 @@ class Sequences(Likelihood):
     Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), in the form that
     `likelihood` has for n·T points. Weights are (n, T), one factor per position (zeros leave positions out), or (n,),
     one per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
+
+    Args:
+        likelihood: that of one target.
+        positions: T, the number of targets per point.
+        num_outputs: C, the number of outputs per target.
+
+    Raises:
+        ValueError: the likelihood needs another number of positions.
     """
 
     positions: int

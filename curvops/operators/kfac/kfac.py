@@ -179,11 +179,26 @@ class KFAC(KroneckerCurvature):
 class EKFAC(KroneckerCurvature):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    It takes the arguments of KFAC (George et al. 2018). In Frobenius norm it is never further from the GGN's blocks
-    than KFAC, and its trace is exact. Cost to build: that of KFAC, its eigendecompositions, and a second walk with a
-    matrix product for each column (for a layer that is applied at one position: one for all columns). A product is four
-    matrix products per layer. Memory: that of KFAC and D numbers. Choose it over KFAC if the second walk is affordable:
-    solves and samples cost the same.
+    In Frobenius norm it is never further from the GGN's blocks than KFAC, and its trace is exact. Choose it over KFAC
+    if the second walk is affordable: solves and samples cost the same.
+
+    Raises:
+        ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.
+
+    Cost to build: that of KFAC, its eigendecompositions, and a second walk with a matrix product for each column (for a
+    layer that is applied at one position: one for all columns). A product is four matrix products per layer. Memory:
+    that of KFAC and D numbers.
+
+    Args:
+        lin: the linearised network.
+        fisher: "exact", "mc" or "empirical", as in `KFAC`.
+        sharing: "expand" or "reduce", as in `KFAC`.
+        mc_samples: the number of targets drawn per point with fisher="mc".
+        generator: source of the draws.
+        bias: "joint" or "separate", as in `KFAC`.
+        checkpoint: a folder for the sums over the points done so far, and for the result, as in `KFAC`.
+
+    Source: George et al. 2018.
     """
 
     @staticmethod

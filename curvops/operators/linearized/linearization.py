@@ -26,6 +26,18 @@ class Linearization(TrainedNetwork):
     Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
     is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
     everywhere, position by position.
+
+    Args:
+        model: the copied model with its selected parameters.
+        data: the batches of the data.
+        likelihood: the likelihood of the targets.
+        output_shape: the shape of one point's outputs.
+        engine: the choice of the engine, as in `co.linearize`.
+        memory_budget: bytes, as in `co.linearize`.
+        progress: as in `co.linearize`.
+        token: the fingerprint of data and weights, if it is known.
+        engines: engines shared with another linearisation of the same data.
+        compute_dtype: the dtype of stored layer tensors, as in `co.linearize`.
     """
 
     @property

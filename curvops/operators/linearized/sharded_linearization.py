@@ -27,6 +27,13 @@ class ShardedLinearization(ShardedNetwork):
 
     Anything that needs all parameters on a rank at once, or an engine other than layer rules, raises an error that
     names it.
+
+    Args:
+        passes: the passes over the sharded model and its data.
+        likelihood: the likelihood of the targets.
+        shape: the shape of one point's outputs.
+        memory: the memory budget.
+        token: the fingerprint of data and weights.
     """
 
     @cached_property

@@ -71,6 +71,12 @@ class SampledNormal(Normal):
     """A predictive distribution whose covariances are means over k draws of the weights, with errors of the variances.
 
     Slices, expansions, multiples and shifts keep `draws`; in other results of gpytorch `draws` is None.
+
+    Args:
+        mean: the means, (C,), (N, C) or the mean of a joint distribution.
+        covariance_matrix: the covariances, one for each point or a joint one.
+        validate_args: as in gpytorch.
+        draws: k, the number of draws of the weights.
     """
 
     def __init__(

@@ -14,7 +14,11 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """A schedule with the same value at every step."""
+    """A schedule with the same value at every step.
+
+    Args:
+        value: the value.
+    """
 
     value: float
 
@@ -24,7 +28,16 @@ class Constant:
 
 @dataclass(frozen=True)
 class RobbinsMonro:
-    """The schedule a (b + t)^−γ: for γ in (½, 1] the steps sum to ∞, their squares do not (Robbins & Monro 1951)."""
+    """The schedule a (b + t)^−γ: for γ in (½, 1] the steps sum to ∞, their squares do not (Robbins & Monro 1951).
+
+    Args:
+        a: a > 0, the scale.
+        b: b > 0, the offset of the step.
+        gamma: γ, the exponent.
+
+    Raises:
+        TypeError, ValueError: a number of another kind or out of range.
+    """
 
     a: float
     b: float = 1.0
@@ -45,7 +58,13 @@ class RobbinsMonro:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A schedule from `first` to `last` along half a cosine, restarted every `period` steps (Zhang et al. 2020)."""
+    """A schedule from `first` to `last` along half a cosine, restarted every `period` steps (Zhang et al. 2020).
+
+    Args:
+        first: the value at the start of each period.
+        period: the number of steps of a period.
+        last: the value towards its end.
+    """
 
     first: float
     period: int

@@ -45,6 +45,9 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
         count: the number of projections, onto standard normal vectors.
         generator: source of these vectors.
 
+    Returns:
+        RandomProjections with `r_squared` (count,) and `ess` (chain, count).
+
     Raises:
         TypeError, ValueError: draws of another kind, fewer than two draws per chain, draws that are not finite, chains
             that do not move, or a count that is not a positive whole number.

@@ -21,6 +21,9 @@ def to_inference_data(draws: Any) -> Any:
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor, which gets the name "x".
 
+    Returns:
+        The `arviz.InferenceData`.
+
     Raises:
         ImportError: ArviZ is not installed (`pip install curvops[diagnostics]`).
         TypeError, ValueError: draws of another kind, or not finite.

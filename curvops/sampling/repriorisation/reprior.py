@@ -267,14 +267,17 @@ def reprior(
             all weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its
             log-determinant is exact and needs a (D, D) matrix of second derivatives, for networks of some hundred
             weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ T may
-            fold, so
-            that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or raise reg.
+            fold, so that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or
+            raise reg.
         last: the name of the readout's module; None finds it by running the model.
         prior_precision: A as in `co.laplace`: a number, a vector (D,) or a mapping {glob: number}, with one value for
             all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
         likelihood: None for a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
             `co.likelihoods.Categorical(...)` for classes.
         weights: True if the third item of a batch holds the weights of its points.
+
+    Returns:
+        A Reprior: a `log_posterior` of φ for every sampler, with `map` and `inverse`.
 
     Raises:
         TypeError: an argument of another kind.

@@ -126,6 +126,9 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         weight_std: σ_w; √2 keeps the size of activations through rectified layers.
         bias_std: σ_b.
 
+    Returns:
+        The precision of each parameter by its name.
+
     Raises:
         TypeError: the model is not a module, or a standard deviation not a number.
         ValueError: a parameter of another layer (a normalisation, an embedding): add {glob: number} for it to a mapping

@@ -13,7 +13,14 @@ from curvops.sampling.core.log_density import LogPosterior, Share
 
 
 class Minibatches:
-    """Passes over the points of all ranks in random order, cut into minibatches; see `co.sampling.minibatches`."""
+    """Passes over the points of all ranks in random order, cut into minibatches; see `co.sampling.minibatches`.
+
+    Args:
+        points: the points, chosen by their index.
+        size: the number of points of a minibatch.
+        seed: the seed of the order.
+        shared: whether the ranks share the points.
+    """
 
     def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
         self._points, self._size, self._shared = points, size, shared

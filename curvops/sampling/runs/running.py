@@ -324,6 +324,9 @@ def chains(
         gather: with a process group, whether `run` returns all chains on every rank, or each rank's own
             (`random_projections` then still computes R̂ of all chains).
 
+    Returns:
+        A sampler of the same kind, for `co.sampling.run` or its own `init` and `update`.
+
     Raises:
         TypeError, ValueError: k is not a number of chains, or fewer than the ranks, or the sampler already has chains,
             or a log posterior whose data these ranks share; in the first step, a module that normalises by batch

@@ -61,6 +61,9 @@ def baoa(
         data_size: N, needed unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 

@@ -98,6 +98,9 @@ def hmc(
         data_size: N, needed unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 
@@ -133,6 +136,9 @@ def lmc(
         temperature: τ > 0, a number or a schedule.
         data_size: N, needed unless log_posterior carries it.
         preconditioner: D, as in `hmc`. Batches must be all data.
+
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.

@@ -84,6 +84,9 @@ def pcn(
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
         data_size: N, needed unless log_posterior carries it.
 
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, or no covariance.
 

@@ -141,6 +141,9 @@ def sghmc(
         momentum_first: update m before θ.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 
@@ -180,6 +183,9 @@ def sgnht(
         data_size: N, needed unless log_posterior carries it.
         beta: β, as in `sghmc`.
         preconditioner: D, as in `sghmc`.
+
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range; τ = 0, for which it would diverge.

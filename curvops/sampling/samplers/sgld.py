@@ -52,6 +52,9 @@ def sgld(
         beta: β, the variance of the gradient's noise over 𝒯², which is subtracted from the injected noise.
         preconditioner: D, an operator (d, d) with a square root, or a vector (d,); None is the identity.
 
+    Returns:
+        A sampler with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.
 

@@ -87,6 +87,9 @@ def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **
         data_size: N, needed unless log_posterior carries it; it changes no step.
         options: options of the optimiser; `lr` may be a schedule.
 
+    Returns:
+        An optimiser with `init(params, generator)` and `update(state, batch)`.
+
     Raises:
         TypeError, ValueError: not an optimiser, options that it does not have, or one that calls the model itself
             (LBFGS).
