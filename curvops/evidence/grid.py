@@ -18,7 +18,12 @@ from curvops.summary import Table, Tabular, by_columns_of, summary
 
 
 class Grid(list[Evidence], Tabular):
-    """The log evidences at several prior precisions: a list that prints as a table."""
+    """The log evidences at several prior precisions: a list that prints as a table.
+
+    Args:
+        evidences: the log evidences.
+        prior_precisions: the prior precision of each.
+    """
 
     def __init__(self, evidences: Iterable[Evidence], prior_precisions: Sequence[float | Tensor]) -> None:
         super().__init__(evidences)
