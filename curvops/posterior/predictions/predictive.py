@@ -122,7 +122,7 @@ class Predictive(ABC):
         check_flag("noise", noise)
         if rtol is not None:
             check_accuracy(rtol)
-        likelihood = self._target()
+        likelihood = self._target() if noise else None
         if noise and not isinstance(likelihood, Gaussian):
             raise ValueError(
                 f"noise=True adds the observation noise of a Gaussian likelihood, but this is {likelihood!r}. Use "
@@ -132,7 +132,7 @@ class Predictive(ABC):
             raise ValueError("joint=True makes one group of all points; pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         mean, covariance = self._moments(x, samples, together, rtol, gather)
-        if noise and isinstance(likelihood, Gaussian):
+        if isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
         if groups is not None and not len(mean):
