@@ -1,11 +1,12 @@
-"""Checks of callers' arguments: numbers, counts, flags, names. The lowest floor; every public call uses them."""
+"""Checks of arguments: numbers, counts, flags, names, gradients. The lowest floor; every public call uses them."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 IN_WORDS = {
     "(0, inf)": "be positive and finite",
@@ -105,3 +106,17 @@ def check_choice(name: str, given: object, known: Collection[str]) -> None:
     """Raise ValueError, listing the choices, unless ``given`` is one of these names."""
     if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")
+
+
+def carries_graph(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a value computed from these tensors now would carry a graph."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise ValueError if a gradient is needed that `what` lacks, which would silently be zero."""
+    if carries_graph(tensors):
+        raise ValueError(
+            f"{what} has no gradient for the tensors inside its matrix, and one of them requires a gradient (the "
+            "likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
+        )

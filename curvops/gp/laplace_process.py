@@ -12,9 +12,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_accuracy, checked_whole
+from curvops.checks import carries_graph, check_accuracy, checked_whole
 from curvops.linalg import Estimate, NotConverged, Reason
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.linalg.solvers.solve import default_rtol

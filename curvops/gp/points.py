@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.cache import carries_graph
+from curvops.checks import carries_graph
 from curvops.operators import Linearization
 
 OUTPUTS = ("joint", "independent")

@@ -11,23 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.checks import carries_graph
+
 Value = TypeVar("Value")
 SHORT = 256
 """A vector of up to this many numbers is compared by value, too."""
-
-
-def carries_graph(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a value computed from these tensors now would carry a graph."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError if a gradient is needed that `what` lacks, which would silently be zero."""
-    if carries_graph(tensors):
-        raise ValueError(
-            f"{what} has no gradient for the tensors inside its matrix, and one of them requires a gradient (the "
-            "likelihood's noise or a prior precision, for example): detach it, or build it under torch.no_grad()."
-        )
 
 
 def require_first_derivative() -> None:

@@ -24,9 +24,9 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import checked_whole
+from curvops.checks import carries_graph, checked_whole
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, carries_graph, differentiable_once
+from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Estimate, indefinite

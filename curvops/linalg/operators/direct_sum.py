@@ -10,8 +10,9 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, carries_graph
+from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space

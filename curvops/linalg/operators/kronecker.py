@@ -15,7 +15,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import Cache, carries_graph
+from curvops.checks import carries_graph
+from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding

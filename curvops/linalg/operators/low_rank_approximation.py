@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, resumable
-from curvops.checks import check_choice, checked_number
-from curvops.linalg.core.cache import require_no_graph
+from curvops.checks import check_choice, checked_number, require_no_graph
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed

@@ -32,8 +32,8 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.checks import check_choice, check_limits
-from curvops.linalg.core.cache import carries_graph, require_first_derivative
+from curvops.checks import carries_graph, check_choice, check_limits
+from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
 from curvops.linalg.core.rounding import require_accuracy, rounding_level

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.cache import carries_graph
+from curvops.checks import carries_graph
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Spaces

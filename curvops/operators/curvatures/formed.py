@@ -9,7 +9,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import Cache, carries_graph
+from curvops.checks import carries_graph
+from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import FORMED_COPIES

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import require_no_graph
 from curvops.linalg import Damped, Dense, DirectSum
-from curvops.linalg.core.cache import require_no_graph
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd, mirror

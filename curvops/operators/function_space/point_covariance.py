@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg import BlockRows, Diagonal
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, convert, number_of
 from curvops.linalg.operators.closed_form import ClosedForm

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import carries_graph
+from curvops.checks import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.spaces import Space, Spaces

@@ -35,8 +35,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, current
+from curvops.checks import carries_graph
 from curvops.linalg import SpectralQuadrature
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.operators.damped import ScaledPreconditioner

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm

@@ -16,9 +16,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import current
-from curvops.checks import check_choice
+from curvops.checks import carries_graph, check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.solve_routes import METHODS, SKETCHED

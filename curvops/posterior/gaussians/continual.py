@@ -10,9 +10,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_choice, checked_whole
+from curvops.checks import carries_graph, check_choice, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.frobenius import relative_distance
 from curvops.operators import Linearization

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import part_of_whole
+from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single

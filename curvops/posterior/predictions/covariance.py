@@ -12,8 +12,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg import Dense, Operator
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product

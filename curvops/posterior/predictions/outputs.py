@@ -23,8 +23,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank
-from curvops.linalg.core.cache import carries_graph
 from curvops.network import PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood

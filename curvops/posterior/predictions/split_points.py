@@ -21,9 +21,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_flag
+from curvops.checks import carries_graph, check_flag
 from curvops.fingerprints import fingerprint
-from curvops.linalg.core.cache import carries_graph
 from curvops.network import RanksDiffer
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization

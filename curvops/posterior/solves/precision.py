@@ -14,8 +14,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import current
+from curvops.checks import carries_graph
 from curvops.linalg import Damped, lanczos
-from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.core.solve_routes import (
