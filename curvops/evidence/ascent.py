@@ -1,7 +1,7 @@
 """Ascent of the evidence along its gradient in the logarithms of the hyperparameters.
 
 The gradient in log α_g is ½ (γ_g − α_g s_g). At the maximum for fixed weights its derivative over (γ_g + α_g s_g)/2
-has eigenvalues between −½ and −3/2, whatever the groups (Gershgorin: A^½P⁻¹A^½ has none outside [0, 1]). So a step of
+has eigenvalues between −½ and −3/2, for any groups (Gershgorin: A^½P⁻¹A^½ has none outside [0, 1]). So a step of
 (γ_g − α_g s_g) / (γ_g + α_g s_g) leaves at most half of a small error, and no step is longer than one nat.
 """
 
@@ -23,7 +23,7 @@ from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import preconditioner
 
-# Precisions of single weights stay within this factor: beyond it, a weight is as good as known, or as free.
+# Precisions of single weights stay within this factor: beyond it, a weight is practically fixed, or free.
 FURTHEST_WEIGHT = 1e6
 SOLVE_RTOL = 1e-3
 
@@ -72,7 +72,7 @@ class Ascent:
             if noise is not None and start.noise is not None and data is not None:
                 ratio, count = data.squares / noise, float(gamma.sum())
                 left = data.targets - count
-                # How fast γ falls with the noise: at most Σ g(1 − g) over eigenvalues g of P⁻¹G.
+                # This is how fast γ can fall with the noise: at most Σ g(1 − g) over eigenvalues g of P⁻¹G.
                 falling = count * max(0.0, 1 - count / len(post.mean))
                 of_noise = (ratio - left) / (ratio + abs(left) + falling)
                 noise, largest = noise * math.exp(of_noise), max(largest, abs(of_noise))
@@ -124,7 +124,7 @@ class Ascent:
         spread = each.std(0) / len(each) ** 0.5 if len(each) > 1 else torch.full_like(gamma, math.inf)
         if self.over == "weights":
             count = len(self.records)
-            weight = min(1.0, 4 / (count + 1))  # early precisions are wrong, late ones similar
+            weight = min(1.0, 4 / (count + 1))  # early precisions are far off, late ones similar
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
         return gamma, spread, solved.matvecs + spent

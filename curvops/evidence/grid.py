@@ -54,21 +54,21 @@ def grid(
     """Compute the log evidence in nats at each scalar prior precision, with the curvature held fixed.
 
     The products are spent once, for the smallest precision; further values cost none. The exception is the linear
-    model's mode, which takes solves, each started from the mode before.
+    model's mode, which takes solves, each started from the previous mode.
 
     Args:
-        post: a posterior by `co.laplace`.
+        post: a posterior from `co.laplace`.
         prior_precisions: positive numbers, at least one. Tensors keep their gradients.
         rtol: as in `Laplace.log_evidence`.
-        generator: source of the probes.
+        generator: the source of the probes.
         mode: as in `Laplace.log_evidence`.
 
     Returns:
         An `Evidence` for each prior precision, in a list that prints as a table.
 
     Raises:
-        TypeError: not a posterior, or not a sequence of numbers.
-        ValueError: a precision that is not positive and finite, or an empty sequence.
+        TypeError: `post` is not a posterior, or prior_precisions is not a sequence of numbers.
+        ValueError: a precision is not positive and finite, or the sequence is empty.
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)

@@ -1,7 +1,8 @@
 """The prior precisions and the noise during tuning: which weights share one, and how the evidence changes.
 
 For a curvature that is proportional to 1 / noise, G = G₀ σ₀²/σ², every posterior is that of the first noise under
-another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature serves all of them, and a new one is built at the end.
+another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature is used for all of them, and a new one is built at the
+end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OVER = ("scalar", "layers", "tensors", "weights")
 """The sets of weights that may share a prior precision."""
 # A search extends by this factor below and above the start.
 FURTHEST = 1e10
-# Products with one vector serve all precisions down to this fraction of the present one.
+# Products with one vector are used for all precisions down to this fraction of the present one.
 WINDOW = 100.0
 # γ below this many units of rounding per weight of a group counts as zero.
 ROUNDING = 50
@@ -50,7 +51,7 @@ class PrecisionGroups:
         return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
-        """Return A in the form that a posterior takes: 0-d if it is one number."""
+        """Return A in the form that a posterior takes: 0-d if it is a single number."""
         if len(alpha) == 1 and bool((self.base == 1).all()):
             return alpha[0].to(self.base.dtype)
         return (alpha.to(self.base.dtype)[self.index]) * self.base
@@ -87,7 +88,7 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
 
 @dataclass(frozen=True, eq=False)
 class Misfit:
-    """Σ w (y − f)² over the M targets of a Gaussian likelihood; M is the sum of their weights."""
+    """The sum Σ w (y − f)² over the M targets of a Gaussian likelihood; M is the sum of their weights."""
 
     targets: float
     squares: float
@@ -134,14 +135,14 @@ class Hyperparameters:
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]] | None:
-        """Compute γ of each group and its standard error, 0 where neither probes nor rounding matter.
+        """Compute γ of each group and its standard error, which is 0 if neither probes nor rounding matter.
 
-        Returns None where draws are needed. A γ within rounding of zero is zero.
+        Returns None if draws are needed. A γ within rounding of zero is set to zero.
         """
         groups, post = self.groups, self.posterior
         A = post.prior.diagonal
         assert A is not None
-        if A.ndim == 0 and post.precision._closed_form() is None:  # these products serve some further steps
+        if A.ndim == 0 and post.precision._closed_form() is None:  # these products are used for some further steps
             prepare(post.cache, float(A) / WINDOW, rtol, generator)
         exact = shares_of_weights(post.terms, rtol, generator)
         if exact is None:
@@ -188,7 +189,7 @@ class Hyperparameters:
 
 @torch.no_grad()
 def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
-    """Return the misfit of the linearised network; it takes one pass, and away from θ* a product with J."""
+    """Return the misfit of the linearised network, by one pass, and away from θ* by a product with J."""
     lin = post.lin
     (noise,) = lin.likelihood.hyperparameters
     unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])
@@ -215,11 +216,11 @@ def check_noise_scales(post: Laplace) -> None:
     curvature = post.curvature
     if not isinstance(curvature, UserOperator) or curvature.asked is None:
         raise ValueError(
-            f"the noise is tuned with a curvature of one linearisation, co.GGN, co.KFAC, …; this "
+            f"the noise is tuned with the curvature of one linearisation, co.GGN, co.KFAC, …; this "
             f"{type(curvature).__name__} does not record how it was built, and cannot be built at another noise."
         )
     if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
         raise ValueError(
-            "the noise is tuned with a curvature that is proportional to 1 / noise; an empirical Fisher falls with its "
-            "square. Use co.GGN, or the same class with fisher='exact'."
+            "the noise is tuned with a curvature that is proportional to 1 / noise, but an empirical Fisher is "
+            "proportional to its square. Use co.GGN, or the same class with fisher='exact'."
         )

@@ -30,14 +30,14 @@ LEAST_CURVATURE = 1e-6
 """Entries of diag(GGN) below this value are replaced by it in a g-prior."""
 STATE = ("noise", "records", "past", "changes", "targets", "halved", "ending")
 STEADY = 0.5
-"""Changes of alternating sign oscillate unless they shrink below this share of the last but one."""
+"""Changes of alternating sign count as oscillation unless they shrink below this share of the last but one."""
 
 MODE_RTOL = 1e-4
-"""Relative accuracy of the mode where draws are used, whose γ is less accurate than one per cent."""
+"""The relative accuracy of the mode if draws are used, whose γ is less accurate than one per cent."""
 LEAST_FALL = 0.3
 """The share of its digits that a solve must have gained for its rate of convergence to be measured."""
 LARGEST_ERROR = 0.2
-"""Relative errors of γ beyond this one do not end the steps sooner."""
+"""Relative errors of γ above this value do not end the steps earlier."""
 
 
 class Oscillates(UserWarning):
@@ -73,7 +73,7 @@ def mackay(
     determined, otherwise the latter.
 
     Args:
-        post: a posterior by `co.laplace` whose prior precision is a number or a vector. It is the starting point;
+        post: a posterior from `co.laplace` whose prior precision is a number or a vector. It is the starting point;
             groups start at its geometric mean over their weights.
         samples: K, the number of draws; None computes γ exactly, if P has a closed form, up to 1,024 weights, or for
             "iso".
@@ -86,27 +86,27 @@ def mackay(
         tune_noise: also tune the variance of a Gaussian likelihood, σ² ← Σw(y − f)² / (M − γ) for M targets, or by "em"
             (Σw(y − f)² + σ²γ) / M.
         method: the method of the draws, as in `Laplace.deviations`.
-        rtol: relative residual of the draws.
-        xtol: relative accuracy where γ is exact.
-        generator: source of the noise.
+        rtol: the relative residual of the draws.
+        xtol: the relative accuracy if γ is exact.
+        generator: the source of the noise.
         checkpoint: a folder for intermediate results, written at most every half minute. A run that was killed resumes
             within its last step, with the same noise, and gives bitwise the same result; the folder keeps the result.
 
     Returns:
         A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, the reason why
         it ended, the products saved by starting from earlier solutions (`matvecs_saved`), and intervals of the
-        precisions and the noise. Steps end once the remaining ones, extrapolated from the last two, would move by less
+        precisions and the noise. Steps end once the remaining change, extrapolated from the last two steps, is less
         than a quarter of the error bar.
 
     Raises:
-        TypeError, ValueError: not a posterior, an unknown prior or update, a prior operator, noise of another
-            problem, a curvature without an exact γ where samples is None, a curvature that is zero, evidence without
-            a maximum, a checkpoint of another problem, or (with tune_noise) anything that `maximize` rejects for
-            "noise".
+        TypeError, ValueError: `post` is not a posterior or has a prior operator, prior or update is unknown, the noise
+            belongs to another problem, γ is not exact and samples is None, the curvature is zero, the evidence has no
+            maximum, the checkpoint belongs to another problem, or (with tune_noise) anything that `maximize` rejects
+            for "noise".
         OSError: the checkpoint cannot be written.
         NotConverged: the draws or the mode were not solved to the tolerance.
 
-    Warns with `Oscillates` if MacKay's update oscillates, and halves its steps from there on; with `StepsSpent` if the
+    Warns with `Oscillates` if MacKay's update oscillates, and halves its steps from then on; with `StepsSpent` if the
     steps ran out before the hyperparameters stopped changing.
 
     Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
@@ -139,7 +139,7 @@ def mackay(
     with torch.no_grad():
         kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)
         source = kept.source("generator", generator, post.mean.device)
-        if kept:  # the same whatever this posterior was used for before
+        if kept:  # independent of earlier uses of this posterior
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
             kept.held["cache"] = post.cache
@@ -274,7 +274,7 @@ class _FixedPoint:
             if exact is None:
                 raise ValueError(
                     "samples=None: γ is exact if P has a closed form, and for "
-                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only under prior='iso'; give a number "
+                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only with prior='iso'; give a number "
                     "of samples."
                 )
             return *exact, None
@@ -319,7 +319,7 @@ class _FixedPoint:
     def _error_bar(
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
     ) -> Float[Tensor, " H"]:
-        """Return a quarter of the relative error of each hyperparameter due to that of γ (at most 0.2 of γ counts)."""
+        """Return a quarter of the relative error that γ's error gives each hyperparameter (at most 0.2 of γ counts)."""
         bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
         if data is not None:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)

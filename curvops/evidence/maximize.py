@@ -35,43 +35,44 @@ def maximize(
 ) -> Laplace:
     """Find the hyperparameters of largest log evidence, with the weights and the curvature held fixed.
 
-    A single scalar precision is found by a search around the present one: one set of Lanczos runs serves a whole window
+    A single scalar precision is found by a search around the present one: one set of Lanczos runs covers a whole window
     of precisions, so that the searched curve is smooth. All other hyperparameters are found by the gradient of the log
     evidence in the logarithms of the precisions α_g and the noise σ², ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M).
-    Here γ_g are the effective parameters of group g, s_g is ‖θ − m‖² in it, and M the number of targets. Scaled by
+    Here γ_g are the effective parameters of group g, s_g is ‖θ − m‖² in it, and M is the number of targets. Scaled by
     γ_g + α_g s_g, a step about halves the distance to the maximum. γ is exact if P has a closed form, up to 1,024
-    weights, and for one precision. Otherwise it comes from solves for `probes` random vectors, which are kept from step
-    to step and start at the last solutions.
+    weights, and for a single precision. Otherwise it comes from solves for `probes` random vectors, which are kept from
+    step to step and start at the last solutions.
 
     Args:
-        post: a posterior by `co.laplace`, its prior precision a number or a vector.
+        post: a posterior from `co.laplace` whose prior precision is a number or a vector.
         over: "scalar" for one precision of all weights; "layers" for one per layer (a module's parameters together);
             "tensors" for one per parameter tensor (a layer's weight and bias apart); "weights" for one each; "noise"
             for the variance of a Gaussian likelihood under a fixed prior; or "noise" with one of the others,
             ("layers", "noise"). A search over groups starts at the geometric mean of the present precisions in each.
         rtol: as in `Laplace.log_evidence`.
-        xtol: relative accuracy of the maximum for these probes.
-        generator: source of the probes.
-        probes: the number of probes where γ is not exact. Over "weights" each step draws new ones and averages: the
+        xtol: the relative accuracy of the maximum for these probes.
+        generator: the source of the probes.
+        probes: the number of probes if γ is not exact. Over "weights" each step draws new ones and averages: the
             share of each weight has an error of about (probes · steps / 4)^-½.
         steps: the maximum number of steps.
-        mode: the weights at which the evidence is taken, as in `Laplace.log_evidence`: "map" for the network's weights,
-            "linear" for the linear model's mode at the hyperparameters of each step, found from the mode before.
+        mode: the weights at which the evidence is evaluated, as in `Laplace.log_evidence`: "map" for the network's
+            weights, "linear" for the linear model's mode at the hyperparameters of each step, found from the previous
+            mode.
 
     Returns:
         A new posterior; its `tuning` has the steps, except for "scalar" alone.
 
     Raises:
-        TypeError: not a posterior, or an argument of another kind.
+        TypeError: `post` is not a posterior, or an argument is of another kind.
         ValueError: the evidence has no maximum between 1e-10 and 1e10 times the current value (the layers are named);
-            the present precision is an operator, or for "scalar" a vector; or, for "noise", another likelihood than
-            Gaussian, several noises, or a curvature that is not proportional to 1 / noise (an empirical Fisher) or
+            the present precision is an operator, or for "scalar" a vector; or, for "noise", the likelihood is not
+            Gaussian, has several noises, or the curvature is not proportional to 1 / noise (an empirical Fisher) or
             cannot be built again (a sum, a matrix of your own).
 
     Warns with `Undetermined` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example those
     that no output depends on; with `StepsSpent` if the steps ran out before the hyperparameters stopped changing.
 
-    Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is another one.
+    Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is a different point.
     """
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)
@@ -92,9 +93,9 @@ def maximize(
         return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
-    post.cache.log_likelihood()  # raises for unknown data
+    post.cache.log_likelihood()  # raises an error for unknown data
     with torch.no_grad():
-        base = present.detach() if present.ndim and groups is None else None  # all of it is held fixed
+        base = present.detach() if present.ndim and groups is None else None  # all entries are held fixed
         chosen = precision_groups(post.lin, groups or "scalar", base)
         start = Hyperparameters(post, chosen, chosen.start(present), post.observation_noise if noise else None)
         return Ascent(start, groups, rtol, xtol, generator, int(probes), at).run(int(steps))

@@ -1,4 +1,4 @@
-"""Weights and hyperparameters in one run: after every few epochs a few steps up the evidence (Immer et al. 2021)."""
+"""Training of weights and hyperparameters in one run, with steps up the evidence (Immer et al. 2021)."""
 
 from __future__ import annotations
 
@@ -49,31 +49,32 @@ def train(
     """Train a network to a mode of its posterior while the evidence tunes the prior precision and, if asked, the noise.
 
     The loss of a batch is the mean negative log-likelihood plus ½ θᵀAθ / N. After every few epochs the network is
-    linearised, and `maximize` takes a few steps in A (and the noise) at these weights; training continues under the new
+    linearised, and `maximize` takes a few steps in A (and the noise) at these weights; training continues with the new
     values. No held-out data are needed.
 
     Args:
         model: the network, trained in place and left in evaluation mode. After an error or an interruption its modules
-            have their original modes, and the weights are as far as training came. Parameters that require a gradient
+            have their original modes, and the weights are those reached so far. Parameters that require a gradient
             are trained. Modules in evaluation mode within a model in training mode (such as frozen normalisation
-            layers) stay in evaluation mode; a model that is given in evaluation mode trains as a whole.
+            layers) stay in evaluation mode; a model that is given in evaluation mode is trained as a whole.
         data: all training points, as in `co.linearize`: tensors (X, y), a Dataset, or a DataLoader (or list of
             batches), whose own batches are then used, in their own order.
         likelihood: as in `co.linearize`.
-        epochs: passes over the data.
-        every: epochs between updates of the hyperparameters; the first update comes after as many.
+        epochs: the number of passes over the data.
+        every: the number of epochs between updates of the hyperparameters, and before the first update.
         prior_precision: A for the first epochs, as in `co.laplace`, of diagonal form; for "scalar" a number.
         over: the hyperparameters to tune, as in `maximize`; "scalar" alone uses its search, the others a few steps.
         curvature: the operator class of the posterior's curvature.
-        batch_size: points per step, shuffled anew in each epoch; None uses all points (or a DataLoader's own batches).
+        batch_size: the number of points per step, shuffled anew in each epoch; None uses all points (or a DataLoader's
+            own batches).
         optimizer: a function from parameters to their optimiser, such as `lambda p: torch.optim.SGD(p, 0.1)`, without
             weight decay.
         steps: the number of steps of `maximize` in each update, of at most one nat (a factor e) each.
-        generator: source of the batches and of probes.
-        process_group: as in `co.linearize`: data are the points of this rank, tensors or a Dataset, from which
-            minibatches of the points of all ranks are drawn. All ranks take the steps of one process, with equal
-            models, optimisers and seeds, at one all-reduce a step. Noise of the model (dropout) and statistics of
-            batches would be each rank's own: with the latter the ranks' models differ, which is an error.
+        generator: the source of the batches and of probes.
+        process_group: as in `co.linearize`. The data are then the points of this rank, tensors or a Dataset, and
+            minibatches are drawn from the points of all ranks. All ranks take the steps that one process would take,
+            with equal models, optimisers and seeds, at one all-reduce per step. Noise in the model (dropout) and batch
+            statistics would differ between ranks: with the latter the ranks' models differ, which is an error.
 
     Returns:
         The posterior at the final weights and hyperparameters; `tuning.steps` are those of all updates, and
@@ -81,7 +82,7 @@ def train(
 
     Raises:
         TypeError, ValueError: sample weights, a batch size in addition to a loader's own, numbers out of range, an
-            optimiser with weight decay, a loss that is not finite (too long a step), and everything that
+            optimiser with weight decay, a loss that is not finite (a step that is too long), and everything that
             `co.linearize`, `co.laplace` and `maximize` reject.
 
     Warns with `co.NotAMode` if training ended away from a mode.
@@ -149,7 +150,7 @@ def train(
 
 
 Modes = list[tuple[nn.Module, bool]]
-"""Modules, parents first, and whether each trains."""
+"""The modules, parents first, each with its training flag."""
 
 
 def _modes(model: nn.Module) -> Modes:
@@ -157,13 +158,13 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def _set(modes: Modes) -> None:
-    for module, training in modes:  # parents first: each call also sets the modules below
+    for module, training in modes:  # parents first, because each call also sets the modules below
         module.train(training)
 
 
 @contextmanager
 def _restore_on_failure(modes: Modes) -> Iterator[None]:
-    """Restore these modes after any interruption, Ctrl-C included."""
+    """Restore these modes after any interruption, including Ctrl-C."""
     try:
         yield
     except BaseException:
@@ -174,12 +175,12 @@ def _restore_on_failure(modes: Modes) -> Iterator[None]:
 def _batches(
     data: Any, batch_size: int | None, generator: torch.Generator | None, shard: Shard | None
 ) -> Callable[[], Iterable[tuple[Any, int | None]]]:
-    """Return a function that yields the batches of an epoch, and how many points each has on all ranks, if known."""
+    """Return a function that yields the batches of an epoch, and the number of points of each on all ranks if known."""
     if isinstance(data, Dataset) or holds_all(data):
         chosen = ChosenPoints.of(data, False, shard)
 
         def epoch() -> Iterator[tuple[Any, int]]:
-            if shard is not None:  # each time: a model that draws noise from torch's own generator moves it on
+            if shard is not None:  # each time: a model that draws from torch's own generator advances it
                 state = torch.get_rng_state() if generator is None else generator.get_state()
                 shard.ranks.require_equal({"the generator of minibatches": digest([state])})
             return chosen.minibatches(batch_size or chosen.total, generator)

@@ -1,4 +1,4 @@
-"""The hyperparameters of largest held-out log-likelihood, for use where data can be spared."""
+"""The hyperparameters of largest held-out log-likelihood, for use if data can be spared."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def validate(
     The search tries factors from 1e-4 to 1e4 of the current value, a decade apart, and then refines the best one.
 
     Args:
-        post: a posterior by `co.laplace`.
+        post: a posterior from `co.laplace`.
         x: held-out inputs; or, without y, held-out data as in `co.linearize`: (X, y), a Dataset, a DataLoader, or
             batches, which are read once and kept. Over a process group, ranks that hold different data are scored
             together.
@@ -54,8 +54,8 @@ def validate(
             "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
-        xtol: relative accuracy of the maximum for these draws.
-        generator: source of the draws; all values are scored with the same ones.
+        xtol: the relative accuracy of the maximum for these draws.
+        generator: the source of the draws; all values are scored with the same ones.
 
     Returns:
         A new posterior; its `tuning` is a `Validation` with all that was tried and the scores.
@@ -63,9 +63,9 @@ def validate(
     Cost: a `post.log_likelihood(x, y)` for each value tried, some 25 for one hyperparameter and 80 for both.
 
     Raises:
-        TypeError, ValueError: not a posterior, targets that the likelihood cannot score, precisions that are not
-            positive numbers, "noise" with another likelihood, or a curvature that cannot be built again at another
-            noise.
+        TypeError, ValueError: `post` is not a posterior, the likelihood cannot score the targets, precisions are not
+            positive numbers, "noise" is given with another likelihood, or the curvature cannot be built again at
+            another noise.
 
     Warns with `Undetermined` if the best value is at the edge of those tried: often the largest precision, under which
     predictions are those of the network itself; with `StepsSpent` if the search over both ended before it reached its
@@ -90,7 +90,7 @@ def validate(
                 search.score(post.with_prior(value))
             return search.result()
         if "noise" in parts:
-            _ = post.observation_noise  # raises for another likelihood
+            _ = post.observation_noise  # raises an error for other likelihoods
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
@@ -109,7 +109,7 @@ def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
 
 
 class _Trial(NamedTuple):
-    """A posterior with its mean held-out log-likelihood, and the standard error of that."""
+    """A posterior with its mean held-out log-likelihood, and the standard error of this mean."""
 
     post: Laplace
     score: float
@@ -175,12 +175,12 @@ class _Search:
             return -self.score(_moves(_moves(start)["scalar"](scale))["noise"](noise))
 
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
-        # The tolerance is that of one hyperparameter.
+        # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
             warnings.warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
-                "xtol: continue from the posterior returned, or raise xtol.",
+                "xtol: continue from the returned posterior, or raise xtol.",
                 StepsSpent,
                 stacklevel=3,
             )
@@ -205,7 +205,7 @@ def _noise(post: Laplace) -> float:
 
 
 def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
-    """Return functions that make the posterior at a multiple of each hyperparameter."""
+    """Return functions that build the posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
         "noise": lambda factor: post.with_noise(post.observation_noise * factor),

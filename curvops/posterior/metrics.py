@@ -46,7 +46,7 @@ def nll(
 ) -> Float[Tensor, "*shape"]:
     """Return −log p(label) in nats, the negative log-likelihood, as the mean or per point (`reduction="none"`).
 
-    It is infinite where the label has probability exactly 0; if that comes from rounding, compute the softmax in
+    It is infinite if the label has probability exactly 0; if that comes from rounding, compute the softmax in
     float64.
     """
     _check(probabilities, labels, some=reduction != "none")
@@ -109,8 +109,8 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
     """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
-    `positive` is a mask (boolean, or 0 and 1) of shape (N,). Computed in Mann–Whitney form with mid-ranks for ties,
-    O(N log N). Raises ValueError if either class is absent: the area is then undefined.
+    `positive` is a mask (boolean, or 0 and 1) of shape (N,). It is computed in Mann–Whitney form with mid-ranks for
+    ties, in O(N log N). Raises ValueError if either class is absent, since the area is then undefined.
     """
     if scores.ndim != 1 or positive.shape != scores.shape:
         raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")

@@ -1,4 +1,4 @@
-"""Samplers, variational families and Kalman filters: one protocol, any curvature operator as preconditioner."""
+"""Samplers, variational families and Kalman filters: one protocol, with any curvature operator as preconditioner."""
 
 from curvops.sampling import diagnostics
 from curvops.sampling.core.chain_draws import Chain

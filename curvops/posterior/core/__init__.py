@@ -1,1 +1,1 @@
-"""Arguments, priors and the cache of a posterior, from which all its results start."""
+"""Arguments, priors and the cache of a posterior, on which all its results are based."""

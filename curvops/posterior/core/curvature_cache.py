@@ -15,9 +15,9 @@
 | kernel                  | spectrum, solves and mode from J Jᵀ under the likelihood         | likelihood              |
 | J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
 
-Values that depend on the likelihood are dropped where a hyperparameter has changed since they were computed; values are
-compared, since version counters miss fused optimisers and `.data`. J Jᵀ is dropped with the last posterior that uses
-it.
+Values that depend on the likelihood are dropped if a hyperparameter has changed since they were computed.
+Hyperparameters are compared by value, since version counters miss fused optimisers and `.data`. J Jᵀ is dropped with
+the last posterior that uses it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Known = TypeVar("Known")
 
 
 class OfData(dict[str, Any]):
-    """Values that depend on the data and the weights alone."""
+    """Values that depend only on the data and the weights."""
 
 
 _of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
@@ -63,7 +63,7 @@ class CurvatureCache:
     """The values of the table above for one linearisation and curvature, shared by posteriors under different priors.
 
     `data` are the linearisations that the curvature belongs to, or a sentence that says why they are unknown. `power`
-    is how often the curvature counts them: 1/T where their likelihood is tempered. `generator` is the default source
+    is how often the curvature counts them: 1/T if their likelihood is tempered. `generator` is the default source
     of sketches. Pickling and copying keep the values, and drop the lock and the generator.
     """
 
@@ -84,9 +84,9 @@ class CurvatureCache:
     def get(
         self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
     ) -> Known:
-        """Return the value of this name, computed where it is missing or outdated; None is not kept.
+        """Return the value of this name, computed if it is missing or outdated; a value of None is not kept.
 
-        While the value exists, its bytes count as used in the memory budget.
+        As long as the value exists, its bytes count as used in the memory budget.
         """
         with self.lock:
             known: Any = self.known(name)
@@ -98,7 +98,7 @@ class CurvatureCache:
             return found
 
     def known(self, name: str) -> Any:
-        """Return the value of this name, or None where there is none."""
+        """Return the value of this name, or None if there is none."""
         with self.lock:
             now = self._present()
             if not all(map(torch.equal, now, self._hyperparameters)):
@@ -120,17 +120,17 @@ class CurvatureCache:
 
     @cached_property
     def gram_cost(self) -> float:
-        """Return the gradients that J Jᵀ takes, ∞ where the curvature is not the exact GGN of these data alone."""
+        """Return the gradients that J Jᵀ takes; ∞ unless the curvature is the exact GGN of these data alone."""
         curvature = self.curvature
         exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is self.lin
         return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
-        """Return the linearisations of the curvature; raise ValueError where `what` needs unknown ones."""
+        """Return the linearisations of the curvature; raise ValueError if `what` needs them and they are unknown."""
         if isinstance(self.data, str):
             raise ValueError(
-                f"{what} needs the likelihood of the curvature: {self.data} Pass a curvature that counts the "
-                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of that, which "
+                f"{what} needs the likelihood of the curvature: {self.data} Pass a curvature that counts the data of "
+                "each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of such a sum, which "
                 "tempers the likelihood."
             )
         return self.data
@@ -138,7 +138,7 @@ class CurvatureCache:
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | x_n, θ*) in nats over the curvature's data, with its gradient in hyperparameters.
 
-        A tempered likelihood is multiplied by 1/T. Raises ValueError where the data are unknown, or counted unevenly.
+        A tempered likelihood is multiplied by 1/T. Raises ValueError if the data are unknown or counted unevenly.
         """
         data = self.known_data("the log evidence")
 
@@ -159,7 +159,7 @@ class CurvatureCache:
         return self.get("gradient", lambda: self.power * torch.stack([lin.gradient() for lin in data]).sum(0))
 
     def require_gradients(self) -> None:
-        """Raise ValueError where a hyperparameter has changed, or needs a gradient that the curvature lacks."""
+        """Raise ValueError if a hyperparameter has changed, or needs a gradient that the curvature lacks."""
         self.known("")
         for likelihood, tensor in self._learned():
             if carries_graph((tensor,)) and not self._is_held(tensor):
@@ -195,11 +195,11 @@ class CurvatureCache:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether a value belongs to the state of the current run, which made it."""
+        """Return whether a value belongs to the state of the current run, which computed it."""
         return current().whole.held.get("cache") is self
 
     def keep_in(self, kept: Checkpoint) -> None:
-        """Save a value with this step of its run; where the step has ended, restore the value that it left."""
+        """Save a value with this step of its run; if the step has ended, restore the value that it left."""
         if self.is_kept:
             known = kept.attach("known", self.state)
             if kept.done:
@@ -210,13 +210,13 @@ class CurvatureCache:
         return [tensor.detach() for _, tensor in self._learned()]
 
     def _require_followed(self) -> None:
-        """Raise ValueError where hyperparameters have changed that the curvature does not follow."""
+        """Raise ValueError if hyperparameters have changed and the curvature does not follow them."""
         for likelihood, tensor in self._learned():
             if not self._is_held(tensor):
                 raise ValueError(
                     f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
                     "follow it: build the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
-                    "co.EmpiricalFisher follow; so does every curvature built while gradients are on, for the "
+                    "co.EmpiricalFisher do follow. So does every curvature built while gradients are on, for the "
                     "single noise of a Gaussian likelihood that requires a gradient."
                 )
 
@@ -234,8 +234,8 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
     """Return the linearisations whose log-likelihoods add up to the curvature's, or a sentence on why they are unknown.
 
     A curvature times a number, (1 / T) * co.GGN(lin), belongs to the likelihood to this power (`power_of`). Operators
-    made from a linearisation, or from such operators, record their data and how often they count them. A matrix of the
-    user's own does not; if it stands alone, it is taken for a curvature of `lin`.
+    built from a linearisation, or from such operators, record their data and how often they count them. A user's own
+    matrix does not; if it stands alone, it counts as a curvature of `lin`.
     """
     found = sources_of(curvature)
     if found is None:
@@ -250,8 +250,8 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
         )
     if found.partial:
         return (
-            "beside the part that is known to belong to these data, the curvature holds an operator (a matrix, say) "
-            "that does not say to which data it belongs."
+            "in addition to the part that belongs to these data, the curvature holds an operator (a matrix, say) "
+            "that does not record which data it belongs to."
         )
     uneven = [count for count in counts.values() if abs(count - counts[own]) > 1e-12]
     if (found.repeated or uneven or counts[own] < 0) and (
@@ -264,13 +264,13 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
         return (
             "a part of it belongs to other data than the linearisation given to co.laplace, and does not keep them "
             "(as KFAC, diagonals, blocks and low rank); linearise once with all data, or use a GGN, Fisher or "
-            "Hessian of those."
+            "Hessian of those data."
         )
     return tuple(known[source] for source in counts)
 
 
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
-    """Return the power of a curvature's likelihood: 1/T where it is tempered, otherwise 1."""
+    """Return the power of a curvature's likelihood: 1/T if it is tempered, otherwise 1."""
     found = sources_of(curvature)
     count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
     return 1.0 if abs(count - 1) <= 1e-12 else count

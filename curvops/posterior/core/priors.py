@@ -67,7 +67,7 @@ class Prior:
 
     def quadratic(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
         """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density without its constant."""
-        gap = theta.double() - self.mean.double()  # it may be as large as 1e6 nats
+        gap = theta.double() - self.mean.double()  # the result may be as large as 1e6 nats
         if self.diagonal is not None:
             return (self.diagonal.double() * gap.square()).sum()
         return gap @ self.product(gap.to(theta.dtype)).double()
@@ -83,7 +83,7 @@ class KroneckerPrior(Prior):
     """A prior of Kronecker blocks plus a diagonal; its sum with a KFAC has the same form."""
 
     def plus(self, curvature: LinearOperator) -> WithCurvature:
-        """Return G + A, for a KFAC as blocks of one Kronecker product each (the nearest to their sum)."""
+        """Return G + A, for a KFAC with one Kronecker product per block (the nearest to the sum)."""
         if not has_kronecker_blocks(curvature):
             return super().plus(curvature)
         assert isinstance(self.precision, Damped)
@@ -93,7 +93,7 @@ class KroneckerPrior(Prior):
 
 @dataclass(frozen=True, eq=False)
 class PrecisionTerms:
-    """The terms of a posterior's precision P = G + A: the curvature, what is known of it, and the prior."""
+    """The terms of a posterior's precision P = G + A: the curvature, with its cache, and the prior."""
 
     cache: CurvatureCache
     prior: Prior
@@ -131,7 +131,7 @@ class PrecisionTerms:
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:
-    """Return the prior that a user's arguments describe; `posterior` says that an earlier one gave the precision.
+    """Return the prior that a user's arguments describe; `posterior` means that an earlier one gave the precision.
 
     Raises TypeError for an argument of another kind. Raises ValueError for a wrong size, a precision that is not
     positive and finite, a mapping that does not name each parameter once, or an operator that is not known to be
@@ -156,7 +156,7 @@ def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> 
         )
     if carries_graph(given.representation()):
         raise ValueError(
-            f"prior_precision {kind} has tensors that require a gradient, which a prior that is an operator does not "
-            "carry: detach them, or pass a number or a vector."
+            f"prior_precision {kind} has tensors that require a gradient, and a prior given as an operator carries "
+            "none: detach them, or pass a number or a vector."
         )
     return given

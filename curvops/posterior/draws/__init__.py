@@ -1,1 +1,1 @@
-"""Draws of a posterior by solving linear systems, and their noise."""
+"""Draws from a posterior by solving linear systems, and their noise."""

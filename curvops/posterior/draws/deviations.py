@@ -1,7 +1,8 @@
 """Draws of N(0, T P⁻¹) by perturbing and solving: P z = Aθ⁰ + Sε, in weight space or in function space.
 
 Papandreou & Yuille 2010; for linearised networks Antorán et al. 2023. G = S Sᵀ is the curvature with its square root,
-a block of columns per point; ε is standard normal and θ⁰ ~ N(0, A⁻¹). One noise has one solution, whatever the method.
+a block of columns per point; ε is standard normal and θ⁰ ~ N(0, A⁻¹). A given noise has one solution, whatever the
+method.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Deviations(Summarised, Reasoned):
     """Draws of a posterior minus its mean, with a report on how they were computed.
 
     ``draws`` (k, D) are distributed as N(0, T P⁻¹). ``relative_residuals`` are ‖b − P z‖/‖b‖ of each draw's own
-    system, recomputed by a product in weight space whatever the method. ``matvecs`` counts products with the curvature,
-    checks included (in function space, products with its Gram matrix, which cost as much; for "sgd", passes over the
+    system, recomputed by a product in weight space for every method. ``matvecs`` counts products with the curvature,
+    including checks (in function space, products with its Gram matrix, which cost as much; for "sgd", passes over the
     data). ``history`` holds the relative residuals of the method's own recursion, a row per iteration ("sgd": per
     check). ``noise`` gives the same draws again, or the corresponding ones under another prior precision.
     """
@@ -71,7 +72,7 @@ def draw_deviations(
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises NotSolved where a draw failed, ValueError for a method that does not fit, TypeError for one that does not
+    Raises NotSolved if a draw failed, ValueError for a method that does not fit, and TypeError for one that does not
     exist.
     """
     root = math.sqrt(temperature)
@@ -101,7 +102,7 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
     carried = carries_graph(systems.precision.representation())
     if current() and carried:
         raise ValueError(
-            "a checkpoint keeps no gradient, but the prior precision or the noise requires one: detach it, or leave "
+            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
             "out checkpoint."
         )
     if chosen == "closed form":
@@ -115,7 +116,7 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
         with hold(systems.memories, beside):
             guess = None if x0 is None else x0[:, part]
             each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
-        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # the solution's own buffers are freed
+        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # frees the solution's own buffers
     return join_solutions(found, draws.mT)
 
 
@@ -142,7 +143,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
         M, spent = preconditioner(systems.terms, systems.count)
         found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
         return replace(found, matvecs=found.matvecs + spent)
-    z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
+    z = P.solve_to(right, rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
         residuals = _relative(right - P._matmul(z), right)
     reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())
@@ -154,8 +155,8 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     """Solve for z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
 
-    The residual of P z is S times that of the dual system, so the tolerance is tightened until the true residual is
-    met.
+    The residual of P z is S times that of the dual system, so the tolerance is tightened until the true residual meets
+    it.
     """
     S, A = systems.root, systems.terms.A
     assert S is not None and A is not None
@@ -201,7 +202,7 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
 
 
 class NotSolved(NotConverged):
-    """Raised when some draws were not solved to the tolerance; ``deviations`` holds them as far as they came."""
+    """Raised when some draws were not solved to the tolerance; ``deviations`` holds the state they reached."""
 
     def __init__(self, found: Deviations, rtol: float) -> None:
         self.deviations, self.rtol = found, rtol

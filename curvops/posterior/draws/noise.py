@@ -1,4 +1,4 @@
-"""The noise of a posterior's draws, kept as a seed for every method and prior precision, and the systems it gives."""
+"""The noise of a posterior's draws, kept as a seed for every method and prior precision, and the systems it defines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
 from curvops.posterior.core.priors import PrecisionTerms, Prior
 
 DRAWN_TOGETHER = 8
-"""How many draws are made at once of a matrix without a square root, whatever the memory."""
+"""How many draws of a matrix without a square root are made at once, whatever the memory."""
 STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
-"""The independent streams of each draw: the terms of one draw take their numbers from different streams."""
+"""The number of independent streams per draw: the terms of a draw take their numbers from different streams."""
 
 
 @dataclass(frozen=True)
 class Noise:
     """Standard normal numbers for `count` draws of a posterior, stored as a seed and generated where they are used.
 
-    Each draw has its own numbers: the first draws of two noises with one seed are the same, whatever the batches and
+    Each draw has its own numbers: the first draws of two noises with the same seed are equal, whatever the batches and
     the memory budget.
     """
 
@@ -46,7 +46,7 @@ class Noise:
         return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
-        """Raise ValueError where the noise belongs to another problem, or to fewer draws."""
+        """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
         own = (lin.num_parameters, lin.num_data, lin.data.prints.order)
         if (self.num_parameters, self.num_data, self.data) != own:
             raise ValueError(
@@ -81,7 +81,7 @@ class Noise:
         return self._generator(0, FURTHER, device)
 
     def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:
-        if not is_psd(operator):  # not by its parts, which have no root; a shift makes the whole definite
+        if not is_psd(operator):  # its parts have no root, but a shift makes the whole definite
             operator = operator.add_diagonal(0.0)
         blocks = []
         for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
@@ -95,7 +95,7 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Systems:
-    """P = G + A with the right-hand sides of some draws, from which every method starts."""
+    """P = G + A with the right-hand sides of some draws; every method starts from these."""
 
     terms: PrecisionTerms
     noise: Noise
@@ -116,7 +116,7 @@ class Systems:
 
     @property
     def at_a_time(self) -> tuple[int, int]:
-        """Return how many draws fit into memory at once, and the bytes to hold beside their solves."""
+        """Return how many draws fit into memory at once, and the bytes to hold in addition to their solves."""
         return solve_width(self.precision, self.count, self.memories)
 
     @property
@@ -126,7 +126,7 @@ class Systems:
 
     @property
     def root(self) -> CurvatureRoot | None:
-        """S, where the curvature has such a root by points."""
+        """The root S, if the curvature has such a root by points; otherwise None."""
         return root_of(self.terms.curvature)
 
     def of_prior(self) -> Float[Tensor, "D k"]:
@@ -140,7 +140,7 @@ class Systems:
     def right_sides(self) -> Float[Tensor, "D k"]:
         """Return Aθ⁰ + Sε ~ N(0, P).
 
-        For an indefinite G, and where P is not G + A in full, these are draws of N(0, P) itself.
+        For an indefinite G, or if P is not exactly G + A, these are draws from N(0, P) itself.
         """
         curvature, root = self.terms.curvature, self.root
         if not is_psd(curvature) or self.terms.sum.error is not None:

@@ -1,9 +1,9 @@
 """Draws of a posterior by minibatch gradient descent on one of two losses with the same minimiser.
 
 Antorán et al. 2023. In L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A each minibatch contains the noise of its data; in
-L′(z) = ½‖Sᵀz‖² + ½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε it is summed once before. Both have one minimiser. There, the
-gradient noise of L′ is below that of L where Σ tr(M_iΣM_i) < ½ Σ tr M_i, M_i the curvature of point i; L is better
-where points determine many weights each, near interpolation.
+L′(z) = ½‖Sᵀz‖² + ½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε this noise is summed once, beforehand. Both have the same
+minimiser. There, the gradient noise of L′ is below that of L if Σ tr(M_iΣM_i) < ½ Σ tr M_i, with M_i the curvature of
+point i; L is better if points determine many weights each, near interpolation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GROWN = 100.0
 MOST_HALVINGS = 12
 RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 CHECK_EVERY = 5
-"""Epochs between two checks of the true residual, each of which costs as much as an epoch."""
+"""The number of epochs between two checks of the true residual, each of which costs as much as an epoch."""
 
 
 class Diverged(RuntimeError):
-    """Raised when a descent or a sampler diverges with its step size; the message suggests another."""
+    """Raised when a descent or a sampler diverges with its step size; the message suggests another one."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class StochasticDescent:
 
     Args:
         loss: "low_variance" for L′, "standard" for L.
-        batch_size: points per step; the points of a step come from one batch of the data.
-        epochs: passes over the data.
+        batch_size: the number of points per step; the points of a step come from one batch of the data.
+        epochs: the number of passes over the data.
         step_size: the first step, relative to the prior's precision (steps are A⁻¹ times the gradient). None is 1/λ,
-            with λ the largest eigenvalue of A⁻¹P of a few minibatches by power iterations. If a given step size
+            with λ the largest eigenvalue of A⁻¹P on a few minibatches by power iterations. If a given step size
             diverges, that is an error; the default one is halved instead.
         momentum: the momentum, in [0, 1).
         final: the last step as a fraction of the first.
         averaging: the weight of the newest iterate in the average that is returned (Polyak & Juditsky 1992).
-        clip: the longest gradient of a draw, in lengths of its right-hand side.
+        clip: the largest allowed gradient of a draw, as a multiple of the length of its right-hand side.
     """
 
     loss: str = "low_variance"
@@ -101,12 +101,12 @@ class StochasticDescent:
                     known, halvings, step = None, halvings + 1, step / 2
                 else:
                     return kept.finish(found)
-        raise Diverged(f"no step from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
+        raise Diverged(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
 
 
 @dataclass(eq=False)
 class _AfterEpoch:
-    """The state of a descent after an epoch, which the next epoch changes in place."""
+    """The state of a descent after an epoch; the next epoch changes it in place."""
 
     longest: float
     """The first step size, before any halving."""
@@ -155,7 +155,7 @@ class _Problem:
         return self.scale * z if isinstance(precision, Tensor) else precision._matmul(z)
 
     def step(self) -> float:
-        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), λ_max being the largest over a few minibatches."""
+        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), with λ_max the largest over a few minibatches."""
         largest, first = 0.0, self.right[:, :1]
         first = first if bool(first.any()) else torch.ones_like(first)
         for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):

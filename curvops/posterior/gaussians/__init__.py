@@ -1,1 +1,1 @@
-"""Gaussian posteriors: how they are made, updated, saved and loaded."""
+"""Gaussian posteriors: how they are built, updated, saved and loaded."""

@@ -1,4 +1,4 @@
-"""Continual learning: yesterday's posterior as a penalty in today's training, and as today's prior."""
+"""Continual learning: an earlier posterior as a penalty in training on new data, and as the prior for them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
 
 
 def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Tensor, "*k"]:
-    """Return ½ gapᵀ P gap per row with its gradient P gap, by one product with P; if asked, also in P's tensors.
+    """Return ½ gapᵀ P gap per row, with its gradient P gap, by one product with P; on demand also in P's tensors.
 
-    Computed in float64, since it may be as large as 1e6 nats.
+    It is computed in float64, since it may be as large as 1e6 nats.
     """
     rows = torch.atleast_2d(gap)
     if carries_graph(precision.representation()):
@@ -39,7 +39,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
 
 
 def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
-    """Return named weights, a vector (D,) or, where allowed, rows of vectors as one tensor that keeps its graph."""
+    """Return named weights, a vector (D,) or, if allowed, rows of vectors as one tensor that keeps its graph."""
     if isinstance(params, Mapping):
         params = lin.flatten(params)
     if not isinstance(params, Tensor):
@@ -59,7 +59,7 @@ def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Floa
 
 
 def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
-    """Raise ValueError where an earlier posterior, or its prior, has the same data: they would count twice."""
+    """Raise ValueError if an earlier posterior, or its prior, has the same data, which would count twice."""
     known = sources_of(precision)
     if known is not None and lin.source in known.counts:
         raise ValueError(

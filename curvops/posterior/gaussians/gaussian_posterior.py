@@ -1,4 +1,4 @@
-"""Gaussians over the weights: the base of all posteriors, and one without a Laplace approximation."""
+"""Gaussians over the weights: the base of all posteriors, and one that is not a Laplace approximation."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class GaussianWeights(Predictive):
 
     temperature: float
     precision: Any
-    """P, (D, D), whatever the temperature."""
+    """The precision P, (D, D), whatever the temperature."""
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
-        """θ*, the weights of the linearisation."""
+        """The mean θ*, the weights of the linearisation."""
         return self.lin.theta
 
     @abstractmethod
@@ -65,8 +65,8 @@ class GaussianWeights(Predictive):
 
         Args:
             k: the number of draws, at least 1.
-            generator: source of the draws.
-            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
+            generator: the source of the draws.
+            rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
 
         Returns:
             The draws (k, D), with the mean added. `lin.unflatten_weights(draw)` gives the tensors of one draw by name;
@@ -75,7 +75,7 @@ class GaussianWeights(Predictive):
         Raises:
             NotConverged: rtol was not reached.
             TypeError: k is not a whole number.
-            ValueError: k is less than 1, or rtol not a positive number.
+            ValueError: k is less than 1, or rtol is not a positive number.
         """
         return accumulate(self._deviations(k, generator, rtol), self.mean)
 
@@ -89,13 +89,13 @@ class GaussianWeights(Predictive):
 
         Args:
             M: the operator. For tr(P⁻¹G) with a Laplace posterior's own curvature G, see `effective_parameters`.
-            samples: the number of draws; or draws (k, D) of an earlier `sample` or `deviations`, to use them again.
-            generator: source of new draws.
+            samples: the number of draws; or draws (k, D) from an earlier `sample` or `deviations`, to use them again.
+            generator: the source of new draws.
 
         Raises:
             TypeError, ValueError: M is not an operator (D, D) on these weights, or there are fewer than two draws.
 
-        Cost: a product with M per draw, and that of new draws. The values are as accurate as the draws' own tolerance.
+        Cost: a product with M per draw, and that of new draws. The value is as accurate as the draws' own tolerance.
         """
         if not isinstance(M, LinearOperator):
             raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
@@ -109,7 +109,7 @@ class GaussianWeights(Predictive):
     def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
         """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights up to a constant, with its gradient.
 
-        Add it to the summed loss of the next task to keep that task's training from forgetting this one.
+        Add it to the summed loss of the next task, so that training on it does not forget this task.
 
         Args:
             params: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), or a
@@ -118,7 +118,7 @@ class GaussianWeights(Predictive):
         Cost: a product with P, forward and backward together.
 
         Raises:
-            TypeError, ValueError: an argument of another kind, a missing name, or a wrong shape.
+            TypeError, ValueError: an argument is of another kind, a name is missing, or a shape is wrong.
         """
         gap = continual.flatten_weights(self.lin, params) - self.mean
         return continual.quadratic(self.precision, gap).to(gap.dtype) / self.temperature
@@ -132,24 +132,24 @@ class GaussianWeights(Predictive):
         """Return log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
 
         It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where that of `log_evidence` is
-        (closed forms, and up to 1,024 weights), with its rounding as bias bound; elsewhere it is estimated. All rows
+        (closed forms, and up to 1,024 weights), with its rounding as bias bound; otherwise it is estimated. All rows
         share one log-determinant, so that differences between them are exact.
 
         Args:
             weights: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), a vector
                 (D,), or rows (k, D) such as those of `sample`.
-            rtol: relative accuracy of an estimated log-determinant.
-            generator: source of the probes.
+            rtol: the relative accuracy of an estimated log-determinant.
+            generator: the source of the probes.
 
         Returns:
             An Estimate of shape () or (k,), in float64. Its gradient in the weights is −P(θ − θ*) / T; in the prior
-            precision and in hyperparameters it has the gradients that `log_evidence` has.
+            precision and in hyperparameters it has the same gradients as `log_evidence`.
 
         Cost: a product with P for each row, and the log-determinant, which is stored as for `log_evidence`.
 
         Raises:
-            TypeError, ValueError: weights of another kind or shape, a missing name, or a gradient that the
-                log-determinant does not have.
+            TypeError, ValueError: weights are of another kind or shape, a name is missing, or a gradient is required
+                that the log-determinant does not have.
         """
         check_accuracy(rtol, generator)
         gap = continual.flatten_weights(self.lin, weights, rows=True) - self.mean
@@ -163,8 +163,8 @@ class GaussianWeights(Predictive):
 
         Curvature, prior and covariance are saved by structure: Kronecker factors with their eigenbases, low rank,
         diagonals, dense blocks, and sums of these. A GGN, a Fisher or a Hessian is saved by reference to its data,
-        which `co.load` then needs. Neither the model nor the data are saved: of the model only the selected weights
-        and fingerprints of everything; of the data a fingerprint and the inputs of two points, at which `co.load`
+        which `co.load` then needs. Neither the model nor the data are saved: only the selected weights and fingerprints
+        of all tensors of the model; and a fingerprint of the data and the inputs of two points, at which `co.load`
         compares the model's outputs. An earlier posterior in the folder is replaced in one step: after a crash, or on
         a full disk, it is unchanged.
 
@@ -175,8 +175,8 @@ class GaussianWeights(Predictive):
         Raises:
             OSError: the folder could not be written (a full disk); an earlier posterior is unchanged.
             FileExistsError: the path is a file, or contains something other than a posterior.
-            ValueError: an operator that cannot be saved: one of your own class, or a GGN of other data (those of an
-                earlier task: `post.update(lin_new, rank=...)` keeps it by structure).
+            ValueError: an operator cannot be saved: one of your own class, or a GGN of other data (those of an earlier
+                task: `post.update(lin_new, rank=...)` keeps it by structure).
             TypeError: path is not a path.
 
         Gradients of the prior precision and of hyperparameters are not saved, nor is `tuning`. Cost: writing as many
@@ -204,15 +204,15 @@ class GaussianWeights(Predictive):
 class GaussianPosterior(GaussianWeights):
     """A Gaussian N(θ*, Σ) at the weights of a linearisation, the result of variational inference and Kalman filters.
 
-    It predicts, is saved and serves as a prior as a `Laplace` posterior does. It has no evidence, since it does not
+    It predicts, is saved and serves as a prior like a `Laplace` posterior. It has no evidence, because it does not
     record its prior and its likelihood. Predictions are those of the linearised network.
     """
 
     lin: Linearization
     covariance: LinearOperator
-    """Σ, (D, D)."""
+    """The covariance Σ, (D, D)."""
     precision: LinearOperator
-    """Σ⁻¹, (D, D)."""
+    """The precision Σ⁻¹, (D, D)."""
     temperature: float = 1.0
 
     def _facts(self) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ class GaussianPosterior(GaussianWeights):
     def of(
         cls, lin: Linearization, covariance: LinearOperator | None = None, precision: LinearOperator | None = None
     ) -> GaussianPosterior:
-        """Make the posterior from its covariance, its precision, or both if each has a separate form.
+        """Make the posterior from its covariance, its precision, or both if each has its own form.
 
         Raises TypeError or ValueError for operators of another size, dtype or parameters, or if both are missing.
         """
@@ -258,7 +258,7 @@ class GaussianPosterior(GaussianWeights):
         root = self.covariance.low_rank_root if isinstance(self.covariance, Operator) else None
         if root is not None and root.shape[1] < len(self.mean):
             raise ValueError(
-                f"the covariance is of rank {root.shape[1]} in {len(self.mean):,} weights: this Gaussian has no "
+                f"the covariance is of rank {root.shape[1]} in {len(self.mean):,} weights, so this Gaussian has no "
                 "density over the weights. Its predictions and draws are right."
             )
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)

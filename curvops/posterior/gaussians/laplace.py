@@ -66,7 +66,7 @@ class Laplace(GaussianWeights):
     temperature: float = 1.0
     prior_error: Estimate | None = None
     tuning: Tuning | Validation | None = None
-    """The steps by which `co.evidence` tuned the hyperparameters; None where they were given."""
+    """The steps by which `co.evidence` tuned the hyperparameters; None if they were given."""
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
@@ -94,7 +94,7 @@ class Laplace(GaussianWeights):
 
     @cached_property
     def terms(self) -> PrecisionTerms:
-        """The terms of P, with what is known of the curvature."""
+        """The terms of P, with the cache of the curvature."""
         return PrecisionTerms(self.cache, self.prior)
 
     @property
@@ -115,7 +115,7 @@ class Laplace(GaussianWeights):
 
         Args:
             prior_precision: as in `co.laplace`.
-            prior_mean: likewise; None keeps the current mean (an earlier posterior brings its own).
+            prior_mean: as in `co.laplace`; None keeps the current mean (an earlier posterior has its own mean).
         """
         return replace_prior(self, prior_precision, prior_mean)
 
@@ -124,11 +124,11 @@ class Laplace(GaussianWeights):
 
         Args:
             noise: a positive number.
-            generator: source of the draws that the curvature makes, if any.
+            generator: the source of the draws that the curvature makes, if any.
 
         Raises:
-            TypeError, ValueError: another likelihood, a noise that is not a positive number, or a curvature that does
-                not record how it was built from its linearisation.
+            TypeError, ValueError: the likelihood is not Gaussian, the noise is not a positive number, or the curvature
+                does not record how it was built from its linearisation.
         """
         _ = self.observation_noise
         return replace_noise(self, noise, generator)
@@ -160,23 +160,23 @@ class Laplace(GaussianWeights):
         """Draw k deviations from N(0, T P⁻¹), the posterior minus its mean, and return them with their noise.
 
         Each draw z solves P z = Aθ⁰ + Sε for θ⁰ ~ N(0, A⁻¹), white noise ε and the square root S of the curvature
-        (Papandreou & Yuille 2010; Antorán et al. 2023). All methods give the same draws for the same noise, to their
-        tolerance.
+        (Papandreou & Yuille 2010; Antorán et al. 2023). All methods give the same draws for the same noise, to within
+        their tolerance.
 
         Args:
             k: the number of draws, at least 1.
             noise: the `noise` of earlier deviations, for the same draws under another prior precision, observation
                 noise, method or tolerance; its first k draws are used. None draws new noise.
-            method: "cg" solves for all draws in one block, preconditioned where that pays off. "dual" solves in
-                function space, where vectors are shorter if there are fewer outputs in all than weights, with more
-                products (GGN and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and
-                reaches few digits; `co.StochasticDescent()` has its options. "closed form", for structured
-                curvatures, gives draws that the other methods do not reproduce from the same noise. None takes the
-                closed form if there is one, otherwise "cg", or "dual" if outputs are so few that J Jᵀ costs less than
-                k solves, or if memory has room for its far shorter vectors only.
+            method: "cg" solves for all draws in one block, preconditioned if that pays off. "dual" solves in function
+                space, where vectors are shorter if there are fewer outputs in all than weights, with more products (GGN
+                and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and reaches few digits;
+                `co.StochasticDescent()` has its options. "closed form", for structured curvatures, gives draws that the
+                other methods do not reproduce from the same noise. None uses the closed form if there is one. Otherwise
+                it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if memory has room
+                only for its far shorter vectors.
             x0: initial guess (k, D), such as the draws under a neighbouring prior precision.
-            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
-            generator: source of the noise.
+            rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
+            generator: the source of the noise.
             checkpoint: a folder for intermediate results, written at most every half minute. After a crash the same
                 call resumes from there, with the same noise, and gives bitwise the same draws. The folder keeps the
                 result, and a later call returns it at once.
@@ -185,10 +185,10 @@ class Laplace(GaussianWeights):
             A `Deviations`: the draws as rows, true residuals, products and history.
 
         Raises:
-            NotConverged: rtol was not reached; the error carries the `deviations`.
+            NotConverged: rtol was not reached; the error holds the `deviations`.
             Diverged: stochastic descent diverges with the given step size.
-            TypeError, ValueError: k, rtol or x0 of another kind, size or sign, noise of another problem, a method that
-                does not exist or does not fit the curvature, or a checkpoint of another problem.
+            TypeError, ValueError: k, rtol or x0 is of another kind, size or sign, the noise belongs to another problem,
+                the method does not exist or does not fit the curvature, or the checkpoint belongs to another problem.
             OSError: the checkpoint cannot be written.
 
         Cost: a pull of J and the products that the result reports. Memory: the draws, the right-hand sides, and the
@@ -229,7 +229,7 @@ class Laplace(GaussianWeights):
 
         It equals the network's own weights if training reached a mode and nothing normalises activations. Otherwise the
         evidence of the linear model belongs to θ̄ (Antorán et al. 2022). Newton–CG finds it with the exact GGN at the
-        linear model's outputs, whatever the posterior's curvature; a Gaussian likelihood needs a single solve.
+        linear model's outputs, whatever the posterior's curvature is; a Gaussian likelihood needs a single solve.
 
         Args:
             x0: the weights (D,) to start from, such as the mode under a neighbouring prior; None starts at θ*.
@@ -263,11 +263,11 @@ class Laplace(GaussianWeights):
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
 
-        `print(post.plan(8))` shows a table for each, for 8 draws or rows: the possible routes with the products that
-        they take at least (for a formed kernel J Jᵀ, gradients) and their bytes, the route that is taken, and why the
-        rest are not possible. `deviations(method=...)` takes another route. Structured curvatures need no solve:
+        `print(post.plan(8))` shows a table for each, for 8 draws or rows: the possible routes, with the least number of
+        products that they take (for a formed kernel J Jᵀ, gradients) and their bytes, the route that is taken, and why
+        the rest are not possible. `deviations(method=...)` selects another route. Structured curvatures need no solve:
         their predictions come from the layers. Raises TypeError or ValueError unless columns is a whole number, at
-        least 1. Nothing is solved; whether a prior precision is below the rounding of J Jᵀ is known only once that is
+        least 1. Nothing is solved; whether a prior precision is below the rounding of J Jᵀ is known only once J Jᵀ is
         formed.
         """
         return plan(self.terms, checked_whole("columns", columns, 1))
@@ -301,14 +301,14 @@ class Laplace(GaussianWeights):
         posterior (Friel & Pettitt 2008), with the log-likelihood times 1/T.
 
         Likelihood and scatter are evaluated at θ*, or at the linear model's own mode θ̄ (`linear_mode`), with P at θ*
-        in both cases; at θ̄ the result is the exact evidence of the linear model if the likelihood is Gaussian. Where
+        in both cases; at θ̄ the result is the exact evidence of the linear model if the likelihood is Gaussian. If
         layers normalise activations or weights, the scale of θ* is arbitrary, and only θ̄ gives an evidence for the
         prior (Antorán et al. 2022).
 
-        The log-determinants are exact where P has a closed form, and up to 1,024 weights, where they cost D products,
-        once for all diagonal priors. Otherwise `co.linalg.logdet` estimates them for this prior (`co.evidence.grid`
-        and `maximize` serve many priors at once). Under a prior operator that is neither a closed form nor a
-        curvature plus a number, its smallest eigenvalue is estimated too, and the reason is UNVERIFIED.
+        The log-determinants are exact if P has a closed form, and up to 1,024 weights, where they cost D products, once
+        for all diagonal priors. Otherwise `co.linalg.logdet` estimates them for this prior (`co.evidence.grid` and
+        `maximize` cover many priors at once). Under a prior operator that is neither a closed form nor a curvature plus
+        a number, its smallest eigenvalue is estimated too, and the reason is UNVERIFIED.
 
         Under your own loss (`co.likelihoods.FromLoss`) the likelihood is exp(−loss) without its normalising constant:
         such evidences compare priors, and networks under one loss, but neither losses nor their options. The
@@ -317,20 +317,20 @@ class Laplace(GaussianWeights):
 
         The value carries gradients in the prior precision, and in the likelihood's hyperparameters if the curvature
         does (GGN, EmpiricalFisher; for the single noise of a Gaussian likelihood also KFAC, EKFAC, diagonals, blocks
-        and the Hessian, built while gradients are on), with θ* held fixed. (θ̄ moves with them, which to first order
-        changes nothing: it maximises likelihood and prior.)
+        and the Hessian, built while gradients are on), with θ* held fixed. (θ̄ moves with them, but this changes
+        nothing to first order, because θ̄ maximises likelihood and prior.)
 
         Args:
-            rtol: relative accuracy of an estimated log-determinant, on which at most 4,000 products are spent; the
+            rtol: the relative accuracy of an estimated log-determinant, for which at most 4,000 products are spent; the
                 estimate's `reason` says whether it was reached.
-            generator: source of the probes.
-            mode: "map" for θ*, "linear" for θ̄, at the products of `linear_mode`; "auto" is "linear" for a module with
+            generator: the source of the probes.
+            mode: "map" for θ*, "linear" for θ̄, at the cost of `linear_mode`; "auto" is "linear" for a module with
                 normalisation layers (a module whose class is called …Norm), otherwise "map".
 
         Returns:
             An `Evidence`: an `Estimate` with `log_likelihood`, `scatter` ((θ − m)ᵀA(θ − m)), `log_determinant_ratio`
-            (an Estimate), `effective_parameters` (an Estimate, computed on first access) and `mode`, where they were
-            evaluated. If the mode was not found, its `reason` is the mode's.
+            (an Estimate), `effective_parameters` (an Estimate, computed on first access) and the `mode` at which they
+            were evaluated. If the mode was not found, its `reason` is that of the mode.
 
         Raises:
             ValueError: a gradient in anything else is required; the curvature belongs to other data, to another
@@ -344,13 +344,13 @@ class Laplace(GaussianWeights):
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
 
-        It is exact or estimated as `log_evidence` is, with as many products; under a prior operator and beyond 1,024
-        weights it takes a solve for each of at most 200 probes. The value carries gradients where P has a closed form
-        and the prior is a number or a vector.
+        It is exact or estimated as `log_evidence` is, with as many products; under a prior operator with more than
+        1,024 weights it takes a solve for each of at most 200 probes. The value carries gradients if P has a closed
+        form and the prior is a number or a vector.
 
         Args:
             rtol: as in `log_evidence`.
-            generator: source of the probes.
+            generator: the source of the probes.
 
         Raises:
             ValueError: a gradient is required, and P has no closed form.
@@ -379,20 +379,20 @@ class Laplace(GaussianWeights):
                 built, with the same options.
             rank: the rank of a low-rank form; None lets it grow to an error of 1 %. A rank alone implies
                 form="low_rank".
-            generator: source of the sketch, and of the draws of a curvature that is built as this one was.
+            generator: the source of the sketch, and of the draws of a curvature that is built as this one was.
             check_mode: as in `co.laplace`.
             form: the form in which this posterior is kept. None keeps it unchanged; a GGN then keeps its data, too, and
                 each product walks over the data of all tasks. "low_rank" keeps its curvature as U diag(s) Uᵀ, plus the
                 prior's diagonal; "low_rank_diagonal" adds the exact diagonal of the remainder. "kronecker", for KFACs,
                 keeps their *sum* in each layer as the nearest Kronecker product (Van Loan & Pitsianis 1993), plus the
-                prior's diagonal: the new posterior then has a closed form, as KFAC under a number has.
+                prior's diagonal: the new posterior then has a closed form, as KFAC with a number has.
 
         Returns:
-            The new posterior, of temperature 1; its `compression` is the error of the form.
+            The new posterior, with temperature 1; its `compression` is the error of the form.
 
         Raises:
-            ValueError: data that this posterior already contains, other selected parameters, a curvature that does not
-                record how it was built while none is given, or a form that does not exist or does not fit.
+            ValueError: this posterior already contains the data, other parameters are selected, no curvature is given
+                and this one does not record how it was built, or the form does not exist or does not fit.
         """
         return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
 
@@ -408,13 +408,13 @@ def laplace(
     """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 
     Args:
-        lin: the linearisation, by `co.linearize`.
+        lin: the linearisation, from `co.linearize`.
         curvature: G, an operator class to be built from `lin`, or an operator (D, D).
         prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
             + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
             number} that matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive
             semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
-            Or an earlier posterior: yesterday's posterior is today's prior, with its mean and its temperature.
+            Or an earlier posterior, which then is the prior, with its mean and its temperature.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -427,11 +427,11 @@ def laplace(
         A `Laplace`. No matrix is formed.
 
     Raises:
-        ValueError: a prior precision that is not positive and finite, that does not name each parameter once, or that
-            is an operator not known to be positive semidefinite; a temperature that is not positive; a curvature of
-            another size, at other weights or not known to be symmetric; G + A found to be indefinite; or (with
-            check_mode) a gradient that is not finite.
-        TypeError: an argument of another kind, or parameters in half precision.
+        ValueError: the prior precision is not positive and finite, does not name each parameter once, or is an operator
+            not known to be positive semidefinite; the temperature is not positive; the curvature has another size, was
+            linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode) a
+            gradient is not finite.
+        TypeError: an argument is of another kind, or parameters are in half precision.
 
     A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
     Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
@@ -445,7 +445,7 @@ def laplace(
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:
-    """Return "map" or "linear", as given or, for "auto", "linear" where a layer normalises activations or weights."""
+    """Return "map" or "linear", as given or, for "auto", "linear" if a layer normalises activations or weights."""
     check_choice("mode", mode, ("auto", "map", "linear"))
     if mode != "auto":
         return str(mode)

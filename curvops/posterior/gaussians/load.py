@@ -29,15 +29,15 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
     Args:
         operator: a curvature (D, D), its sum with a prior or its inverse: co.KFAC(lin), co.low_rank(op), …. A GGN, a
             Fisher or a Hessian is saved by reference to its data, which `co.load` then needs.
-        path: the folder; it is created with its parent folders. An operator in it is replaced in one step.
+        path: the folder; it is created with its parent folders. An earlier operator in it is replaced in one step.
         lin: the linearisation that the operator belongs to; its weights and fingerprints are saved.
         inputs: inputs of one or two points, to save in place of the first two training inputs.
 
     Raises:
         OSError: the folder could not be written (a full disk); an earlier operator is unchanged.
         FileExistsError: the path is a file, or contains something other than an operator.
-        ValueError: an operator of another size, of other weights, or of a class that cannot be saved.
-        TypeError: an argument of another kind; to save a posterior, use post.save(path).
+        ValueError: the operator has another size, other weights, or a class that cannot be saved.
+        TypeError: an argument is of another kind; to save a posterior, use post.save(path).
 
     Gradients are not saved. Cost: writing as many numbers as the operator has.
     """
@@ -69,15 +69,15 @@ def load(
     Args:
         path: the folder.
         model: the network as it was linearised, an `nn.Module` or a pair (function, parameters), with the same weights,
-            buffers and dtype; the posterior is made on its device.
-        data: the training data as in `co.linearize`, in any batches and order (with a Monte-Carlo Fisher in their
-            order then). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank,
+            buffers and dtype; the posterior is placed on its device.
+        data: the training data as in `co.linearize`, in any batches and order (with a Monte-Carlo Fisher, in their
+            original order). Without them, a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank,
             dense, blocks, subnetwork) predicts, samples and has its evidence (at mode="map"), and methods that need the
             data raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
         likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
             saved.
         memory_budget: as in `co.linearize`.
-        progress: likewise.
+        progress: as in `co.linearize`.
 
     Returns:
         The saved object: a `Laplace`, a `GaussianPosterior` or an operator. If the curvature has a structure, its
@@ -86,9 +86,9 @@ def load(
 
     Raises:
         FileNotFoundError: nothing was saved there.
-        ValueError: another model, other data or another likelihood than saved, with the difference named; files that
-            are truncated, changed, or of a newer version; a curvature that needs the data, and no data.
-        TypeError: an argument of another kind.
+        ValueError: the model, the data or the likelihood differ from those saved (the message names the difference);
+            files are truncated, changed, or of a newer version; or the curvature needs the data, and none are given.
+        TypeError: an argument is of another kind.
 
     Nothing in the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one pass over these.

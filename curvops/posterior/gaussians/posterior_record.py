@@ -32,7 +32,7 @@ def record_of_posterior(post: Any, inputs: Any = None) -> dict[str, Any]:
     lin, prior, cache = post.lin, post.prior, post.cache
     likelihood = cache.known("log likelihood")
     if likelihood is None and not isinstance(cache.data, str):
-        # A file without it is better than none where the data can no longer be read.
+        # If the data can no longer be read, a file without it is better than none.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             likelihood = cache.log_likelihood().detach()
     return {
@@ -55,7 +55,7 @@ def record_of_gaussian(
 ) -> dict[str, Any]:
     """Return the record of a Gaussian that is not Laplace's; raise ValueError for an operator that cannot be saved.
 
-    Of an operator and its lazy inverse, only the operator is recorded.
+    If one operator is the lazy inverse of the other, only the other is recorded.
     """
     kept: dict[str, Any] = {"covariance": None, "precision": None}
     for name, operator, other in (("covariance", covariance, precision), ("precision", precision, covariance)):
@@ -71,7 +71,7 @@ def read_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, An
 
 
 def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
-    """Return the arguments of `Laplace` that a record holds, beside the linearisation."""
+    """Return the arguments of `Laplace` that a record holds, in addition to the linearisation."""
     device, known = lin.theta.device, record["prior"]
     curvature, precision = operator_of_record(record["curvature"], lin), value_of_record(known["precision"], lin)
     check_operator("the saved curvature", curvature, lin.model)

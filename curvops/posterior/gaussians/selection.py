@@ -1,9 +1,9 @@
-"""Selecting the weights to infer: scores that rank them, and the distance of a subnetwork's posterior to the full.
+"""Selecting the weights to infer: scores that rank them, and the distance of a subnetwork's posterior to the full one.
 
 Daxberger et al. 2021: among Gaussians over S weights with a point mass on the others, the one over the S largest
 marginal variances is nearest to the full posterior in Wasserstein distance, for a diagonal precision. Weights that no
-output depends on have the largest variance of all; a selection of them predicts without any uncertainty, of which
-`InertWeights` warns.
+output depends on have the largest variance of all; if only such weights are selected, predictions have no uncertainty.
+`InertWeights` warns of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _swag(given: Ingredients) -> Tensor:
         squares = squares + gap * (weights.detach() - mean)
     if count < 2:
         raise ValueError(
-            f"snapshots= gave {count}; a variance needs two, better 30. A generator can be read only once."
+            f"snapshots= gave {count}; a variance needs at least two, better 30. A generator can be read only once."
         )
     return squares / (count - 1)
 
@@ -90,9 +90,9 @@ def _random(given: Ingredients) -> Tensor:
 
 
 COLUMNS = 512
-"""Right-hand sides per triangular solve."""
+"""The number of right-hand sides per triangular solve."""
 MARGINAL_SOLVES = 400
-"""Solves for the marginal variances, unless there are fewer weights: a relative error of some 5 %."""
+"""The number of solves for the marginal variances, unless there are fewer weights: a relative error of some 5 %."""
 SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "variance": lambda given: given.variance,
     "swag": _swag,
@@ -129,9 +129,9 @@ def select(
             there; "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "random".
         prior_precision: λ, as in `co.laplace` (but not an operator).
         modules: a glob or globs over parameter names; only their weights can be selected.
-        x: the inputs of "predictive"; by default the training inputs.
+        x: the inputs for "predictive"; by default the training inputs.
         snapshots: the weights for "swag", as vectors (D,) or mappings by name, at least two.
-        generator: source of "random" and of the probes of "marginal".
+        generator: the source of "random" and of the probes of "marginal".
 
     Returns:
         Indices for `co.linearize(…, parameters=indices)` if `lin` selects all trainable parameters, for
@@ -141,11 +141,11 @@ def select(
     weights. "predictive" costs as much again at x; "marginal" adds its solves.
 
     Raises:
-        TypeError, ValueError: k is not a whole number between 1 and the number of weights to choose from, an unknown
-            score, a glob that matches nothing, snapshots that are missing, fewer than two or of another size, or a
-            prior operator.
+        TypeError, ValueError: k is not a whole number between 1 and the number of weights to choose from, the score is
+            unknown, a glob matches nothing, snapshots are missing, fewer than two or of another size, or the prior is
+            an operator.
 
-    Warns with `InertWeights`, naming their share, where weights without curvature are selected; not under "swag",
+    Warns with `InertWeights`, naming their share, if weights without curvature are selected; not with "swag",
     "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
@@ -206,25 +206,26 @@ def wasserstein(
     The subnetwork's precision is the conditional one, P_SS. The exact distance is tr P⁻¹ + tr P_SS⁻¹
     − 2 tr (P_SS^-½ [P⁻¹]_SS P_SS^-½)^½, computed as a sum of two non-negative parts: the variances left out, and the
     distance within S. Up to 1,024 weights P is formed and inverted; beyond, it takes S products, S solves with P and
-    the trace of the rest of P⁻¹. "diagonal" replaces P by its diagonal, for which it is the sum of the variances left
-    out.
+    the trace of the rest of P⁻¹. "diagonal" replaces P by its diagonal; the distance is then the sum of the variances
+    left out.
 
     Args:
-        post: a posterior over all weights, by `co.laplace`.
-        indices: the subnetwork's positions, such as those of `co.select`.
+        post: a posterior over all weights, from `co.laplace`.
+        indices: the subnetwork's positions, such as those from `co.select`.
         method: "exact" or "diagonal".
-        rtol: relative accuracy of the variances left out where they have to be estimated (a large P without a closed
+        rtol: the relative accuracy of the variances left out if they have to be estimated (a large P without a closed
             form), and the largest share that rounding may have.
-        generator: source of the probes.
+        generator: the source of the probes.
 
     Returns:
-        The squared distance in squared units of the weights, never negative. The reason is PRECISION_LIMIT where the
-        two Gaussians are so close within S that rounding decides; the bias bound says by how much.
+        The squared distance in squared units of the weights, never negative. The reason is PRECISION_LIMIT if the two
+        Gaussians are so close within S that rounding decides; the bias bound says by how much.
 
     Memory: four matrices of S² numbers in float64, 3.2 GB at S = 10,000, and 64 vectors at a time.
 
     Raises:
-        TypeError, ValueError: not a posterior, an unknown method, indices out of range or repeated.
+        TypeError, ValueError: `post` is not a posterior, the method is unknown, or indices are out of range or
+            repeated.
     """
     check_posterior(post, "wasserstein")
     check_generator(generator)
@@ -261,7 +262,7 @@ def _parts_of_inverse(
     if form is None and len(rest) <= routes.WHOLE:
         whole = principal_block(P, torch.arange(len(rest), device=P.device)).double()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(whole))
-        # P⁻¹EP⁻¹ for an error E of P, its products' rounding.
+        # P⁻¹EP⁻¹ for an error E of P, the rounding of its products.
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
@@ -277,7 +278,7 @@ def _parts_of_inverse(
 
 
 def _solve_in_place(factor: Float[Tensor, "S S"], block: Float[Tensor, "S K"]) -> Float[Tensor, "S K"]:
-    """Replace B by L⁻¹ B, some columns at a time: matrices of S² numbers may be large."""
+    """Replace B by L⁻¹ B, some columns at a time, since matrices of S² numbers may be large."""
     for start in range(0, block.shape[1], COLUMNS):
         part = slice(start, start + COLUMNS)
         block[:, part] = torch.linalg.solve_triangular(factor, block[:, part], upper=False)

@@ -1,4 +1,4 @@
-"""A Laplace posterior under another prior, under another noise, or after further data, and the checks of a new one."""
+"""A Laplace posterior under another prior, another noise or after further data, and the checks of a new posterior."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
 
 MODE_TOLERANCE = 0.1
-"""A gradient of the log posterior above this share of the prior's own does not belong to a mode."""
+"""A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
 
 
 class NotAMode(UserWarning):
@@ -28,13 +28,13 @@ class NotAMode(UserWarning):
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
-BY_NOISE = "make the posterior again, of a linearisation whose likelihood has the other noise."
+BY_NOISE = "build the posterior again, from a linearisation whose likelihood has the other noise."
 Updated = TypeVar("Updated", bound=Any)
 """The type of `Laplace`, whose class calls these functions."""
 
 
 def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Linearization | None = None) -> Prior:
-    """Return the prior that a user's arguments mean, as `read_prior` does; it may be an earlier posterior.
+    """Return the prior that a user's arguments describe, as `read_prior` does; it may be an earlier posterior.
 
     The data of that posterior must not be those of the linearisation.
     """
@@ -42,7 +42,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Lineari
         return read_prior(prior_precision, prior_mean, network)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
         raise ValueError(
-            "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
+            "prior_precision is an earlier posterior, which has its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
     return read_prior(prior_precision.prior_for(lin)[0], prior_precision.mean, network, posterior=True)
@@ -90,7 +90,7 @@ def add_data(
 
 
 def mode_gap(terms: PrecisionTerms) -> float:
-    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are unknown."""
+    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*; NaN if the data are unknown."""
     of_prior, of_data = terms.prior.gradient(terms.lin.theta), terms.cache.gradient()
     if of_data is None:
         return math.nan
@@ -99,14 +99,14 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` where the weights are not a mode."""
+    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` if the weights are not a mode."""
     check_flag("check_mode", check_mode)
     require_usable(post.terms)
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
-            "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
-            "training points do (see lin.outputs()); repair the model, or leave these points out."
+            "the gradient of the log-likelihood holds NaN or Inf, because the model's outputs or their derivatives at "
+            "some training points do (see lin.outputs()): correct the model, or leave these points out."
         )
     if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
         warnings.warn(

@@ -1,9 +1,9 @@
 """Log-determinants of a posterior's precision and its effective number of parameters, for every prior precision.
 
 log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ are computed by one of the routes of `solve_routes.determinants`: the closed
-form of G + A (that of `(G + A).logdet()`), all eigenvalues of G, those of function space, a quadrature prepared for a
-range of priors, or probes at this A alone. Under an operator A, the determinants of G + A and of A are computed one by
-one: by their closed forms, exactly where G may be decomposed, otherwise by probes.
+form of G + A (as in `(G + A).logdet()`), all eigenvalues of G, those of function space, a quadrature prepared for a
+range of priors, or probes at this A alone. If A is an operator, the determinants of G + A and of A are computed
+separately: by their closed forms, exactly if G may be decomposed, otherwise by probes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of
 
 SHARE_ROUNDINGS = 4
-"""Units of rounding, relative to itself, in an entry of A P⁻¹ by a closed form."""
+"""The error of an entry of A P⁻¹ by a closed form, in units of rounding relative to the entry itself."""
 
 
 def log_ratio(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -72,7 +72,7 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
     """Return the facts under a prior that is a number or a vector, and the route that follows from them.
 
-    Where there is a closed form the other facts are skipped: it comes first.
+    If there is a closed form it comes first, and the other facts are skipped.
     """
     if terms.closed_form is not None:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
@@ -95,7 +95,7 @@ def _log_diagonal(terms: PrecisionTerms, A: Tensor) -> Tensor:
 
 
 def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: float) -> Estimate:
-    """Compute log det(G + A) − log det A with its gradient; P's own shift exceeds A where G itself is damped."""
+    """Compute log det(G + A) − log det A with its gradient; P's own shift exceeds A if G itself is damped."""
     unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
@@ -108,7 +108,7 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
 
 
 def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Compute log det(G + A) − log det A under an operator A, where rtol applies to each determinant."""
+    """Compute log det(G + A) − log det A under an operator A; rtol applies to each determinant."""
     try:
         reference = _logdet_of(terms.prior.precision, rtol, generator)
     except NotPositiveSemidefinite as error:
@@ -130,7 +130,7 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
 
 
 def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-    """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd, with gradients where G + A has a closed form."""
+    """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd, with gradients if G + A has a closed form."""
     terms.cache.require_gradients()
     form, A = terms.closed_form, terms.A
     if form is not None and A is not None:
@@ -169,15 +169,15 @@ def _count_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 
 
 def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Compute tr(G (G + A)⁻¹) under an operator A: densely where G may be decomposed, else by probes."""
+    """Compute tr(G (G + A)⁻¹) under an operator A: densely if G may be decomposed, otherwise by probes."""
     if len(terms.lin.theta) <= routes.WHOLE:
         known = decompose(terms.cache)
         G = known.semidefinite_part()
         if terms.sum.error is None:
             P = G + terms.prior.precision.to_dense().double()
-        else:  # the stored sum is a different one
+        else:  # the stored sum is a different matrix
             P = terms.precision.to_dense().double()
-        definite_logdet(P)  # an indefinite one is rejected by name
+        definite_logdet(P)  # rejects an indefinite one by name
         factor = torch.linalg.cholesky(P)
         error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
         return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
@@ -188,7 +188,7 @@ def _count_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
 def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate | None:
     """Compute 1 − A_dd (P⁻¹)_dd of each weight (D,), or their sum under a scalar A; together they are tr(P⁻¹G).
 
-    Returns None where probes would be needed for this A alone, or A is an operator.
+    Returns None if probes would be needed for this A alone, or A is an operator.
     """
     cache, A = terms.cache, terms.A
     if A is None:
@@ -211,7 +211,7 @@ def shares_of_weights(terms: PrecisionTerms, rtol: float, generator: torch.Gener
 def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
     """Find the linear model's mode by the normal equations; return None unless the curvature is its whole Hessian.
 
-    That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
+    This is the case for the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
     """
     cache, curvature, A = terms.cache, terms.curvature, terms.A
     if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(cache.data, str):
@@ -230,7 +230,7 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
 
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
-    """Spend the products that serve every scalar prior precision from `smallest` upwards; none for a closed form."""
+    """Spend the products that every scalar prior precision from `smallest` upwards needs; none for a closed form."""
     theta = cache.lin.theta
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):

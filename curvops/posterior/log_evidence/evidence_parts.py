@@ -21,29 +21,29 @@ from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihoo
 class Evidence(Estimate):
     """The log evidence log p(data) = log_likelihood − ½ (scatter + log_determinant_ratio) in nats, with its parts.
 
-    Returned by `post.log_evidence()`. Under a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
+    `post.log_evidence()` returns it. Under a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
 
-    It is an `Estimate` with the error bar of the log-determinants; the other parts are exact. Its sum with a constant
-    and its multiples have no such parts, and are plain Estimates.
+    It is an `Estimate` with the error bar of the log-determinants; the other parts are exact. Sums with a constant and
+    multiples have no such parts, and are plain Estimates.
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)
-    """Σ_n log p(y_n | x_n, θ) in nats at the weights θ, times `power`."""
+    """The sum Σ_n log p(y_n | x_n, θ) in nats at the weights θ, times `power`."""
     scatter: Float[Tensor, ""] = field(kw_only=True)
-    """(θ − m)ᵀA(θ − m) around the prior's mean m: twice the cost of θ under the prior, in nats."""
+    """The form (θ − m)ᵀA(θ − m) around the prior's mean m: twice the cost of θ under the prior, in nats."""
     log_determinant_ratio: Estimate = field(kw_only=True)
-    """log det P − log det A: twice the information about the weights in the data, in nats."""
+    """The difference log det P − log det A: twice the information about the weights in the data, in nats."""
     count: Callable[[], Estimate] = field(kw_only=True)
     theta: Float[Tensor, " D"] = field(kw_only=True)
     """The weights θ at which likelihood and scatter are evaluated."""
     mode: str = field(kw_only=True)
-    """Which weights these are: "map" for the network's own θ*, "linear" for the mode of its linear model."""
+    """The kind of these weights: "map" for the network's own θ*, "linear" for the mode of its linear model."""
     power: float = field(kw_only=True)
-    """1/T of a tempered likelihood, the factor in `log_likelihood`."""
+    """The power 1/T of a tempered likelihood, the factor in `log_likelihood`."""
 
     @cached_property
     def effective_parameters(self) -> Estimate:
-        """γ = tr(P⁻¹G), computed on first access: `post.effective_parameters` with the same tolerance."""
+        """The number γ = tr(P⁻¹G), computed on first access: `post.effective_parameters` with the same tolerance."""
         return self.count()
 
     @property
@@ -83,7 +83,7 @@ def find_evidence(
     """Compute the log evidence with its parts; the search for the linear model's mode starts at `start`."""
     cache, theta = terms.cache, terms.lin.theta
     cache.require_gradients()
-    if mode == "map":  # unknown data are rejected before products are spent
+    if mode == "map":  # rejects unknown data before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
         found = find_mode(terms, start)
@@ -104,7 +104,7 @@ def add_up(
     mode: str,
     power: float = 1.0,
 ) -> Evidence:
-    """Return the evidence that its parts add up to."""
+    """Return the evidence as the sum of its parts."""
     return Evidence(
         **_numbers(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
         log_likelihood=log_likelihood,

@@ -27,7 +27,7 @@ class Ending(Enum):
         "more samples."
     )
     STEPS_SPENT = (
-        "The steps were spent before the hyperparameters stopped changing. Continue from the posterior returned, or "
+        "The steps were spent before the hyperparameters stopped changing. Continue from the returned posterior, or "
         "raise steps."
     )
 
@@ -36,20 +36,20 @@ class Ending(Enum):
 class TuningStep(Summarised):
     """One step of a tuning: the hyperparameters before it, the effective parameters at them, and its cost.
 
-    Tensors have an entry for each group of weights with its own precision. If that is each single weight, they
+    Tensors have an entry for each group of weights with its own precision. If every single weight is a group, they
     have one entry: the geometric mean of the precisions and the sum of the counts.
     """
 
     prior_precision: Float[Tensor, " G"]
     effective_parameters: Float[Tensor, " G"]
     stderr: Float[Tensor, " G"]
-    """Standard errors of the effective parameters, from the samples or probes; 0 where these are exact."""
+    """Standard errors of the effective parameters, from the samples or probes; 0 if these are exact."""
     noise: float | None
     """The variance of a Gaussian likelihood, if it is tuned."""
     matvecs: int
-    """Products with P that the step took."""
+    """The number of products with P that the step took."""
     saved: float = 0.0
-    """Products that draws started from zero would have taken in addition, estimated by the rate of convergence."""
+    """The further products that draws started from zero would have taken, estimated by the convergence rate."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +58,7 @@ class Tuning(Summarised, Tabular):
 
     method: str
     groups: tuple[str, ...]
-    """The groups of weights with a precision of their own: layers, or "all"; "weights" if each has its own."""
+    """The groups of weights with their own precision: layers, or "all"; "weights" if each weight has its own."""
     mode: str
     """Whether the weights stayed ("map") or moved to the linear model's mode with each step ("linear")."""
     steps: tuple[TuningStep, ...]
@@ -66,7 +66,7 @@ class Tuning(Summarised, Tabular):
     oscillated: bool = False
     """Whether MacKay's update oscillated, so that its steps were halved."""
     targets: float | None = None
-    """How many numbers the noise was estimated from (for weighted points the sum of weights), if it was tuned."""
+    """How many values the noise was estimated from (for weighted points the sum of weights), if it was tuned."""
 
     @property
     def converged(self) -> bool:
@@ -75,16 +75,16 @@ class Tuning(Summarised, Tabular):
 
     @property
     def matvecs(self) -> int:
-        """Products with P in total."""
+        """The total number of products with P."""
         return sum(step.matvecs for step in self.steps)
 
     @property
     def matvecs_saved(self) -> float:
-        """Products saved by starting draws from those of earlier steps, as estimated for each step."""
+        """The number of products saved by starting draws from those of earlier steps, as estimated for each step."""
         return sum(step.saved for step in self.steps)
 
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
-        """Return the interval of each precision, which γ directions determine as γ draws determine a variance (χ²).
+        """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).
 
         It belongs to the last step and does not include the sampling error of γ. Raises ValueError for a level outside
         (0, 1). Warns with `StepsSpent` if the tuning has not converged: the interval is then not around the optimum.
@@ -95,7 +95,7 @@ class Tuning(Summarised, Tabular):
         return last.prior_precision * low, last.prior_precision * high
 
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the interval of the noise, from the M − γ targets that the weights do not use up.
+        """Return the interval of the noise, from the M − γ degrees of freedom that the weights leave in M targets.
 
         Raises ValueError for a level outside (0, 1), and if the noise was not tuned. Warns as `prior_interval` does.
         """

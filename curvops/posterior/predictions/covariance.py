@@ -22,9 +22,9 @@ from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK = 128
-"""Rows of J that are solved for at a time, if memory has room for them."""
+"""The number of rows of J that are solved for at a time, if memory has room for them."""
 BLOCK_NUMBERS = 2**18
-"""A block of rows of few weights has up to this many numbers: each solve has its own fixed cost."""
+"""The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
 FEW = 64
 """Up to this many outputs per point, variances are read from the blocks, which cost little more."""
 
@@ -40,7 +40,7 @@ class PointBlocks(Operator):
         raise NotImplementedError
 
     def _require_room(self, memory_budget: int) -> None:
-        """Raise ValueError where the blocks take more than the budget."""
+        """Raise ValueError if the blocks take more than the budget."""
         needed = self.shape.numel() * self.dtype.itemsize
         if needed > max(memory_budget, LEAST_ROOM):
             n, c = self.shape[:2]
@@ -126,7 +126,7 @@ def with_graph(
     by_structure: Callable[[JacobianRows], Tensor | None],
     by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
 ) -> Tensor:
-    """Compute a covariance with its gradient in the inputs, by the structure of P or by solves for the rows of J."""
+    """Compute a covariance with its gradient in the inputs, from the structure of P or by solves for the rows of J."""
 
     def compute(rows: JacobianRows) -> Tensor:
         found = by_structure(rows)
@@ -138,7 +138,7 @@ def with_graph(
 
 @torch.no_grad()
 def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
-    """Solve with P for the rows, which are treated as constants."""
+    """Solve with P for the rows, which count as constants."""
     width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
     with holding(jacobian, beside):
         return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
@@ -153,10 +153,10 @@ def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"],
 class PointCovariance(PointBlocks):
     """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C); points are treated as independent.
 
-    With more rows per block (`outputs`), a block is the joint covariance of several points.
-    The first use solves N·C systems with P, in blocks (none for a structured P, see `operators.point_covariance`). The
-    result takes N·C² numbers, variances alone N·C, and is kept unless a gradient in the prior precision or the
-    likelihood's hyperparameters is required.
+    With more rows per block (`outputs`), a block is the joint covariance of several points. The first use solves N·C
+    systems with P, in blocks (none for a structured P, see `operators.point_covariance`). The result takes N·C²
+    numbers, or N·C for variances alone, and is kept unless a gradient in the prior precision or the likelihood's
+    hyperparameters is required.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class PointCovariance(PointBlocks):
         return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
 
     def _points_at_a_time(self, together: int) -> int:
-        """Return the number of points with a block's rows in all, fewer where memory is short; at least `together`."""
+        """Return the number of points that make one block of rows, fewer if memory is short; at least `together`."""
         jacobian, _ = self._args
         rows = jacobian.passes.engines.plan.num_outputs
         block = max(BLOCK, BLOCK_NUMBERS // jacobian.shape[-1])
@@ -248,7 +248,7 @@ def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tenso
 
 
 def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
-    """Return the bytes to hold beside all rows of J.
+    """Return the bytes to hold in addition to all rows of J.
 
     Returns None if memory has no room for the rows, a parameter has no layer rule, or a gradient is recorded.
     """
@@ -262,7 +262,7 @@ class JointCovariance(Product):
     """The covariance J W Jᵀ over all outputs of all points together, (N·C, N·C), formed on demand."""
 
     def to_dense(self) -> Tensor:
-        """Form the matrix; raise ValueError where it exceeds the memory budget."""
+        """Form the matrix; raise ValueError if it exceeds the memory budget."""
         jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
         if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
             raise ValueError(

@@ -78,7 +78,7 @@ def dyadic_score(
 ) -> Estimate:
     """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
-    It measures how predictions vary together, which a mean over points does not.
+    It measures how predictions vary together, which a mean over points does not show.
     """
     order, copies = (index.to(log_p.device) for index in draw_pairs(log_p.shape[1], generator))
     return log_mean_exp((log_p[:, order] * copies).sum(1), error)

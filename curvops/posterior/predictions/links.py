@@ -51,7 +51,7 @@ def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
-    """Return the probabilities that each of two rewards is the larger, by their difference."""
+    """Return the probability of each of two rewards being the larger, from their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
     first = scale_logits(mean[:, 0] - mean[:, 1], apart)
     return torch.stack([first, -first], -1).sigmoid()
@@ -77,12 +77,12 @@ def bridge(
     known = total > c * eps * variance.sum(-1, keepdim=True)
     share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
     f = mean - share * mean.sum(-1, keepdim=True)
-    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # the rounding error of a difference
+    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # the rounding error of the difference
     if normalised:
         scale = (v.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
         f, v = f / scale.sqrt(), v / scale
     log_sum = torch.logsumexp(-f, -1, keepdim=True)
-    log_alpha = f + log_sum - 2 * math.log(c)  # in logs: e^f overflows at 89 in float32
+    log_alpha = f + log_sum - 2 * math.log(c)  # in logs, because e^f overflows at 89 in float32
     if c > 2:
         log_alpha = torch.logaddexp(log_alpha, log_alpha.new_tensor(math.log(1 - 2 / c)))
     return (log_alpha - v.log()).softmax(-1)

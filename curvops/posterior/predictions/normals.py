@@ -1,7 +1,7 @@
-"""Normal distributions of the outputs: those of gpytorch, without its floor under variances.
+"""Normal distributions of the outputs: gpytorch's, without its floor under variances.
 
 gpytorch raises each variance to at least `settings.min_variance` (1e-6 in float32, 1e-10 in float64), warns that it was
-negative and cuts its gradient; for targets of order 1e-3 that affects most variances. Results computed from a
+negative and cuts its gradient; for targets of order 1e-3 this affects most variances. Results computed from a
 distribution of these classes (slices, sums, the marginal of a gpytorch likelihood) belong to these classes, too.
 """
 
@@ -38,11 +38,11 @@ class Normal(MultivariateNormal):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of values (..., *event), in nats; raise ValueError for values of another shape."""
         _check_event(value, self.loc.shape[-1:])
-        with settings.fast_computations.log_prob(True):  # by the operator; else by a factor, with what jitter it takes
+        with settings.fast_computations.log_prob(True):  # uses the operator; otherwise a factor with some jitter
             density: Tensor = super().log_prob(value)
         return density
 
-    def __radd__(self, other: Any) -> MultivariateNormal:  # also where ours stands to the right of gpytorch's own
+    def __radd__(self, other: Any) -> MultivariateNormal:  # also if ours is on the right of gpytorch's own
         return self if isinstance(other, int | float) and other == 0 else self + other
 
 
@@ -116,7 +116,7 @@ class SampledNormal(Normal):
 
     @property
     def variance_stderr(self) -> Float[Tensor, "*N C"]:
-        """The standard error of each variance, √(2/k) times it: k σ̂²/σ² is χ² with k degrees of freedom."""
+        """The standard error of each variance, √(2/k) times the variance: k σ̂²/σ² is χ² with k degrees of freedom."""
         return self.variance * (2 / self._known_draws()) ** 0.5
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
@@ -128,9 +128,9 @@ class SampledNormal(Normal):
 
 
 def _check_event(value: Tensor, event: torch.Size) -> None:
-    """Raise ValueError where gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
+    """Raise ValueError if gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
     if value.shape[-len(event) :] != event:
         raise ValueError(
             f"values of shape {tuple(value.shape)} do not end with the event's shape {tuple(event)}, that of the mean: "
-            "transpose them, or squeeze(-1) those of one output."
+            "transpose them, or use squeeze(-1) for a single output."
         )

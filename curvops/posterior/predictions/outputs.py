@@ -5,9 +5,9 @@
 | N(θ*, T P⁻¹)                 | normal, with the covariance T J P⁻¹ Jᵀ                          | `NormalOutputs`  |
 | draws θ_k of it              | normal, with the mean of J z_k (J z_k)ᵀ over z_k = θ_k − θ*      | `DrawnOutputs`   |
 
-Where the Gaussian stands at a `step` from θ*, the mean of the outputs moves by J times it, and z_k start from there.
+If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs moves by J times it, and z_k start there.
 
-`network_outputs` computes those of the network itself: many draws in one pass where `vmap` allows it.
+`network_outputs` computes the outputs of the network itself: many draws in one pass if `vmap` allows it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
 from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_numbers
 
 OUTPUT_DRAWS = 1000
-"""Draws of the outputs at each point for averages over them, if no samples are given."""
+"""The number of draws of the outputs at each point for averages over them, if no samples are given."""
 DRAWN_NUMBERS = 2**23
 """How many numbers these draws take at a time."""
 SHARE = 4
-"""The activations of one pass take at most this fraction (one part in so many) of the memory that is left."""
+"""The activations of one pass take at most one part in this many of the memory that is left."""
 LARGE = 2**18
-"""Bytes of activations per draw from which passes of several draws at once gain nothing on a CPU (convolutions with
-weights of their own for each draw take 2.5 times as long)."""
+"""Bytes of activations per draw above which passes of several draws at once gain nothing on a CPU (convolutions with
+different weights for each draw take 2.5 times as long)."""
 
 
 OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
@@ -115,8 +115,8 @@ class NormalOutputs(OutputDistribution):
         inverse = self.inverse_for(rows, rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
-                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have a "
-                "gradient in one of them, not in both. Detach one."
+                "x requires a gradient, and so does the prior precision or the likelihood's noise, but covariances "
+                "have a gradient in only one of them. Detach one."
             )
         if together is None:
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
@@ -175,7 +175,7 @@ class DrawnOutputs(OutputDistribution):
 
 
 def normals_for(outputs: OutputDistribution, generator: torch.Generator | None) -> PointNormals | None:
-    """Return the numbers for draws of normal outputs; None where outputs are draws already."""
+    """Return the numbers for draws of normal outputs; None if the outputs are draws already."""
     return PointNormals.drawn(generator) if isinstance(outputs, NormalOutputs) else None
 
 
@@ -184,7 +184,7 @@ def gaussian_draws(
 ) -> Float[Tensor, "k N C"]:
     """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular).
 
-    A point's numbers depend on its place, counted from `start`, whatever the ranks and the points at a time.
+    A point's numbers depend on its position, counted from `start`, whatever the ranks and the points at a time.
     """
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
@@ -206,7 +206,7 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
 
 @torch.no_grad()
 def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | None:
-    """Return the outputs by `vmap`, some draws and points at a time; None where it fails or is slower.
+    """Return the outputs by `vmap`, some draws and points at a time; None if it fails or is slower.
 
     The outputs of the first draw at the first points are compared with the model's own.
     """
@@ -219,7 +219,7 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
     run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # for operations that vmap runs one by one
+            warnings.simplefilter("error")  # detects operations that vmap runs one by one
             mapped = run(_named(lin, samples[:1]), first)[0]
             alone = lin.model(lin.unflatten_weights(samples[0]), first)
             slack = lin.model.eps**0.5 * alone.abs().max()

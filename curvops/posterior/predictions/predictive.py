@@ -1,6 +1,6 @@
 """Predictions of any posterior over the weights: outputs, probabilities, uncertainty, and scores of test data.
 
-A posterior supplies its outputs (`outputs.py`); each method passes them on to the file that computes its answer.
+A posterior provides its outputs (`outputs.py`); each method passes them to the file that computes its answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from curvops.posterior.predictions.uncertainty import (
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
-"""Draws of the weights for averages over them, if none are given: each costs a solve, or a pass."""
+"""The number of draws of the weights for averages over them, if none are given: each costs a solve or a pass."""
 
 
 class Predictive(ABC):
@@ -97,13 +97,13 @@ class Predictive(ABC):
             samples: draws (k, D) from `sample`. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k products with J.
                 For independent points the result has the `variance_stderr` and the `variance_interval(level)` of each
                 variance.
-            rtol: relative residual of the exact solves; None is 1e-6, and 1.5e-8 in float64.
+            rtol: the relative residual of the exact solves; None means 1e-6, and 1.5e-8 in float64.
             noise: add the observation noise of a Gaussian likelihood, for the distribution of targets.
             groups: q, for groups of q consecutive points that are joint within and independent between groups: a
                 `MultitaskMultivariateNormal` of batch shape (N / q,) over (q, C), for BoTorch's batches. No entry of a
                 covariance between groups is formed.
-            gather: over a process group, bring the predictions for the points of all ranks together on each, in their
-                order. Without it each rank predicts at its own x, whether those of the others are the same or not.
+            gather: over a process group, collect the predictions for the points of all ranks on each rank, in order.
+                Without it each rank predicts at its own x, whether or not other ranks have the same points.
 
         Covariances are lazy. Exact ones solve for N·C rows of J on first use; up to 4,096 weights, the matrix is
         formed and factorised instead once D / 8 rows have been needed. Under a structured curvature (KFAC, EKFAC,
@@ -114,9 +114,9 @@ class Predictive(ABC):
         cost of the covariance; exact solves are not repeated for it.
 
         Raises:
-            ValueError: noise=True with another likelihood, groups that do not divide N, draws of another size,
-                unsuitable inputs (see `jacobian`), or gradients required both in x and in the prior precision or the
-                noise. On first use: covariances that exceed the memory budget.
+            ValueError: noise=True is given with another likelihood, groups do not divide N, draws have another size,
+                inputs are unsuitable (see `jacobian`), or gradients are required both in x and in the prior precision
+                or the noise. On first use: covariances exceed the memory budget.
         """
         check_flag("joint", joint)
         check_flag("noise", noise)
@@ -129,14 +129,14 @@ class Predictive(ABC):
                 "uncertainty(x) for the variance, or the entropy, of its targets."
             )
         if groups is not None and joint:
-            raise ValueError("joint=True makes one group of all points; pass groups or joint=True, not both.")
+            raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
         together = None if joint else 1 if groups is None else checked_whole("groups", groups)
         mean, covariance = self._moments(x, samples, together, rtol, gather)
         if isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
         if groups is not None and not len(mean):
-            raise ValueError("x has no points, and groups need some: leave groups out where x may be empty.")
+            raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
         if joint or groups is not None:
             return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
         if samples is None or noise:
@@ -157,7 +157,7 @@ class Predictive(ABC):
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             k: the number of draws; if `samples` are given, their number.
-            generator: source of the draws.
+            generator: the source of the draws.
             samples: draws (k, D) of the weights from `sample`, for the same functions at other inputs.
             rtol: as in `sample`.
             gather: as in `predict`.
@@ -190,16 +190,16 @@ class Predictive(ABC):
                 rewards by its own variance); "mc" averages over draws of the logits (from `samples` of the weights,
                 otherwise 1000 from each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the
                 same with normalised variances, which is better if they are large (classes only); "network" averages
-                the network itself over the samples (100 if none are given), for comparison: the posterior belongs to
-                the linearised network, and the network at its draws predicts worse.
+                the network itself over the samples (100 if none are given), for comparison only: the posterior belongs
+                to the linearised network, and the network itself predicts worse at its draws.
             samples: draws (k, D) of the weights, from `sample`.
-            generator: source of the draws.
+            generator: the source of the draws.
             gather: as in `predict`.
 
         Cost: that of `predict`; "network" takes a forward pass for each sample.
 
         Raises:
-            ValueError: an unknown link, one that does not fit the likelihood, or a likelihood without probabilities.
+            ValueError: the link is unknown or does not fit the likelihood, or the likelihood has no probabilities.
         """
         likelihood = self._target()
         links.check_link(link, likelihood)
@@ -231,21 +231,21 @@ class Predictive(ABC):
             x: inputs as the model takes them. A sequence counts as T points.
             samples: draws (k, D) of the weights, from `sample`; by default each point's own covariance is used, with
                 1000 draws from it for entropies.
-            generator: source of these draws.
+            generator: the source of these draws.
             gather: as in `predict`.
 
         Returns:
             For classes, entropies in nats (N,): that of the mean prediction, the mean entropy, and the mutual
             information between target and weights; for the labels of a Bernoulli likelihood the same for each label
             (N, C). For Gaussian, heteroscedastic and Poisson targets, variances (N, C). `mean` is the mean of the
-            target: probabilities, or (Poisson) rates.
+            target: probabilities or (Poisson) rates.
 
         Raises:
-            ValueError: another likelihood.
+            ValueError: the likelihood is another one.
         """
         likelihood = self._target()
         if not isinstance(likelihood, LABELS + NUMBERS):
-            raise ValueError(f"{likelihood!r} has no decomposition here; use predict or functions(x, k).")
+            raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
         check_generator(generator)
         outputs = self._outputs_of(samples)
         normals = normals_for(outputs, generator) if isinstance(likelihood, LABELS) else None
@@ -273,15 +273,15 @@ class Predictive(ABC):
             x: inputs as the model takes them.
             y: targets in the likelihood's form. A sequence counts as T points.
             joint: False scores each point, (N,); True scores random pairs of points, (⌊N/2⌋,), with ten copies of the
-                two in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary together
-                as they should.
+                two points in all (the dyadic score of Osband et al. 2022), which measures whether predictions vary
+                together as they should.
             samples: draws (k, D) of the weights. By default each point's own covariance is used (exactly for a Gaussian
                 likelihood, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
-            generator: source of the draws, and of the pairs.
+            generator: the source of the draws, and of the pairs.
             gather: as in `predict`.
 
         Raises:
-            TypeError, ValueError: targets that the likelihood cannot score, or not exactly one for each point.
+            TypeError, ValueError: the likelihood cannot score the targets, or there is not exactly one for each point.
         """
         check_flag("joint", joint)
         check_generator(generator)
@@ -314,7 +314,7 @@ class Predictive(ABC):
         for rank, count in enumerate(split.counts):
             outputs.require_whole_groups(count * self.lin.num_outputs // self.lin.output_shape[-1], together)
             if together not in (None, 1) and not count and not gather:
-                raise ValueError(f"rank {rank} gives no points, and groups need some: pass gather=True.")
+                raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
         with split.guarded():
             mean, covariance = outputs.moments(split.x, together, rtol)
             mean = split.given(mean)
@@ -331,7 +331,7 @@ class Predictive(ABC):
         all_points: bool = False,
         targets: Callable[[], Tensor] | None = None,
     ) -> SplitPoints:
-        """Return how these points are split over ranks; `all_points` where the result is of all of them together."""
+        """Return how these points are split over ranks; `all_points` if the result needs all of them together."""
         told = call if normals is None else f"{call}, seed={normals.seed}"
 
         def needs_data() -> bool:

@@ -1,13 +1,13 @@
-"""Test points split over the ranks of a process group: each gives its own, and gets predictions for its own, or all.
+"""Test points split over the ranks of a process group: each gives its own, and gets predictions for its own or all.
 
 | the points of the ranks are | what a prediction needs     | each rank computes for | and then               |
 |-----------------------------|-----------------------------|------------------------|------------------------|
 | the same                    |                             | them                   |                        |
-| different                   | weights and structure alone | its own                | brings together on demand |
+| different                   | weights and structure alone | its own                | gathers all on demand  |
 | different                   | the training data           | those of all ranks     | keeps its own, or all  |
 
-A product with a curvature of sharded data is one call of all ranks, with the same vectors. So all take the same steps
-there: if each took those for its own points, ranks with fewer points would leave the others waiting.
+A product with a curvature of sharded data is one call of all ranks, with the same vectors. So all ranks must take the
+same steps there: if each took those for its own points, ranks with fewer points would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from curvops.process_group import Ranks
 
 R = TypeVar("R")
 MEANT = (
-    "Each rank gives its own test points, x[rank::size], and gets their predictions; gather=True gives those of all "
-    "ranks, in their order, to each."
+    "Each rank gives its own test points, x[rank::size], and gets their predictions; gather=True gives the "
+    "predictions for the points of all ranks, in their order, to each."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class SplitPoints:
-    """The test points for which this rank computes, and what becomes of the results."""
+    """The test points for which this rank computes predictions, and how the results are returned."""
 
     x: Any
     ranks: Ranks | None = None
-    """The ranks, where they exchange inputs or results."""
+    """The ranks, if they exchange inputs or results; otherwise None."""
     counts: tuple[int, ...] = ()
-    """The points of each rank."""
+    """The number of points of each rank."""
     start: int = 0
-    """The number of the first point of x among those of all ranks."""
+    """The position of the first point of x among the points of all ranks."""
     is_whole: bool = False
     """Whether x has the points of all ranks."""
     gather: bool = False
     targets: Tensor | None = None
-    """What belongs to the points of x, a row for each."""
+    """Data that belong to the points of x (targets, for example), with a row for each."""
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks have other points, or targets, than this one."""
+        """Whether other ranks have other points, or targets, than this one."""
         return bool(self.counts)
 
     @property
@@ -66,11 +66,11 @@ class SplitPoints:
         return self.ranks is None or (self.is_whole and self.gather)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Tell the other ranks, which may wait for results, of an error within."""
+        """Report an error raised inside to the other ranks, which may wait for results."""
         return nullcontext() if self.ranks is None else self.ranks.guarded()
 
     def given(self, found: Tensor, dim: int = 0) -> Tensor:
-        """Return results in the place of those for x, for the points that the caller asked for."""
+        """Turn results for x into results for the points that the caller asked for."""
         if self.ranks is None or self._is_done:
             return found
         if self.gather:
@@ -80,7 +80,7 @@ class SplitPoints:
         return found.narrow(dim, length * start // total, length * count // total)
 
     def of(self, found: R) -> R:
-        """Return a dataclass of results, each a row for each point, or a number for all, for the points asked for."""
+        """Return a dataclass of results for the points asked for, with a row for each point or one number for all."""
         if self._is_done:
             return found
         values = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
@@ -93,9 +93,9 @@ class SplitPoints:
 
 
 class CovarianceOverRanks(PointBlocks):
-    """Covariances that are brought together from the ranks, or cut from those of all, when they are first used.
+    """Covariances that are gathered from the ranks, or cut from those of all, when they are first used.
 
-    All ranks use them in the same order.
+    All ranks must use them in the same order.
     """
 
     def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, kept: Kept) -> None:
@@ -146,26 +146,27 @@ def split_points(
     needs_data: Callable[[], bool] = lambda: False,
     targets: Callable[[], Tensor] | None = None,
 ) -> SplitPoints:
-    """Return how test points are split over the ranks, who tell each other how many they have and what they ask.
+    """Return how test points are split over the ranks, after exchanging their numbers and requests.
 
     Args:
         lin: the linearised network.
         x: this rank's inputs, as the model takes them.
         gather: whether each rank is to have the results for the points of all.
-        call: what is computed, with all options in which ranks may not differ.
-        needs_data: a function that says whether it needs the training data of all ranks, or all points at once.
-        targets: a function that checks and returns what else belongs to the points.
+        call: what is computed, with all options that must not differ between ranks.
+        needs_data: a function that returns whether the training data of all ranks, or all points at once, are needed.
+        targets: a function that checks and returns the other data that belong to the points.
 
     Raises:
-        ValueError: gather without a process group, or inputs that a rank refuses: on all ranks, with its message.
-        RanksDiffer: ranks ask for different things, or inputs that have to be brought together do not fit.
+        ValueError: gather is given without a process group, or a rank rejects its inputs (on all ranks, with its
+            message).
+        RanksDiffer: ranks ask for different things, or inputs that have to be gathered do not fit together.
     """
     check_flag("gather", gather)
     shard = lin.passes.shard
     if shard is None:
         if gather:
             raise ValueError(
-                "gather=True brings the predictions of several ranks together, and this linearisation has one: omit "
+                "gather=True collects the predictions of several ranks, but this linearisation has only one: omit "
                 "it, or pass process_group= to co.linearize."
             )
         return SplitPoints(x, targets=None if targets is None else targets())
@@ -184,7 +185,7 @@ def split_points(
         if error is not None:
             raise error
         if refusal is not None:
-            raise ValueError(f"the test points of rank {rank} are refused there. {refusal}")
+            raise ValueError(f"rank {rank} rejected its test points. {refusal}")
         if other != asked:
             raise RanksDiffer(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
     if not gather and all(each == points for _, each, _ in every):

@@ -29,8 +29,8 @@ NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
 class Uncertainty:
     """The uncertainty of the target at each point, total = aleatoric + epistemic, and the target's mean.
 
-    Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli one, (N, C);
-    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part if that
+    Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli target, (N, C);
+    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part if it
     comes from draws (always for nats), and None if it has a closed form.
     """
 

@@ -1,4 +1,4 @@
-"""J Jᵀ of the training points, formed once if outputs are few beside weights, for every prior precision α.
+"""J Jᵀ of the training points, formed once if there are few outputs compared with weights, for every prior precision α.
 
 With K = J Jᵀ and G = S Sᵀ, S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the non-zero eigenvalues of G; (I + SᵀS/α)⁻¹ solves in
 function space; and the linear model's mode is m + Jᵀu/α, with as many numbers in u as there are outputs (Rasmussen &
@@ -37,7 +37,7 @@ MOST_STEPS = 50
 class FormedKernel(TrainingOutputs):
     """K = J Jᵀ of one linearisation, in float64, with the spectrum, solves and mode that follow from it.
 
-    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, with its solves and its mode alone.
+    With a `metric` A₀, 0-d or (D,), it is J A₀⁻¹ Jᵀ, and has only solves and the mode.
     """
 
     of_data: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class FormedKernel(TrainingOutputs):
         if not kept.done:
             kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
         elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
-            # The bits with which the run began, whatever another run has formed.
+            # Use the bits with which the run began, whatever another run has formed.
             self._take(kept.outcome)
             self.__dict__.pop("spectrum", None)
 
@@ -69,7 +69,7 @@ class FormedKernel(TrainingOutputs):
         return self._take(gram_matrix(J, J, self.metric.to(J.theta), kept))
 
     def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
-        """Store K in float64, counted against the budget, where other posteriors find it."""
+        """Store K in float64, counted against the budget, so that other posteriors find it."""
         K = found.double()
         check_finite(K, "J Jᵀ")
         keep(self.lin.jacobian(), K, K.nbytes)
@@ -116,7 +116,7 @@ class FormedKernel(TrainingOutputs):
         return apply
 
     def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
-        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), at one product with P."""
+        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
         root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
         def apply(block: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class FormedKernel(TrainingOutputs):
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
         """Approximate the linear model's mode m + Jᵀu/α; return it with the products taken.
 
-        Cost: a factorisation a step, in the end a product.
+        Cost: a factorisation per step, and one product at the end.
         """
         space = FormedSpace(self, prior)
         found = find_dual_mode(space, mean, rtol, MOST_STEPS)

@@ -27,12 +27,12 @@ from curvops.operators import Linearization
 from curvops.posterior.solves.newton import Point, minimise
 
 BESIDE = PRODUCT_VECTORS + 2
-"""Vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
+"""The number of vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
 
 
 @dataclass(eq=False)
 class TrainingOutputs:
-    """The outputs of the training points and what the likelihood makes of others in their place, in float64."""
+    """The outputs of the training points, and the terms of the likelihood at these or other outputs, in float64."""
 
     lin: Linearization
 
@@ -43,7 +43,7 @@ class TrainingOutputs:
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """f* of all points."""
+        """The outputs f* of all points."""
         return torch.cat([own for _, own in self.batches])
 
     def outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
@@ -93,15 +93,15 @@ class TrainingOutputs:
 
 
 class FunctionSpace(ABC):
-    """The prior's covariance K of the training outputs, as far as Newton's method asks for it."""
+    """The prior's covariance K of the training outputs, in the operations that Newton's method needs."""
 
     points: TrainingOutputs
     precision: Tensor
-    """A, 0-d or (D,)."""
+    """The prior precision A, 0-d or (D,)."""
     is_formed: bool
-    """Whether K is formed, so that its rounding is not that of J's own products."""
+    """Whether K is formed, so that it has other rounding errors than J's own products."""
     matvecs: int = 0
-    """The products with J A⁻¹ Jᵀ, or with a curvature, so far."""
+    """The number of products with J A⁻¹ Jᵀ, or with a curvature, so far."""
 
     @abstractmethod
     def product(self, v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
@@ -109,7 +109,7 @@ class FunctionSpace(ABC):
 
     @abstractmethod
     def step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], rtol: float) -> Float[Tensor, " NC"]:
-        """Return Newton's step −(I + HK)⁻¹ gap, to a relative residual where it is iterated for."""
+        """Return Newton's step −(I + HK)⁻¹ gap, to a relative residual if it is iterative."""
 
     def step_of_weights(self, u: Float[Tensor, " NC"]) -> Float[Tensor, " D"]:
         """Return A⁻¹Jᵀu."""
@@ -124,7 +124,7 @@ class FunctionSpace(ABC):
 
 @dataclass(frozen=True, eq=False)
 class DualMode:
-    """The mode in function space: u, the weights and the outputs that it stands for, and how the search ended."""
+    """The mode in function space: u, the corresponding weights and outputs, and how the search ended."""
 
     u: Float[Tensor, " NC"]
     theta: Float[Tensor, " D"]
@@ -139,8 +139,8 @@ class DualMode:
 def find_dual_mode(space: FunctionSpace, mean: Tensor, rtol: float, most_steps: int) -> DualMode:
     """Find the mode by Newton's method with a line search, from u = 0.
 
-    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). Outputs are those of K first where that is formed, and then
-    J's own, so that K's rounding is not the mode's.
+    The gradient at the weights m + A⁻¹Jᵀu is Jᵀ(u + r). If K is formed, its outputs are used first and then those of
+    J itself, so that the mode does not have K's rounding.
     """
     lin = space.points.lin
     mean, J = mean.expand_as(lin.theta), lin.jacobian()

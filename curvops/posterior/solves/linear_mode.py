@@ -131,7 +131,7 @@ def find_mode(
     kept, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
     for lin in lins if kept else ():
-        lin.memory.expect_many()  # one engine serves the run from its first product to its last
+        lin.memory.expect_many()  # one engine is used from the first product of the run to the last
     at = partial(_LinearModel, lins, prior, cache.power)
     model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps = 2, 0
@@ -149,7 +149,7 @@ def find_mode(
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, sketch
         precision = model.precision()
-        # The first step for a Gaussian is its last, and is solved to the end; any other as far as it pays.
+        # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
         if not ours:
@@ -181,7 +181,7 @@ def _preconditioner(terms: PrecisionTerms) -> tuple[Any, int]:
 
 
 def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
-    """Return what distinguishes this problem from others in a checkpoint, by name."""
+    """Return by name what distinguishes this problem from others in a checkpoint."""
     total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
     P, prior = terms.prior.plus(total).precision, terms.prior
     return problem_of(P) | {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}

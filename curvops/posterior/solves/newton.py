@@ -13,7 +13,7 @@ from curvops.linalg import Reason
 
 MOST_HALVINGS = 30
 ROUNDINGS = 10
-"""Units of rounding by which a loss may be wrong."""
+"""The units of rounding by which a loss may be wrong."""
 SUFFICIENT = 1e-4
 """The share of the decrease predicted by a Newton step that a step must achieve (Armijo)."""
 
@@ -65,7 +65,7 @@ def minimise(
     Args:
         point: the starting point.
         step_at: a function of a point and the number of steps so far that returns Newton's step.
-        rtol: tolerance of the gradient.
+        rtol: the tolerance of the gradient.
         most_steps: the maximum number of steps.
         steps: the number of steps that led to the starting point.
         reached: called with each point except the last.
@@ -76,7 +76,7 @@ def minimise(
         step = step_at(point, steps)
         steps += 1
         slope, share = point.slope(step), 1.0
-        # The decrease that a Newton step predicts is what can still be gained; less than its rounding cannot be.
+        # The decrease that a Newton step predicts can still be gained, unless it is less than the loss's rounding.
         promised, losses = -0.5 * slope, point.losses(step)
         for _ in range(MOST_HALVINGS):
             if losses(share) <= point.loss + SUFFICIENT * share * slope + point.rounding:

@@ -37,12 +37,12 @@ from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.solves.formed_kernel import FormedKernel
 
 LOOKED_AT = 20
-"""Products spent on the search for a negative eigenvalue of a curvature that may have one."""
+"""The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
 def system_of(terms: PrecisionTerms, columns: int = 1, asked: str | None = None) -> System:
-    """Return the facts about P X = B from which its routes follow, except those that cost something."""
+    """Return the facts about P X = B from which its routes follow, except those that are costly."""
     lin, cache, P, A = terms.lin, terms.cache, terms.precision, terms.A
     scalar = A is not None and A.ndim == 0
     base, formed = P.base if isinstance(P, Damped) else P, cache.known("formed")
@@ -77,9 +77,9 @@ def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None)
 
 
 def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
-    """Return the route of a system, or None and the reason where the requested method is not possible.
+    """Return the route of a system, or None and the reason if the requested method is not possible.
 
-    J Jᵀ is formed here if it may serve: only its eigenvalues tell whether it does.
+    J Jᵀ is formed here if it may be used: only its eigenvalues show whether it can be.
     """
     system = _to_be_solved(terms, columns, asked)
     found = routes(system)
@@ -110,11 +110,11 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
 def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> Any:
     """Return P for solves with `columns` right-hand sides, with its operand `Formed` if that is cheaper.
 
-    A formed operand serves all priors that are numbers or vectors. With `further`, these columns add to those of
-    earlier calls; draws, which must be the same for the same seed, are counted by themselves.
+    A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
+    earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
     cache, P = terms.cache, terms.precision
-    if not System(rows=len(terms.lin.theta), further=further).may_be_formed:  # the other facts are not free
+    if not System(rows=len(terms.lin.theta), further=further).may_be_formed:  # the other facts cost something
         return P
     with cache.lock:
         if further:
@@ -140,7 +140,7 @@ def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> Li
 
 
 def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
-    """Return J Jᵀ of the training points where the routes for determinants, or for this system, include it.
+    """Return J Jᵀ of the training points if the routes for determinants, or for this system, include it.
 
     This does not depend on earlier calls, so that equal seeds continue to give equal draws. A run with a checkpoint
     saves J Jᵀ.
@@ -168,10 +168,10 @@ def preconditioner(
 ) -> tuple[Any, int]:
     """Return M ≈ P⁻¹ for `columns` right-hand sides (None if none pays off), and the number of products it took.
 
-    A sketch of A^-½GA^-½ made for one prior also serves its multiples c·A (all larger ones, and smaller ones down to a
-    third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. M is of `dual` where it is
-    given, I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a
-    run with a checkpoint it is the one of that, whatever was sketched before it. A new one is drawn from `generator`.
+    A sketch of A^-½GA^-½ made for one prior is also used for its multiples c·A (all larger ones, and smaller ones down
+    to a third), and for priors whose entries scale by factors that differ at most `UNEVEN`-fold. With `dual`, M belongs
+    to I + SᵀA⁻¹S of function space, whose sketches are kept separately, or which is inverted if it is formed. In a run
+    with a checkpoint M is that of the run, whatever was sketched before it. A new one is drawn from `generator`.
     """
     cache, A = terms.cache, terms.A
     generator, precision = generator or cache.generator, terms.precision if dual is None else dual
@@ -207,10 +207,10 @@ def _with_products(made: Any) -> tuple[Any, int]:
 
 
 def require_usable(terms: PrecisionTerms) -> None:
-    """Raise ValueError where G and A do not fit together, NotPositiveSemidefinite where G + A is seen to be indefinite.
+    """Raise ValueError if G and A do not fit together, NotPositiveSemidefinite if G + A proves to be indefinite.
 
-    A G known to be psd costs nothing. Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G
-    with its vector v proves that G + A is indefinite if θ + vᵀAv ≤ 0. The absence of such a value proves nothing;
+    A G that is known to be psd costs nothing. Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ
+    of G with its vector v proves that G + A is indefinite if θ + vᵀAv ≤ 0. The absence of such a value proves nothing;
     solving with an indefinite G + A raises an error later.
     """
     curvature, A = terms.curvature, terms.A
@@ -232,7 +232,7 @@ def require_usable(terms: PrecisionTerms) -> None:
 @torch.no_grad()
 def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
     """Return the smallest Ritz value of G from a short Lanczos run, and its vector."""
-    generator = torch.Generator(device=curvature.device).manual_seed(0)  # the user's operator is unchanged
+    generator = torch.Generator(device=curvature.device).manual_seed(0)  # does not advance the user's
     found = lanczos(curvature, LOOKED_AT, generator=generator)
     if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
         raise ValueError(f"{type(curvature).__name__}: {found.reason.value}")
@@ -242,7 +242,7 @@ def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
 
 @contextmanager
 def naming_the_ggn(curvature: LinearOperator) -> Iterator[None]:
-    """Name a curvature that is not indefinite in an error of linalg, which does not know networks."""
+    """Add the name of an indefinite curvature, and the GGN as remedy, to an error of linalg, which has neither."""
     try:
         yield
     except NotPositiveSemidefinite as error:

@@ -1,4 +1,4 @@
-"""Newton's method in function space where memory has no room for the Gram matrix: products with J and our CG."""
+"""Newton's method in function space if memory has no room for the Gram matrix: products with J and our own CG."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from curvops.posterior.solves.linear_mode import REMEDIES
 class StreamedSpace(FunctionSpace):
     """The prior covariance K = J A⁻¹ Jᵀ by products with J, and systems by conjugate gradients.
 
-    These are solved on the shorter side: with I + LᵀKL in function space, or where there are fewer weights than columns
-    of L with JᵀHJ + A, since (I + HK)⁻¹ = I − H J (JᵀHJ + A)⁻¹ Jᵀ.
+    These are solved on the shorter side: with I + LᵀKL in function space, or, if there are fewer weights than columns
+    of L, with JᵀHJ + A, since (I + HK)⁻¹ = I − H J (JᵀHJ + A)⁻¹ Jᵀ.
     """
 
     is_formed = False

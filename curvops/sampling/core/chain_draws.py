@@ -1,4 +1,4 @@
-"""Draws of chains, in the form of a run's result and in the form that users pass.
+"""Draws of chains, in the form that a run returns and in the form that users pass.
 
 Users pass named tensors with leading dimensions (chain, draw), or one such tensor.
 """
@@ -27,10 +27,10 @@ class Chain(Summarised):
     """The result of a run: k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
 
     theta: the draws as vectors, (k, S, d). log_posterior, and for Metropolis samplers acceptance and energy_error: the
-    traces (k, steps) of the steps after warm-up, see `Info`. thin: steps between two draws. state: the last state, from
-    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up. Where
-    the ranks of a process group share the chains, draws and traces are of all chains (unless `gather=False`), the state
-    of this rank's own.
+    traces (k, steps) of the steps after warm-up, see `Info`. thin: the number of steps between two draws. state: the
+    last state, from which a further run continues. sampler: the sampler that made the draws, with the step size from
+    the warm-up. If the ranks of a process group share the chains, draws and traces are those of all chains (unless
+    `gather=False`), and the state is that of this rank's own.
     """
 
     theta: Float[Tensor, "k S d"]
@@ -41,7 +41,7 @@ class Chain(Summarised):
     state: State
     sampler: Any
     spread: Spread | None = field(default=None, repr=False)
-    """The place of these chains among those of other ranks, if they are this rank's alone."""
+    """The position of these chains among those of other ranks, if they are this rank's alone."""
 
     @property
     def structure(self) -> Structure:
@@ -63,7 +63,7 @@ class Chain(Summarised):
 def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
     """Return the draws by name, (chain, draw, *shape), after checking them.
 
-    They must be finite, at least `chains` chains of `each` draws.
+    They must be finite, and have at least `chains` chains of `each` draws.
 
     Raises:
         TypeError: anything but floating-point tensors.
@@ -71,10 +71,10 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
     """
     if isinstance(draws, Chain) and draws.spread is not None:
         raise ValueError(
-            f"{name} are the chains of {draws.spread.ranks.names} alone, {len(draws.theta)} of {draws.spread.chains}: "
+            f"{name} hold only the chains of {draws.spread.ranks.names}, {len(draws.theta)} of {draws.spread.chains}: "
             "run chains(..., gather=True), use random_projections, or pass chain.params for these chains alone."
         )
-    draws = getattr(draws, "params", draws)  # from the chain that a run returns
+    draws = getattr(draws, "params", draws)  # of the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
     if not isinstance(tensors, Mapping):
         raise TypeError(

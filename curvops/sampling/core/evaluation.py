@@ -77,7 +77,7 @@ class Evaluation:
         return self._together[0] if self._together else self.vectorized is not False
 
     def _fall_back(self, error: Exception) -> None:
-        """Evaluate chains one by one from now on; raise ValueError where a batch changes what the chains share."""
+        """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
         if "running_mean" in str(error):
             raise ValueError(
                 "the model normalises by batch statistics in train mode, so the chains would share its running means: "

@@ -34,7 +34,7 @@ SUBNETWORK = "subnetwork"
 
 
 class Share(NamedTuple):
-    """The points of a minibatch that one rank holds, and the number of its points on all ranks."""
+    """The points of a minibatch that one rank holds, and the number of points that the minibatch has on all ranks."""
 
     own: Any
     points: int
@@ -44,10 +44,10 @@ class Share(NamedTuple):
 class LogPosterior:
     """A log posterior of a network: (params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, in nats.
 
-    Made by `co.sampling.log_posterior`, and defined up to a constant. Batches are (inputs, targets) of any size n, as
-    in `co.linearize`. Everything but the selected parameters keeps the value that it had when this was made.
+    `co.sampling.log_posterior` makes it; it is defined up to a constant. Batches are (inputs, targets) of any size n,
+    as in `co.linearize`. Everything but the selected parameters keeps its value from the time of construction.
 
-    Of a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
+    For a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
     batch, all of its shard or what `co.sampling.minibatches` gives. All ranks have equal values and gradients.
     """
 
@@ -60,7 +60,7 @@ class LogPosterior:
     _engines: list[Engines] = field(default_factory=list, repr=False)
     """The engines that `record` made last."""
     shard: Shard | None = field(default=None, repr=False)
-    """The data of this rank, of a linearisation over a process group."""
+    """The data of this rank, for a linearisation over a process group."""
 
     def __repr__(self) -> str:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
@@ -103,7 +103,7 @@ class LogPosterior:
         return self.ranks.add_up(total) / points
 
     def share(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
-        """Return this rank's part of the log posterior, whose sum over the ranks is the whole."""
+        """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
         assert self.ranks is not None
         points, own = self._own(batch)
         return self._sum(params, own) / points + self.log_prior(params) / (self.data_size * self.ranks.size)
@@ -169,7 +169,7 @@ class LogPosterior:
 
     @cached_property
     def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-        """Return (A, m) for each tensor of the parameters, with m None where it is 0; None where A is an operator."""
+        """Return (A, m) for each tensor of the parameters, with m None if it is 0; None if A is an operator."""
         A, m = self.prior.diagonal, self.prior.mean
         if A is None:
             return None
@@ -188,7 +188,7 @@ class LogPosterior:
         """Linearise the network at a vector of weights (ordered as `params`), with a copy of one batch as its data.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points for the first batch and one such
-        pass for later ones; none with the engines that `record` made for these weights and this batch.
+        pass for later ones, or none with the engines that `record` made for these weights and this batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = Batches([batch], reading, hold=True)
@@ -202,8 +202,8 @@ class LogPosterior:
     def record(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
         """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
 
-        Takes the weights and raises the errors of `linearize`. Engines that were checked for the last batch are reused
-        without another check.
+        It takes the same weights and raises the same errors as `linearize`. Engines that were checked for the last
+        batch are reused without another check.
         """
         likelihood, network, reading = self._reading(weights, batch)
         checked, held = reading.read_checked(batch), self._engines
@@ -218,8 +218,8 @@ class LogPosterior:
         """Return the likelihood, the network at these weights, and the form of its batches."""
         if self.shard is not None:
             raise ValueError(
-                "a log posterior over a process group linearises no batches, which one rank has only a part of: "
-                "linearise all data, co.linearize(model, shard, likelihood, process_group=group)."
+                "a log posterior over a process group linearises no batches, because each rank has only a part of "
+                "them: linearise all data, co.linearize(model, shard, likelihood, process_group=group)."
             )
         theta = self.model.theta
         if not self._likelihood:
@@ -231,7 +231,7 @@ class LogPosterior:
 
     @cached_property
     def _budget(self) -> int:
-        """Bytes for each linearisation, determined once: asking the system takes as long as a small network's pass."""
+        """The bytes for each linearisation, determined once: asking the system takes as long as a small pass."""
         return default_budget(self.model.theta.device)
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
@@ -292,9 +292,9 @@ def log_posterior(
             likelihood, parameters, N and perhaps sample weights.
         likelihood: as in `co.linearize`.
         prior_precision: A, as in `co.laplace`: a number, a vector (D,), a mapping {glob: number}, an operator, or an
-            earlier posterior (then with its mean).
-        prior_mean: m, likewise: a number, a vector (D,) or a mapping.
-        data_size: N, the number of points in all batches together.
+            earlier posterior (which also gives the mean).
+        prior_mean: m, a number, a vector (D,) or a mapping.
+        data_size: N, the total number of points in all batches.
         parameters: as in `co.linearize` ("last_layer" needs data: pass a linearisation).
         weights: True if the third item of a batch holds the weights of its points.
 
@@ -302,16 +302,16 @@ def log_posterior(
         A `LogPosterior`; `.params` are the parameters to start from.
 
     Raises:
-        TypeError, ValueError: N missing or given twice, a model in train mode that is random or uses batch statistics,
+        TypeError, ValueError: N is missing or given twice, a model in train mode is random or uses batch statistics,
             and everything that `co.linearize` and `co.laplace` reject. Each batch is checked when it is used; targets
-            are checked in the first.
+            are checked in the first batch.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
     """
     if isinstance(model, ShardedLinearization):
         raise TypeError(
-            "model got ShardedLinearization: a sampler holds all parameters on each rank, so give it an unsharded copy "
-            "of the model."
+            "model got ShardedLinearization: a sampler holds all parameters on each rank, so pass an unsharded copy of "
+            "the model."
         )
     if isinstance(model, Linearization):
         given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
@@ -334,7 +334,7 @@ def log_posterior(
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
-    else:  # interpreted with the first batch, whose shapes it needs
+    else:  # interpreted with the first batch, because it needs the shapes
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
@@ -373,7 +373,7 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
 def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     """Return the position in the state's vector of each weight of the linearisation.
 
-    Raises ValueError where the linearisation has other parameters, or other weights than the state.
+    Raises ValueError if the linearisation has other parameters, or other weights than the state.
     """
     positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
     order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()

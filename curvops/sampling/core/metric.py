@@ -33,11 +33,11 @@ class Isotropic(Summarised):
         """Raise ValueError unless D is a matrix (d, d) on these parameters."""
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """Return D v; v itself where D is the identity."""
+        """Return D v; v itself if D is the identity."""
         return v if self.scale == 1 else v * self.scale
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """Return D⁻¹ v; v itself where D is the identity."""
+        """Return D⁻¹ v; v itself if D is the identity."""
         return v if self.scale == 1 else v / self.scale
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:

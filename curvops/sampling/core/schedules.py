@@ -28,7 +28,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class RobbinsMonro:
-    """The schedule a (b + t)^−γ: for γ in (½, 1] the steps sum to ∞, their squares do not (Robbins & Monro 1951).
+    """The schedule a (b + t)^−γ: for γ in (½, 1] steps sum to ∞, but their squares do not (Robbins & Monro 1951).
 
     Args:
         a: a > 0, the scale.
@@ -81,7 +81,7 @@ class Cosine:
 
 
 def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
-    """Return the schedule of a number, which is checked, or of a function of the step, whose values `at` checks."""
+    """Return the schedule for a number, which is checked, or for a function of the step, whose values `at` checks."""
     if callable(given) and not isinstance(given, type):
         return given
     kind = "a number or a function of the step, such as RobbinsMonro(a)"
@@ -89,7 +89,7 @@ def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
 
 
 def at(name: str, schedule: Schedule, step: int) -> float:
-    """Return the schedule's value at a step, 0 or more, checked unless it is constant."""
+    """Return the schedule's value at a step, 0 or more; the value is checked unless the schedule is constant."""
     if isinstance(schedule, Constant):
         return schedule.value
     return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)")

@@ -1,4 +1,4 @@
-"""Chains spread over the ranks of a process group, each of which runs its own on all of the data."""
+"""Chains spread over the ranks of a process group; each rank runs its own chains on all of the data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spread:
 
     @property
     def own(self) -> slice:
-        """The positions of this rank's chains among all."""
+        """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
 
     def require_equal_starts(self, theta: Float[Tensor, "*k d"], random: Tensor) -> None:
@@ -44,14 +44,14 @@ class Spread:
         return by_rank[order.argsort().to(by_rank.device)]
 
     def mean(self, values: Float[Tensor, " own"]) -> float:
-        """Return the mean of a number of each chain, over the chains of all ranks."""
+        """Return the mean of one number per chain, over the chains of all ranks."""
         return float(self.ranks.add_up(values.sum())) / self.chains
 
     def require_apart(self, other: Ranks) -> None:
-        """Raise ValueError where the ranks that share the data are those that share the chains."""
+        """Raise ValueError if the ranks that share the data are those that share the chains."""
         both = set(dist.get_process_group_ranks(self.ranks.group)) & set(dist.get_process_group_ranks(other.group))
         if len(both) > 1:
             raise ValueError(
-                "the ranks of process_group share the data of log_posterior, so that each runs all chains: leave "
-                "process_group out; or build log_posterior of all data in each process, and spread the chains."
+                "the ranks of process_group share the data of log_posterior, so each of them runs all chains: leave "
+                "process_group out; or build log_posterior from all data in each process, and spread the chains."
             )

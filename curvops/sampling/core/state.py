@@ -21,8 +21,8 @@ AnyState = TypeVar("AnyState", bound="State")
 class State(Summarised):
     """The state of one chain, or of k chains; two states share no tensor, unless a step was made in place.
 
-    theta: the parameters as one vector, (d,) or (k, d). step: the number of updates so far, on the CPU. random: for
-    each chain the state of the generator of its noise.
+    theta: the parameters as one vector, (d,) or (k, d). step: the number of updates so far, on the CPU. random: the
+    state of the generator of each chain's noise.
     """
 
     theta: Float[Tensor, "*k d"]
@@ -32,7 +32,7 @@ class State(Summarised):
 
     @property
     def params(self) -> Any:
-        """The parameters as the tree that `init` received, views of `theta`, with the dimension of chains first."""
+        """The parameters as the tree that `init` received, as views of `theta`, with the dimension of chains first."""
         return self.structure.unflatten(self.theta)
 
     def clone(self: AnyState) -> AnyState:
@@ -87,7 +87,7 @@ def generator_states(
 
 
 class NoiseSource:
-    """Random numbers for each chain from its own generator, so that k chains draw the same as k single ones.
+    """Random numbers for each chain from its own generator, so that k chains draw the same numbers as k single ones.
 
     `keep` writes the advanced states back into `states` (*k, bytes), in place.
     """
@@ -98,7 +98,7 @@ class NoiseSource:
 
     @cached_property
     def _generators(self) -> list[torch.Generator]:
-        """One generator for each chain, made at the first draw: a filter or an optimiser seldom draws."""
+        """One generator for each chain, made at the first draw, because a filter or an optimiser seldom draws."""
         found = [torch.Generator(self._device) for _ in self._states]
         for generator, state in zip(found, self._states):
             generator.set_state(state.clone())  # a view of several states would crash torch
@@ -117,7 +117,7 @@ class NoiseSource:
         return found[0] if self._single else torch.stack(found)
 
     def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
-        """Draw a number in [0, 1) for each chain, in float64."""
+        """Draw one number in [0, 1) for each chain, in float64."""
         return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
 
     def keep(self) -> None:

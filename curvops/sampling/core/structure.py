@@ -1,4 +1,4 @@
-"""Trees of parameters as one vector: samplers move the vector, the model is called with the tree."""
+"""Trees of parameters as one vector: samplers move the vector, and the model is called with the tree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
             raise TypeError(f"{name} is {type(leaf).__name__}; params must be a tree (dict, tuple, …) of tensors.")
         if not leaf.is_floating_point():
             raise TypeError(
-                f"{name} is {leaf.dtype}, and only real floating-point tensors can be sampled. Leave it out of "
+                f"{name} is {leaf.dtype}, but only real floating-point tensors can be sampled. Leave it out of "
                 "params, and keep it inside log_posterior."
             )
         leaves[name] = leaf.detach()
@@ -60,8 +60,8 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
         for what in ("dtype", "device"):
             if getattr(leaf, what) != getattr(first, what):
                 raise ValueError(
-                    f"{first_name} is {getattr(first, what)}, {name} {getattr(leaf, what)}, but params are one vector: "
-                    "convert them."
+                    f"{first_name} is {getattr(first, what)} and {name} {getattr(leaf, what)}, but params form one "
+                    "vector: convert them."
                 )
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf.")

@@ -24,7 +24,7 @@ from curvops.summary import Summarised
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
 LOOK_EVERY = 32
-"""Steps between two checks for finite values on an accelerator; each check waits for the device."""
+"""The number of steps between two checks for finite values on an accelerator; each check waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -33,7 +33,7 @@ class Transition(Summarised, ABC):
 
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
     posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension. spread:
-    their place among the chains of all ranks, where these share them.
+    the position of the chains among those of all ranks, if ranks share them.
     """
 
     density: Evaluation
@@ -64,11 +64,11 @@ class Transition(Summarised, ABC):
             params: a tree (dict, tuple, …) of floating-point tensors of one dtype and device, such as
                 `dict(model.named_parameters())` or `log_posterior.params`. All chains start there; a list of such trees
                 has a start for each chain.
-            generator: source of the seeds of the state's own generators, one for each chain; None uses torch's default
-                generator. Initial momenta are drawn from it, too.
+            generator: the source of the seeds of the state's own generators, one for each chain; None uses torch's
+                default generator. Initial momenta are drawn from it, too.
 
         Raises:
-            TypeError, ValueError: params that have another form, are integer or not finite, or do not fit the
+            TypeError, ValueError: params have another form, are integer or not finite, or do not fit the
                 preconditioner.
         """
         check_generator(generator)
@@ -106,8 +106,8 @@ class Transition(Summarised, ABC):
         Raises:
             Diverged: the log posterior is not finite; the message suggests a step size. On an accelerator the check
                 happens every 32 steps.
-            TypeError, ValueError: the state of another sampler, or a log posterior that is not one number per chain or
-                does not depend on the parameters.
+            TypeError, ValueError: the state belongs to another sampler, or the log posterior is not one number per
+                chain or does not depend on the parameters.
         """
         check_flag("inplace", inplace)
         self._check_state(state)
@@ -132,7 +132,7 @@ class Transition(Summarised, ABC):
     metropolis: ClassVar[bool] = False
     """Whether proposals are accepted or rejected."""
     cold: ClassVar[str] = ""
-    """The error message at temperature 0, for methods that need a positive one."""
+    """The error message at temperature 0, for methods that need a positive temperature."""
     largest_step: ClassVar[float] = math.inf
 
     def step_length(self, step: int) -> tuple[str, float]:
@@ -140,11 +140,11 @@ class Transition(Summarised, ABC):
         return "step_size", self.step_size(step)
 
     def stability_limit(self, curvature: float) -> float | None:
-        """Return the largest stable ε at this curvature (of D^½ H D^½); None where no limit is known."""
+        """Return the largest stable ε at this curvature (of D^½ H D^½); None if no limit is known."""
         return None
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        """Return the tensors, by field, that the method's states keep besides the parameters."""
+        """Return the tensors, by field, that the method's states keep in addition to the parameters."""
         return {}
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Transition(Summarised, ABC):
         return at("step_size", self.step_size, step), temperature / self.data_size
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return log_posterior and its gradient at the state; raise an error where they are not finite."""
+        """Return log_posterior and its gradient at the state; raise an error if they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
         if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):

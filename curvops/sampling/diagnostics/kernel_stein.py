@@ -35,18 +35,19 @@ def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Esti
         draws: {name: tensor (chain, draw, ...)} or one such tensor; all chains count together.
         scores: tensors of the same names and shapes, the gradient of the *full* log density at each draw. For a
             posterior it is the gradient of the summed log-likelihood plus the log prior, N times that of
-            `log_posterior` over all data; for a tempered one, divide it by τ. Unbiased scores of minibatches leave the
-            mean unchanged unless two draws share a minibatch: it then grows by the expected product of their noises.
+            `log_posterior` over all data; for a tempered posterior, divide it by τ. Unbiased scores of minibatches
+            leave the mean unchanged unless two draws share a minibatch: the mean then grows by the expected product of
+            their noises.
         scale: c, in the units of the weights, or "median" for the median distance of the draws.
 
     Returns:
         An `Estimate`: the value is unbiased and may be negative. Its standard error is that of a U-statistic of
-        *independent* draws (a third too large where they come from the target): thin chains first, or multiply it by
-        the factor √(draws / effective sample size).
+        *independent* draws (a third too large if they come from the target): thin chains first, or multiply the error
+        by the factor √(draws / effective sample size).
 
     Raises:
-        TypeError, ValueError: draws or scores of another kind, with different names or shapes, fewer than four
-            draws, or a scale that is not positive.
+        TypeError, ValueError: draws or scores are of another kind, have different names or shapes, there are fewer
+            than four draws, or the scale is not positive.
 
     Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
     """
@@ -84,8 +85,8 @@ def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
     """Return the mean of u over pairs of different draws, with its standard error for independent draws.
 
     The variance is the square of the mean minus the mean of u_ij u_kl over four different indices, which is unbiased.
-    Where it falls below the contribution of pairs alone (draws from the target, for which u is degenerate), that
-    contribution replaces it and makes the error a third too large on average.
+    If it is below the contribution of pairs alone (draws from the target, for which u is degenerate), that
+    contribution replaces it, and makes the error a third too large on average.
     """
     n = len(u)
     u = u - u.diagonal().diag()
@@ -101,13 +102,13 @@ def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
 
 
 def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, θ less its mean, and D, a few entries at a time."""
+    """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, with θ less its mean, and D, a few entries at a time."""
     first = next(iter(points.values()))
     n, dimension = first.shape[0] * first.shape[1], 0
     found = first.new_zeros(3, n, n, dtype=torch.float64)
     for name, tensor in points.items():
         for x, s in zip(_parts(tensor, n), _parts(slopes[name], n)):
-            x = x - x.mean(0)  # distances lose digits where weights are far from zero
+            x = x - x.mean(0)  # distances lose digits if weights are far from zero
             dimension += x.shape[1]
             found[0] += x @ x.mT
             found[1] += x @ s.mT
@@ -147,17 +148,17 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
         log_posterior: the result of `co.sampling.log_posterior`.
         chain: the result of `co.sampling.run`.
         batches: all data, `[(X, y)]` or a list of batches.
-        part: True accepts batches that are a part of the data, and multiplies their sum by N/n: unbiased scores if the
-            part is chosen at random. `stein_discrepancy` describes the effect on its value.
+        part: True accepts batches that are only a part of the data, and multiplies their sum by N/n: the scores are
+            unbiased if the part is chosen at random. `stein_discrepancy` describes the effect on its value.
 
     Returns:
         A tree like `chain.params`, tensors (k, S, *shape).
 
     Raises:
-        TypeError: another kind of log posterior, draws or batches.
+        TypeError: the log posterior, the draws or the batches are of another kind.
         ValueError: the batches do not contain all N points, and `part` is False.
 
-    Cost: a gradient for each draw, many draws together if `torch.vmap` can.
+    Cost: a gradient for each draw, many draws together if `torch.vmap` can run the model.
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(
@@ -176,8 +177,8 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
         count += points
     if count != log_posterior.data_size and not part:
         raise ValueError(
-            f"the batches have {count} of {log_posterior.data_size} points: pass all of them, or part=True for scores "
-            "of some, scaled to all."
+            f"the batches have {count} of {log_posterior.data_size} points: pass all of them, or part=True for "
+            "scores of some, scaled to all."
         )
     if not count:
         raise ValueError("batches is empty: pass at least one batch.")

@@ -26,8 +26,8 @@ class RandomProjections(Summarised):
 
     ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], without the root: 1 if the chains agree; None for a
     single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain by itself, summed up to the first
+    single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain separately, summed up to the first
     negative ρ̂ (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect
-    disagreement between chains. ``series`` (chains, draws, p) are the projections.
     """
 
     r_squared: Float[Tensor, " p"] | None
@@ -41,16 +41,16 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor: weights, or outputs (chain, draw, N, C) of the
-            network at some inputs. Of chains spread over ranks without `gather` only the projections are gathered.
+            network at some inputs. For chains spread over ranks without `gather`, only the projections are gathered.
         count: the number of projections, onto standard normal vectors.
-        generator: source of these vectors.
+        generator: the source of these vectors.
 
     Returns:
         RandomProjections with `r_squared` (count,) and `ess` (chain, count).
 
     Raises:
-        TypeError, ValueError: draws of another kind, fewer than two draws per chain, draws that are not finite, chains
-            that do not move, or a count that is not a positive whole number.
+        TypeError, ValueError: draws are of another kind, fewer than two per chain, or not finite, chains do not move,
+            or count is not a positive whole number.
 
     Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
     """
@@ -73,7 +73,7 @@ def project(
 ) -> Float[Tensor, "chains draws p"]:
     """Multiply draws by standard normal columns in float64, up to a constant per column, a few entries at a time.
 
-    Of chains spread over ranks the result is of all chains, on all ranks.
+    For chains spread over ranks, the result covers all chains, on all ranks.
     """
     first = next(iter(checked.values()))
     found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
@@ -83,7 +83,7 @@ def project(
         for part in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
             columns = torch.randn(part.shape[2], count, generator=generator, device=device, dtype=torch.float64)
             first_draw = part[:1, :1] if spread is None else spread.ranks.line_up(part[:1, :1])[:1]
-            moved = part.double() - first_draw.double()  # weights may be far from zero, compared with their spread
+            moved = part.double() - first_draw.double()  # weights may be far from zero compared with their spread
             found += moved @ columns.to(found.device)
     if spread is None:
         return found
@@ -104,9 +104,10 @@ def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "
 def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*p"]:
     """Return the effective sample size of all chains together, at least one; it is smaller if they disagree.
 
-    k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ includes that between the chains
-    (Gelman et al. 2013, eq. 11.7), summed up to the first pair of lags with a negative sum (Geyer 1992): an oscillating
-    chain has negative correlations at odd lags. Chains of one draw each count as independent draws.
+    It is k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, where the variance var⁺ includes that between the
+    chains (Gelman et al. 2013, eq. 11.7). The sum ends at the first pair of lags with a negative sum (Geyer 1992),
+    because an oscillating chain has negative correlations at odd lags. Chains of one draw each count as independent
+    draws.
     """
     chains, draws = series.shape[:2]
     if draws == 1 or not series.numel():
@@ -119,7 +120,7 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     left = (1 - torch.arange(draws, dtype=series.dtype, device=series.device) / draws).view(1, -1, *[1] * within.ndim)
     covariances = (
         (autocorrelation(series) * variances * left).nan_to_num().mean(0)
-    )  # a chain that does not move has none
+    )  # a chain that does not move has no correlation
     rho = 1 - (within - covariances) / total
     rho = torch.where(total > 0, rho, 0.0)
     rho[0] = 1.0
@@ -131,7 +132,7 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
 def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
     """Return ρ̂_l at each lag l: the mean of the S − l products of deviations from the chain's mean, scaled to ρ̂_0 = 1.
 
-    NaN if a chain does not move. Uses a Fourier transform, O(S log S).
+    The result is NaN if a chain does not move. Uses a Fourier transform, O(S log S).
     """
     draws = series.shape[1]
     moved = series.double() - series.double().mean(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rank-normalised split R̂ and effective sample sizes of each entry, by ArviZ (Vehtari et al. 2021)."""
+"""Rank-normalised split R̂ and effective sample sizes of each entry, computed by ArviZ (Vehtari et al. 2021)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def to_inference_data(draws: Any) -> Any:
 
     Raises:
         ImportError: ArviZ is not installed (`pip install curvops[diagnostics]`).
-        TypeError, ValueError: draws of another kind, or not finite.
+        TypeError, ValueError: draws are of another kind, or not finite.
 
     Tensors on the CPU are not copied.
     """
@@ -34,7 +34,7 @@ def to_inference_data(draws: Any) -> Any:
 
 
 def rhat(draws: Any) -> dict[str, Tensor]:
-    """Compute the rank-normalised split R̂ of each entry; above 1.01 chains have not mixed (Vehtari et al. 2021).
+    """Compute the rank-normalised split R̂ of each entry; above 1.01, chains have not mixed (Vehtari et al. 2021).
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor, with at least two chains.
@@ -43,8 +43,8 @@ def rhat(draws: Any) -> dict[str, Tensor]:
         {name: tensor of the parameter's shape}, in float64.
 
     Raises:
-        ImportError, TypeError, ValueError: as `to_inference_data`, for one chain, or for fewer than four draws per
-            chain.
+        ImportError, TypeError, ValueError: as `to_inference_data`, for a single chain, and for fewer than four draws
+            per chain.
 
     Cost: about a millisecond for each entry; for many weights use `random_projections`.
     """
@@ -64,9 +64,9 @@ def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
         {name: tensor of the parameter's shape}, in float64.
 
     Raises:
-        ImportError, TypeError, ValueError: as `to_inference_data`, for fewer than four draws, or another kind.
+        ImportError, TypeError, ValueError: as `to_inference_data`, for fewer than four draws, and for another kind.
 
-    Cost: as `rhat`.
+    Cost: as for `rhat`.
     """
     check_choice("kind", kind, ("bulk", "tail"))
     checked = checked_draws(draws, each=LEAST_DRAWS)

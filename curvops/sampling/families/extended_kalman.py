@@ -45,7 +45,7 @@ class ExtendedKalmanFilter(Transition):
     state_type: ClassVar[type[State]] = KalmanState
 
     def step_length(self, step: int) -> tuple[str, float]:
-        """Return "lr" and its value, the fraction with which a batch counts."""
+        """Return "lr" and its value, the fraction by which a batch counts."""
         return "lr", self.step_size(step)
 
     @property
@@ -80,7 +80,7 @@ class ExtendedKalmanFilter(Transition):
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
-        with own_randomness(state.theta.device):  # computed once for all passes of the step
+        with own_randomness(state.theta.device):  # drawn once for all passes of the step
             n, score, slope, curvature = self._terms(state.theta, batch)
         if not all(map(math.isfinite, torch.stack([score.to(slope), *slope.aminmax()]).tolist())):
             raise self._not_finite(score, int(state.step))
@@ -103,7 +103,7 @@ class ExtendedKalmanFilter(Transition):
         curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
-    # For each form: the precision after the transition and this batch, and P⁻¹ times the gradient
+    # For each form, return the precision after the transition and this batch, and P⁻¹ times the gradient.
 
     def _diagonal(
         self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
@@ -140,7 +140,7 @@ class ExtendedKalmanFilter(Transition):
         assert root is not None
         W = torch.cat([W, math.sqrt(rate) * root.to_dense()], 1)
         precision = LowRank(W, W.new_ones(W.shape[1])).add_diagonal(diagonal)
-        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with the whole batch: only the stored root is truncated
+        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # uses the whole batch: only the stored root is truncated
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
@@ -160,7 +160,7 @@ class ExtendedKalmanFilter(Transition):
                 `co.linearize(model, data, likelihood)`.
 
         Raises:
-            TypeError, ValueError: another kind of state, or a linearisation with other parameters or other weights.
+            TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
         """
         self._check_state(state)
         check_linearization(lin)
@@ -191,19 +191,19 @@ def ekf(
 
         P ← (P⁻¹ + q I)⁻¹ + ε Σ_n J_nᵀH_nJ_n,    θ ← θ + ε P⁻¹ Σ_n ∇ log p(y_n | x_n, θ)
 
-    Sums run over the batch: ε = 1 and one pass are Bayes' rule, which for a linear model under a Gaussian likelihood
-    is exact with form="dense", in any order of the batches (recursive least squares).
+    Sums run over the batch. With ε = 1 and one pass this is Bayes' rule, which for a linear model under a Gaussian
+    likelihood is exact with form="dense", in any order of the batches (recursive least squares).
 
     Args:
         log_posterior: the result of `co.sampling.log_posterior`: the network, its likelihood and the prior precision,
-            with which the first state starts. Its mean is the params passed to `init`: for Bayes' rule the prior's
-            mean.
+            with which the first state starts. The prior mean is the params passed to `init`: for Bayes' rule, pass the
+            prior's mean.
         form: the form of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which keeps the exact
             diagonal of what exceeds its rank (Chang et al. 2023), as `post.update(form="low_rank_diagonal")` does.
         fisher: "ggn", or "empirical" for Σ g_n g_nᵀ of the gradients instead of the curvature (Duffield et al. 2024).
             The latter does not estimate the curvature, and linear models then do not reach their posterior.
         transition_noise: q ≥ 0, the variance of the expected change of each weight between two batches.
-        lr: ε > 0, a number or a schedule; the fraction with which a batch counts.
+        lr: ε > 0, a number or a schedule; the fraction by which a batch counts.
         rank: the rank of W, by default 10.
 
     Returns:
@@ -211,7 +211,7 @@ def ekf(
         `co.sampling.run` accepts.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot represent.
+        TypeError, ValueError: an argument is of another kind or out of range, or the form cannot represent the prior.
 
     Cost of a step, after a first one that also checks the derivatives: for the diagonal form a forward pass over the
     batch and C + 1 backward passes (empirical: one); for the other forms a gradient and the N·C rows of J in the batch;

@@ -28,7 +28,7 @@ class GaussianFamily(ABC):
 
     @abstractmethod
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
-        """Return the tensors of N(0, scale² I), or of a member of the family near it."""
+        """Return the tensors of N(0, scale² I), or of a nearby member of the family."""
 
     def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
         """Draw the standard normal numbers for k draws, by default one for each weight."""
@@ -153,7 +153,7 @@ class KroneckerFamily(GaussianFamily):
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         found = {}
         for i, p, q, _ in factors(structure):
-            # The right factor of a vector would be 1 × 1, a second scale beside the left factor.
+            # The right factor of a vector would be 1 × 1, a second scale in addition to the left factor.
             of_each = math.log(scale) / (1 if q == 1 else 2)
             found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
             if q > 1:
@@ -188,7 +188,7 @@ class KroneckerFamily(GaussianFamily):
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)  # the new place of each position of the vector
+        place[order] = torch.arange(len(order), device=order.device)  # the new position of each entry of the vector
         blocks, inverses, positions = [], [], []
         for i, _, q, part in factors(structure):
             left = triangle(tensors[f"left.{i}"])
@@ -238,7 +238,7 @@ def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def factors(structure: Structure) -> Iterator[tuple[int, int, int, slice]]:
-    """Yield the number of each tensor, its shape (p, q) as matrix (q = 1 for a vector), and its part of the vector."""
+    """Yield each tensor's number, its shape (p, q) as a matrix (q = 1 for a vector), and its part of the vector."""
     start = 0
     for i, shape in enumerate(structure.shapes):
         p, q = shape[0] if shape else 1, shape[1:].numel()

@@ -25,7 +25,7 @@ from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
 SETTLED = 0.1
 """The largest error of a settled fit: of its mean in standard deviations, of its precision as a relative error."""
 AVERAGED = 3
-"""The power of the step that weights misfits in their average, so that early steps are forgotten."""
+"""The power of the step that weights misfits in their average, so that early steps lose their influence."""
 
 
 class FitEnding(Enum):
@@ -37,7 +37,7 @@ class FitEnding(Enum):
     )
     DRIFTING = (
         "The steps ran out before the fit stopped moving: the gradient, averaged over the last steps, exceeds its "
-        "noise. Continue from this state, with a larger lr where the gradient keeps its sign."
+        "noise. Continue from this state, with a larger lr if the gradient keeps its sign."
     )
     SCATTERED = (
         "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around "
@@ -50,12 +50,12 @@ class FitEnding(Enum):
 
 
 class Unsettled(UserWarning):
-    """A warning that a variational fit is not known to be at its optimum."""
+    """A warning that a variational fit may not be at its optimum."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalState(OptimizerState):
-    """The state of a variational fit: the mean as `theta`, the tensors of the covariance as `spread`.
+    """The state of a variational fit: the mean as `theta`, and the tensors of the covariance as `spread`.
 
     average and square: averages over steps of the misfits of mean and covariance (zero at the optimum) and of their
     squares; centre: averages of the tensors themselves. All averages give the last steps the largest weight.
@@ -115,8 +115,8 @@ class Variational(Optimizer):
         At the optimum of the family the expected gradient is zero. In units of the fit itself (standard deviations for
         the mean, relative errors for the precisions) it measures the distance from the optimum. It is averaged over the
         steps, with the largest weight on the last ones, and compared with its standard error, as a root mean square
-        over the weights and entry by entry. As this holds for the average over these steps, the state must also be
-        near it.
+        over the weights and entry by entry. Since this holds for the average over these steps, the state must also be
+        near that average.
 
         Args:
             state: the result of `update` of this method.
@@ -182,9 +182,9 @@ class Variational(Optimizer):
                 `co.linearize(model, data, likelihood)`.
 
         Raises:
-            TypeError, ValueError: another kind of state, or a linearisation with other parameters or other weights.
+            TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
 
-        Warns with `Unsettled` if the fit is not known to be at its optimum, see `ending`.
+        Warns with `Unsettled` if the fit may not be at its optimum; see `ending`.
         """
         ending = self.ending(state)
         check_linearization(lin)
@@ -220,14 +220,14 @@ def vi(
             Kronecker product of two covariances for each tensor, one covariance for a vector.
         optimizer: a class of torch.optim, which gets the gradients of the mean and of the family's parameters. Weight
             decay would shrink the covariance, too: AdamW needs weight_decay=0.
-        draws: the number of draws of the weights per step, together if `torch.vmap` can; the gradient's variance falls
-            with it.
+        draws: the number of draws of the weights per step, together if `torch.vmap` can run the model; the gradient's
+            variance falls with it.
         rank: the rank of U, by default 10.
         stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017). The gradient stays
-            unbiased, and has no noise where q is the posterior; False differentiates log q in all of its parameters.
+            unbiased, and has no noise if q is the posterior; False differentiates log q in all of its parameters.
         initial_scale: the initial standard deviation of each weight.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         options: options of the optimiser; `lr` may be a schedule.
 
     Returns:
@@ -235,7 +235,7 @@ def vi(
         accepts. `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, and everything that `optimizer` rejects.
+        TypeError, ValueError: an argument is of another kind or out of range, and everything that `optimizer` rejects.
 
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
     p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per

@@ -1,8 +1,8 @@
 """Conjugate linear regression as a change of variables, from standard normal numbers to posterior weights.
 
 For Y ~ N(Ψω, λ I) and ω ~ N(0, I), column by column, the posterior is N(μ, Σ), Σ = λ(λI + ΨᵀΨ)⁻¹ and μ = ΣΨᵀY/λ.
-T(φ) = μ + R φ with R Rᵀ = Σ; each form has another root R and factorises another matrix. All are differentiable in Ψ
-any number of times, also where singular values coincide, since they factorise by Cholesky.
+T(φ) = μ + R φ with R Rᵀ = Σ; each form has its own root R and factorises its own matrix. All are differentiable in Ψ
+any number of times, even if singular values coincide, since they factorise by Cholesky.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ReadoutWeights = Float[Tensor, "p k"]
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity map T, the limit λ = ∞, in which the data change nothing."""
+    """The identity map T, the limit λ = ∞, at which the data change nothing."""
 
     def forward(
         self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
@@ -76,7 +76,7 @@ class DataSpace:
     It takes O(n²p + n³) operations.
 
     R Rᵀ = Σ; the symmetric root of Σ differs from R by a rotation. It would need an eigendecomposition of S, which
-    automatic differentiation cannot differentiate where two eigenvalues are equal, for example if a point occurs twice.
+    automatic differentiation cannot differentiate if two eigenvalues are equal, for example if a point occurs twice.
     """
 
     level: float
@@ -121,7 +121,7 @@ Conjugate = Identity | FeatureSpace | DataSpace
 
 
 def factor(gram: Float[Tensor, "m m"], level: float) -> Float[Tensor, "m m"]:
-    """Return L with L Lᵀ = gram + λI; NaN where it fails, so that a far proposal is rejected instead of an error."""
+    """Return L with L Lᵀ = gram + λI; NaN if it fails, so that a far proposal is rejected without an error."""
     L, info = torch.linalg.cholesky_ex(gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     return L.masked_fill((info != 0)[..., None, None], math.nan)
 
@@ -139,7 +139,7 @@ def log_root(L: Float[Tensor, "m m"], level: float, columns: int) -> Float[Tenso
 
 
 def condition(root: Float[Tensor, "r m"], level: float) -> float:
-    """Return the condition number of λI + AᵀA, A = root, from the smaller of AᵀA and AAᵀ in float64."""
+    """Return the condition number of λI + AᵀA, with A = root, from the smaller of AᵀA and AAᵀ in float64."""
     A = root.double()
     r, m = A.shape
     values = torch.linalg.eigvalsh(A.mT @ A if m <= r else A @ A.mT).clamp_min(0)

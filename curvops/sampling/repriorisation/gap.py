@@ -14,7 +14,7 @@ from curvops.linalg.core.results import Reason
 from curvops.summary import Summarised
 
 FEWEST = 20.0
-"""The smallest number of effective draws; below, the largest weights e^h dominate the estimate and it is too low."""
+"""The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
 
 
 class FewEffectiveDraws(UserWarning):
@@ -23,9 +23,9 @@ class FewEffectiveDraws(UserWarning):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientGap(Summarised):
-    """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I), in all and for the readout.
+    """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I): in total and for the readout.
 
-    `total` is over all weights, `readout` over those of the readout, and None for a form without one.
+    `total` is over all weights, `readout` over those of the readout; `readout` is None for a form without one.
     """
 
     total: Estimate
@@ -38,7 +38,7 @@ def effective_draws(ratios: Float[Tensor, " S"]) -> float:
 
 
 def divergence(ratios: Float[Tensor, " S"]) -> Estimate:
-    """Estimate log E e^h − E h from draws h, with a delta-method standard error; warn where few draws dominate."""
+    """Estimate log E e^h − E h from draws h, with a delta-method standard error; warn if few draws dominate."""
     S = len(ratios)
     value = ratios.logsumexp(0) - math.log(S) - ratios.mean()
     warn_of_few(ratios, "the estimate of KL(prior ‖ p̃) is too low, a lower bound")
@@ -61,7 +61,7 @@ def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
 
 
 def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
-    """Warn where fewer than `FEWEST` effective draws carry the weights e^h."""
+    """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
     effective = effective_draws(ratios)
     if effective < FEWEST:
         warnings.warn(

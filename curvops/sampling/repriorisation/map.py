@@ -1,7 +1,7 @@
-"""Repriorisation of the readout, whose white weights become those of a linear regression on the last features.
+"""Repriorisation of the readout: its white weights become those of a linear regression on the last features.
 
-The density of the targets, with these weights integrated out, has a closed-form gradient by an inverse, at a fraction
-of the time that the derivative of a Cholesky factor takes.
+With these weights integrated out, the density of the targets has a closed-form gradient by an inverse, which takes a
+fraction of the time of the derivative of a Cholesky factor.
 """
 
 from __future__ import annotations
@@ -119,17 +119,17 @@ class ExactReadoutMap(ReadoutMap):
 
     def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return log p̃(φ). One forward pass."""
-        if in_forward_mode():  # where PyTorch's own operations have all derivatives
+        if in_forward_mode():  # PyTorch's own operations have all derivatives
             return super().log_density(phi)
-        noise = self.problem.log_likelihood(self.targets)  # for outputs equal to the targets
+        noise = self.problem.log_likelihood(self.targets)  # the log-likelihood for outputs equal to the targets
         return log_normal(phi) + noise + log_marginal(self.conjugate, *self._regression(self.features(phi)))
 
 
 def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:
     """Return log N(Y; 0, S) − log N(0; 0, λI) over all columns, S = λI + ΨΨᵀ, in float64.
 
-    Differentiable in Ψ by reverse mode only, any number of times: the forward derivatives of PyTorch (2.13) are wrong
-    for `cholesky_inverse`, and for any `Function` if forward modes are nested.
+    It is differentiable in Ψ any number of times, but by reverse mode only: PyTorch's forward derivatives (2.13) are
+    wrong for `cholesky_inverse`, and for any `Function` if forward modes are nested.
     """
     value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
     return value

@@ -32,7 +32,7 @@ class Tangents(NamedTuple):
 
 
 class CurvedIdentity(Operator):
-    """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and perhaps indefinite, by double backward passes."""
+    """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and possibly indefinite, by double backward passes."""
 
     def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
         super().__init__(phi, product=product)
@@ -61,13 +61,13 @@ class SquaredIdentity(CurvedIdentity):
 
 @dataclass(frozen=True, eq=False)
 class TangentMap(Change):
-    """The change of variables T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
+    """The change of variables T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, with J at φ.
 
-    It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have the same image, and a
+    For large λ it is close to the identity and one to one. For small λ it may fold: two φ have the same image, and a
     chain in φ would count that θ twice. `inverse(map(φ))` then finds another φ.
 
-    The derivative needs second derivatives of the network, and the gradient of its determinant third ones, in reverse
-    mode.
+    The derivative needs second derivatives of the network, and the gradient of its determinant needs third ones, in
+    reverse mode.
     """
 
     level: float
@@ -86,7 +86,7 @@ class TangentMap(Change):
 
     @torch.no_grad()
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """Return φ, by Newton's method from a large λ down to its value; raise ValueError if it fails."""
+        """Return φ, by Newton's method from a large λ down to its actual value; raise ValueError if this fails."""
         goal = self._flat(white)
         level = max(self.level, float(self._tangents(goal, self.level).J.square().sum()))
         v, gap = goal, 0.0
@@ -98,7 +98,7 @@ class TangentMap(Change):
             level = max(self.level, level / 4)
         raise ValueError(
             f"no φ with T(φ) equal to these weights was found: Newton's method leaves a gap of {gap:.2e}. The "
-            "tangent-kernel form is one to one only where the network is nearly linear: raise reg, use a wider "
+            "tangent-kernel form is one to one only if the network is nearly linear: raise reg, use a wider "
             "network, start from a φ (normal(1)) instead of weights, or use the readout's form."
         )
 
@@ -207,7 +207,7 @@ def _by_quadrature(
     max_matvecs: int | None,
     generator: torch.Generator | None,
 ) -> Estimate:
-    """Estimate log|det(I + H)| by quadrature of I + H if positive definite, otherwise of its square."""
+    """Estimate log|det(I + H)| by quadrature of I + H if that is positive definite, otherwise of its square."""
     for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
         lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
@@ -228,7 +228,7 @@ def _by_taylor(
     generator: torch.Generator | None,
     probes: int = 32,
 ) -> Estimate:
-    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v, v random signs, ‖H‖ < 1, with a bound on the remainder."""
+    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v for random signs v and ‖H‖ < 1, and bound the remainder."""
     size = curved.shape[-1]
     largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("largest", "smallest")]
     radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)

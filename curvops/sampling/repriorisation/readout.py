@@ -1,4 +1,4 @@
-"""The last linear layer of a network: how it is found and verified by probes, and which features it receives."""
+"""The last linear layer of a network: how probes find and verify it, and which features it receives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
 
-REMEDY = "let the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
+REMEDY = "make the network end with an nn.Linear whose output it returns, or change all weights alike with form='ntk'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,8 @@ def inputs_of(
 def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
     """Find the layer named `last`, or the one whose output the model returns; check that it is a linear readout.
 
-    Raises TypeError if the model is not a module or `last` not a name, ValueError for a layer that is not a linear
-    readout of the model: shared, called several times, partly frozen, or followed by another operation.
+    Raises TypeError if the model is not a module or `last` is not a name, and ValueError for a layer that is not a
+    linear readout of the model: shared, called several times, partly frozen, or followed by another operation.
     """
     if model.module is None:
         raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) use form='ntk'.")

@@ -29,14 +29,14 @@ from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
-"""About how many numbers may be in memory for draws that are evaluated together."""
+"""About how many numbers draws that are evaluated together may take in memory."""
 LOST_DIGITS = 0.05
-"""The largest κ eps of a matrix to be factorised; beyond it fewer than two digits would be left."""
+"""The largest κ eps of a matrix to be factorised; above it fewer than two digits would be left."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reprior:
-    """A change of variables θ = T(φ) of a network's weights, with the log posterior of φ; made by `reprior`.
+    """A change of variables θ = T(φ) of a network's weights, with the log posterior of φ; `reprior` makes it.
 
     φ and θ are mappings by parameter name, like the parameters. φ is also free of the prior's scale: the posterior of φ
     is N(0, I) if the network is linear, and tends to it as the network becomes wider. Every sampler accepts this object
@@ -99,7 +99,7 @@ class Reprior:
         max_matvecs: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """Estimate `logdet` of the tangent-kernel form, with an error bar, for use where a (D, D) matrix is too large.
+        """Estimate `logdet` of the tangent-kernel form, with an error bar, for use if a (D, D) matrix is too large.
 
         Only the term of I + H_α is estimated: "slq" computes its log-determinant, or half that of its square if it is
         indefinite, by stochastic Lanczos quadrature; "taylor" uses the series with Hutchinson's probes, which needs
@@ -187,7 +187,7 @@ class Reprior:
         return GradientGap(mean(list(parts)), mean(self.readout) if self.readout else None)
 
     def _checked(self, given: Any, what: str = "phi") -> Mapping[str, Tensor]:
-        """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError where they differ."""
+        """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError if they differ."""
         scale = self._problem.scale
         if not isinstance(given, Mapping):
             raise TypeError(
@@ -214,7 +214,7 @@ class Reprior:
     def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
         """Evaluate a function at each of several draws and stack the results.
 
-        Evaluates many at a time by `torch.vmap`, or one by one if the model has an operation that cannot be mapped.
+        It evaluates many at a time by `torch.vmap`, or one by one if the model has an operation that cannot be mapped.
         """
         held = self._problem.num_data * self._problem.model.theta.numel() ** 0.5 + self._problem.model.theta.numel()
         try:
@@ -259,14 +259,14 @@ def reprior(
         model: an `nn.Module` that ends with a linear layer, with any number of outputs C, with or without a bias.
             All parameters that require a gradient are inferred, the others stay fixed.
         data: as in `co.linearize`. All of it is used at once, with (N, width) features in memory.
-        noise: σ², the *variance* of real targets. For classes, the variance of the regression onto one-hot targets
-            minus 1/C that defines T; it is only the default of reg=.
+        noise: σ², the *variance* of real targets. For classes it is the variance of the regression onto one-hot targets
+            minus 1/C that defines T, and only sets the default of reg=.
         reg: λ > 0; None is σ², for which T is the exact conditional posterior of the readout. The posterior of θ = T(φ)
             is the same for every λ; towards `math.inf` T becomes the prior's scale alone, θ = A^-½φ.
         form: "feature" factorises a matrix (width, width), "data" one (N, N); None uses the smaller one. "ntk" changes
             all weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its
             log-determinant is exact and needs a (D, D) matrix of second derivatives, for networks of some hundred
-            weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ T may
+            weights (`estimated_logdet` for more). A linear model gets N(μ, Σ²) instead of N(μ, Σ). For small λ, T may
             fold, so that two φ have the same image and a chain counts it twice: check that inverse(map(φ)) is φ, or
             raise reg.
         last: the name of the readout's module; None finds it by running the model.
@@ -280,10 +280,10 @@ def reprior(
         A Reprior: a `log_posterior` of φ for every sampler, with `map` and `inverse`.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument is of another kind.
         ValueError: everything that `co.linearize` rejects (no points, targets of another shape, noise not positive, …);
-            λ that is not positive; a model without a linear readout, or with one that another layer shares; features
-            that are not finite; in float32, a regression that this dtype cannot solve.
+            λ is not positive; the model has no linear readout, or another layer shares it; features are not finite; in
+            float32, the regression cannot be solved in this dtype.
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
@@ -309,8 +309,8 @@ def reprior(
         scale = problem.scale[name]
         if bool((scale != scale[:1]).any()):
             raise ValueError(
-                f"prior_precision differs between the rows of the readout's {name!r}, one for each output; one "
-                "factorisation serves all outputs, so use one precision for them, or form='ntk'."
+                f"prior_precision differs between the rows of the readout's {name!r}, one for each output, but one "
+                "factorisation is used for all outputs: use one precision for them, or form='ntk'."
             )
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
@@ -333,7 +333,7 @@ def _likelihood(given: Any, noise: float | None) -> Any:
     if isinstance(given, Gaussian) and noise is not None:
         raise ValueError("likelihood and noise both give a variance: leave out one of them.")
     if given == "regression":
-        raise ValueError("likelihood='regression' would mean a variance of 1: give noise=variance alone.")
+        raise ValueError("likelihood='regression' would mean a variance of 1: give only noise=variance.")
     return given
 
 
@@ -363,7 +363,7 @@ def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:
 
 @torch.no_grad()
 def _require_precise(change: ReadoutMap, level: float) -> None:
-    """Raise ValueError where features are not finite, or the matrix is too ill-conditioned for the dtype."""
+    """Raise ValueError if features are not finite, or the matrix is too ill-conditioned for the dtype."""
     problem = change.problem
     features = change.features(problem.white(problem.model.values))
     if not bool(features.isfinite().all()):

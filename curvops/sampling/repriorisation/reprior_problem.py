@@ -29,7 +29,7 @@ class RepriorProblem:
     """A network, all its data, their likelihood and the prior N(0, A⁻¹) of its weights θ = A^-½ v.
 
     `inputs` are kept batch by batch, `targets` and `weights` for all points together; `scale` is A^-½ by name. Blocks
-    of v are called white: their prior is N(0, I).
+    of v are called white, because their prior is N(0, I).
     """
 
     model: Model
@@ -56,7 +56,7 @@ class RepriorProblem:
 
     @property
     def root(self) -> Float[Tensor, "N 1"] | None:
-        """√w for each point, 0 for points that do not count; None if all have weight 1."""
+        """The root √w of each point's weight, 0 for points that do not count; None if all have weight 1."""
         counted = self.likelihood.counted(self.targets, self.weights)
         if counted is None or (self.weights is None and bool(counted.all())):
             return None
@@ -71,13 +71,13 @@ class RepriorProblem:
         C, targets = self.model.layout.num_outputs, self.targets
         if not targets.is_floating_point():
             known = self.likelihood.counted(targets)
-            assert known is not None  # of classes
+            assert known is not None  # for classes
             targets = torch.nn.functional.one_hot(targets.long().masked_fill(~known, 0), C)
         return targets.to(self.model.theta.dtype) - 1 / C
 
     @property
     def log_scale(self) -> Float[Tensor, ""]:
-        """log det A^-½, in float64."""
+        """The log-determinant log det A^-½, in float64."""
         return torch.stack([scale.double().log().sum() for scale in self.scale.values()]).sum()
 
     def theta(self, white: Mapping[str, Tensor]) -> Blocks:
@@ -130,9 +130,9 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         The precision of each parameter by its name.
 
     Raises:
-        TypeError: the model is not a module, or a standard deviation not a number.
-        ValueError: a parameter of another layer (a normalisation, an embedding): add {glob: number} for it to a mapping
-            of your own; a standard deviation that is not positive and finite.
+        TypeError: the model is not a module, or a standard deviation is not a number.
+        ValueError: a parameter belongs to another layer (a normalisation, an embedding): add {glob: number} for it to a
+            mapping of your own; or a standard deviation is not positive and finite.
 
     >>> import curvops as co
     >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.1)
@@ -160,7 +160,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
     if others:
         raise ValueError(
             f"{others} belong to no linear or convolutional layer, so their fan-in is unknown: pass prior_precision as "
-            "a mapping {glob: number} that names each parameter, these included."
+            "a mapping {glob: number} that names each parameter, including these."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Divergence of samplers: energies are checked as they run, and the curvature determines the stable steps."""
+"""Divergence of samplers: energies are checked as they run, and the curvature determines which steps are stable."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.state import Info, State
 
 LOOK_EVERY = 20
-"""Steps between two checks, which wait for the device."""
+"""The number of steps between two checks, which wait for the device."""
 PATIENCE = 100
-"""Steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
+"""The number of steps without an accepted proposal after which a Metropolis sampler counts as stuck."""
 RUNAWAY = 100.0
 """A bound, in units of the thermal energy and the start's own size, that no stable sampler's fluctuations reach."""
 POWER_STEPS = 20
-"""Power iterations for the largest curvature, at two gradients each."""
+"""The number of power iterations for the largest curvature, at two gradients each."""
 DIFFERENCE = 1e-3
-"""Length of the differences of gradients in these iterations, relative to the parameters."""
+"""The length of the differences of gradients in these iterations, relative to the parameters."""
 
 
 class Watch:
-    """A check of energies −log_posterior every few steps; it keeps the state before them, to measure curvature there.
+    """A check of energies −log_posterior every few steps; it keeps the state before them to measure its curvature.
 
     On a quadratic of curvature h, a step beyond the stability limit multiplies the energy each time. From 1.02 times
-    the limit on, it exceeds any bound within 100 steps, while a stable sampler stays at its thermal energy 𝒯d/2.
+    the limit on, the energy exceeds any bound within 100 steps, whereas a stable sampler stays at its thermal energy
+    𝒯d/2.
     """
 
     def __init__(self, transition: Any) -> None:
@@ -83,7 +84,7 @@ class Watch:
         if mean < 1e-3:
             raise Diverged(
                 f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
-                f"accepted (mean probability {mean:.2g}){self.remedy()} Or let a warm-up find one: "
+                f"accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
                 "run(..., warmup=500, target_acceptance=0.6)."
             )
 

@@ -60,7 +60,7 @@ class EmpiricalPosterior(Predictive):
         return EmpiricalOutputs(self.lin, self.draws, self._error_of_mean, through=self.through)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
-        # Draws that the user passes count as independent, as those of `sample` are.
+        # Draws that the user passes count as independent, like those from `sample`.
         return EmpiricalOutputs(self.lin, weights, through=self.through)
 
     def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
@@ -87,10 +87,10 @@ class EmpiricalOutputs(DrawnOutputs):
 
 
 def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:
-    """Make the empirical posterior of draws of the weights, such as those of `co.sampling.run`.
+    """Make the empirical posterior from draws of the weights, such as those from `co.sampling.run`.
 
     Args:
-        lin: the network, by `co.linearize`: its likelihood, and the weights θ̂ at which outputs are linearised.
+        lin: the network, from `co.linearize`: its likelihood, and the weights θ̂ at which outputs are linearised.
         draws: the result of `run`; or {parameter name: tensor (chain, draw, *shape)} of all parameters that `lin`
             selects, or vectors (chain, draw, D) in its order.
         through: "network" predicts with the network at each draw, f(x, θ_k); "linearization" with f(x, θ̂) +
@@ -101,11 +101,11 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
         `uncertainty`, `log_likelihood`, `sample`. The draws are copied into one matrix.
 
     Raises:
-        TypeError, ValueError: draws with other parameters, shapes or dtype, draws that are not finite, or a single
+        TypeError, ValueError: draws have other parameters, shapes or dtypes, or are not finite, or there is only one
             draw.
 
-    Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can and memory has
-    room; a product with J(x) for each draw if linearised.
+    Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can run the model
+    and memory has room; a product with J(x) for each draw if linearised.
     """
     check_linearization(lin)
     check_choice("through", through, THROUGH)

@@ -1,4 +1,4 @@
-"""Batches without end: passes over the data, one after the other, that a later run can continue."""
+"""Endless batches: passes over the data, one after the other, that a later run can continue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def require_repeatable(batches: Any) -> None:
     """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
         raise ValueError(
-            "a checkpoint must find the same batches again, and this DataLoader shuffles by torch's default generator: "
+            "a checkpoint needs the same batches again, but this DataLoader shuffles with torch's default generator: "
             "build it with generator=torch.Generator().manual_seed(0)."
         )
 

@@ -1,4 +1,4 @@
-"""Minibatches drawn from the points of all ranks, each of which holds some of them; or of one process."""
+"""Minibatches drawn from the points of all ranks, each of which holds some of them, or of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Minibatches:
     def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
         self._points, self._size, self._shared = points, size, shared
         self.generator = torch.Generator().manual_seed(seed)
-        """The source of the orders, which `co.sampling.run` saves in checkpoints."""
+        """The generator of the orders, whose state `co.sampling.run` saves in checkpoints."""
 
     def __repr__(self) -> str:
         return f"Minibatches({len(self)} of {self._size} points, {self._points.total} in all)"
@@ -42,25 +42,25 @@ class Minibatches:
 def minibatches(
     log_posterior: LogPosterior, data: Any, size: int, generator: torch.Generator | None = None
 ) -> Minibatches:
-    """Shuffle the points of all ranks anew in each pass, and cut them into minibatches of which each rank has its own.
+    """Shuffle the points of all ranks anew in each pass, and cut them into minibatches; each rank gets its own part.
 
-    Equal seeds give equal minibatches for any number of ranks, which hold any parts of the data: points are numbered in
-    the order of the ranks. In one process they are minibatches like those of a DataLoader.
+    Equal seeds give equal minibatches for any number of ranks, which may hold any parts of the data: points are
+    numbered in the order of the ranks. In one process they are minibatches like those of a DataLoader.
 
     Args:
-        log_posterior: the result of `co.sampling.log_posterior`, of a linearisation over a process group or not.
+        log_posterior: the result of `co.sampling.log_posterior`, for a linearisation over a process group or not.
         data: the points of this rank: tensors (X, y), as in `co.linearize`, or a Dataset of such points, of which only
             the chosen ones are read.
-        size: the number of points of a minibatch, of all ranks together; the last one of a pass may have fewer.
-        generator: source of the orders, with equal seeds on all ranks; None uses torch's default generator.
+        size: the number of points of a minibatch, on all ranks together; the last one of a pass may have fewer.
+        generator: the source of the orders, with equal seeds on all ranks; None uses torch's default generator.
 
     Returns:
-        The `batches` for `co.sampling.run`: an iterable that can be read again and again.
+        The `batches` for `co.sampling.run`: an iterable that can be read any number of times.
 
     Raises:
-        TypeError, ValueError: another kind of log posterior or data, another number of points than those of the
-            linearisation, or a size that is not a whole number from 1 to N.
-        RanksDiffer: unequal seeds or sizes.
+        TypeError, ValueError: the log posterior or the data are of another kind, the number of points differs from that
+            of the linearisation, or size is not a whole number from 1 to N.
+        RanksDiffer: seeds or sizes differ.
 
     Cost: no messages after this call; the order of N points on each rank.
     """

@@ -1,4 +1,4 @@
-"""Many steps of a sampler, in one chain or several: warm-up that finds a step size, thinning, and divergence."""
+"""Many steps of a sampler, in one chain or several: warm-up that tunes a step size, thinning, and divergence."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def run(
             each step. None if `log_posterior` needs no batches.
         steps: the number of steps after warm-up.
         warmup: the number of steps before them, of which nothing is kept.
-        thin: steps between two draws; `steps // thin` draws are kept.
+        thin: the number of steps between two draws; `steps // thin` draws are kept.
         target_acceptance: for a Metropolis sampler with a warm-up, the mean acceptance probability to which its step
-            size is tuned, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. It takes some
-            hundred steps of a chain in equilibrium; a chain still on its way there has other step sizes.
-        generator: source of the state's generators if `start` are parameters.
+            size is tuned, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. Tuning takes
+            some hundred steps of a chain in equilibrium; a chain still on its way there needs other step sizes.
+        generator: the source of the state's generators if `start` are parameters.
         progress: None, a flag or a function (what, done, total), as in other calls.
         checkpoint: a folder for intermediate results, also written when the run is interrupted. The same call resumes
             from there and gives bitwise the same draws; the folder keeps the result, which a later call returns at
@@ -64,14 +64,14 @@ def run(
             compared.
 
     Returns:
-        A `Chain`: draws (k, S, d), the traces of all steps, the last state, and the sampler with its step size of
+        A `Chain`: draws (k, S, d), the traces of all steps, the last state, and the sampler with its step size from the
         warm-up.
 
     Raises:
         Diverged: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
             message suggests a step size.
-        TypeError, ValueError: arguments of another kind, batches that can be read only once or change their structure,
-            or a checkpoint of another problem.
+        TypeError, ValueError: arguments are of another kind, batches can be read only once or change their structure,
+            or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
     """
     if not isinstance(sampler, Transition):
@@ -116,7 +116,7 @@ class _RunState:
     """The state of a run, consistent whenever it is interrupted."""
 
     done: int
-    """The number of steps, warm-up included."""
+    """The number of steps, including warm-up."""
     state: Any
     draws: Tensor
     traces: dict[str, Tensor]
@@ -176,7 +176,7 @@ def _take_steps(
 ) -> _RunState:
     """Take all remaining steps."""
     total = warmup + reached.traces["log_posterior"].shape[1]
-    # Without a checkpoint no state between two steps is visible: they are made in place, on a copy.
+    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy.
     inplace = not kept
     if inplace:
         reached = replace(reached, state=reached.state.clone())
@@ -216,7 +216,7 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
         raise ValueError(f"target_acceptance needs a Metropolis sampler (hmc, lmc, pcn), got {type(sampler).__name__}.")
     checked_number("target_acceptance", target, "(0, 1)")
     if warmup < 1:
-        raise ValueError("target_acceptance is reached in a warm-up: pass warmup=, some hundred steps.")
+        raise ValueError("target_acceptance is tuned in a warm-up: pass warmup=, some hundred steps.")
     if not isinstance(sampler.step_size, Constant):
         raise ValueError("target_acceptance sets the step size, which follows a schedule here: pass a number.")
     return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
@@ -230,7 +230,7 @@ def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warm
 
 
 def _options(sampler: Transition) -> dict[str, str]:
-    """Describe the sampler's options in text that is the same in every process.
+    """Describe the sampler's options in a text that is the same in every process.
 
     Functions given by the user are left out.
     """
@@ -247,7 +247,7 @@ def _options(sampler: Transition) -> dict[str, str]:
 
 
 DECAY = 0.75
-"""Moves, and the weights of new trials in the mean, fall as t^−.75 (so Hoffman & Gelman 2014 forget old trials)."""
+"""Moves, and the weights of new trials in the mean, fall as t^−.75 (as old trials do in Hoffman & Gelman 2014)."""
 LARGEST_MOVE = 1.0
 """The largest change of log ε in a step of warm-up, however few rejections the target allows."""
 
@@ -261,8 +261,8 @@ class StepSizeSearch:
 
     This is Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is
     proportional to ε³ for one leapfrog step and to ε for pCN. In these units the mean error therefore has a slope of 1
-    to 3 in log ε at any target (Garthwaite, Fan & Sisson 2016 also divide by the slope); that of plain a* − a is .06 at
-    .98.
+    to 3 in log ε at any target (Garthwaite, Fan & Sisson 2016 also divide by the slope); the slope of plain a* − a is
+    .06 at .98.
 
     target: a*. most: the log of the largest step size (1 for pCN).
     """
@@ -319,27 +319,27 @@ def chains(
             together if `log_posterior` allows it, otherwise one by one with a `NotVectorized` warning.
         process_group: a process group of torch.distributed, whose ranks share the chains: rank r of n runs the chains
             r, r + n, r + 2n, … of the k, on all of the data, with the noise that they have in one process. All ranks
-            make the same calls, with equal seeds; a run needs no messages but at its end, and in a warm-up with
+            make the same calls, with equal seeds; a run needs messages only at its end, and in a warm-up with
             `target_acceptance` one for each step.
-        gather: with a process group, whether `run` returns all chains on every rank, or each rank's own
+        gather: with a process group, whether `run` returns all chains on every rank, or each rank's own chains
             (`random_projections` then still computes R̂ of all chains).
 
     Returns:
         A sampler of the same kind, for `co.sampling.run` or its own `init` and `update`.
 
     Raises:
-        TypeError, ValueError: k is not a number of chains, or fewer than the ranks, or the sampler already has chains,
-            or a log posterior whose data these ranks share; in the first step, a module that normalises by batch
-            statistics.
-        RanksDiffer: other numbers of chains; in `init`, other starts or seeds.
-        RankFailed: in `run`, where another rank raised an error, ended or hangs.
+        TypeError, ValueError: k is not a number of chains, or is smaller than the number of ranks; the sampler already
+            has chains; these ranks share the data of the log posterior; or, in the first step, a module normalises by
+            batch statistics.
+        RanksDiffer: numbers of chains differ; in `init`, starts or seeds differ.
+        RankFailed: in `run`, another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
     if sampler.chains is not None:
-        raise ValueError(f"the sampler runs {sampler.chains} chains already; pass the sampler of one.")
+        raise ValueError(f"the sampler already runs {sampler.chains} chains; pass the sampler of a single chain.")
     count = checked_whole("k", k, kind="a whole number of chains")
     if vectorized is not None:
         check_flag("vectorized", vectorized)

@@ -1,4 +1,4 @@
-"""BAOA, the splitting of Langevin dynamics with the positions of BAOAB, at one gradient per step."""
+"""BAOA, a splitting of Langevin dynamics with the positions of BAOAB, at one gradient per step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def baoa(
         m += ε D g,    θ += ½ε s m,    m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ ξ,    θ += ½ε s m
 
     with s = σ⁻², γ = αs and 𝒯 = τ/N. D is the inverse mass, as in `sghmc`. On a Gaussian with full gradients the
-    variance is exactly 𝒯/h at any stable step: ε √(s h) < 2, h the curvature (of D^½ H D^½). At τ = 0 and m = 0 it is
+    variance is exactly 𝒯/h at any stable step: ε √(s h) < 2, with h the curvature (of D^½ H D^½). At τ = 0 and m = 0 it
+    is
     `torch.optim.SGD(lr=½ε²s(1 + μ), momentum=μ)` with μ = e^{−αsε}.
 
     Args:
@@ -58,16 +59,16 @@ def baoa(
         alpha: α, the friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
     Returns:
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range.
+        TypeError, ValueError: an argument is of another kind or out of range.
 
-    Cost: a gradient, a product with D and a draw by its root; four vectors.
+    Cost: a gradient, a product with D and a draw with its root; four vectors of memory.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     return BAOA(**(shared | friction(alpha, sigma)))

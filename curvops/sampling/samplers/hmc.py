@@ -55,7 +55,7 @@ class Leapfrog(Metropolis):
             value, g = self.density.gradient(theta, state.structure, batch)
             m.add_(D.product(g), alpha=eps if left else eps / 2)  # two half steps between two steps of θ
 
-        # Differences before sums: the energies themselves may be a million times as large.
+        # Differences before sums, since the energies themselves may be a million times as large.
         kinetic = long_dot(m - m0, D.solve(m + m0)) * (s / 2)
         energy_error = (kinetic - (value.double() - state.value.double())) / T
         probability, accepted = accept_or_reject(energy_error, noise, theta)
@@ -84,9 +84,9 @@ def hmc(
 
         m ~ N(0, 𝒯σ²D);  L times  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH})
 
-    with H = (−log_posterior + ½ s mᵀD⁻¹m)/𝒯, s = σ⁻², 𝒯 = τ/N. ε has the units of the other samplers with momenta: it
-    is stable iff ε√(s h) < 2 on a Gaussian of curvature h of −log_posterior (of D^½ H D^½). D is the inverse mass, as
-    in `sghmc`, and must be positive definite. Batches must be all data: [(X, y)].
+    with H = (−log_posterior + ½ s mᵀD⁻¹m)/𝒯, s = σ⁻², 𝒯 = τ/N. ε has the units of the other samplers with momenta: a
+    step is stable iff ε√(s h) < 2 on a Gaussian of curvature h of −log_posterior (of D^½ H D^½). D is the inverse mass,
+    as in `sghmc`, and must be positive definite. Each batch must contain all data: [(X, y)].
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
@@ -95,14 +95,14 @@ def hmc(
         leapfrog_steps: L.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
 
     Returns:
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range.
+        TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: L gradients (and one if the batch has changed), L + 1 products with D, a solve, a draw.
     """
@@ -125,7 +125,7 @@ def lmc(
 
         m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ;  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH}), else m ← −m
 
-    with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection, without which the distribution would be wrong.
+    with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection; otherwise the distribution would be wrong.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
@@ -134,14 +134,14 @@ def lmc(
         refreshment: ρ in (0, 1], the share of new momentum in each step.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, needed unless log_posterior carries it.
-        preconditioner: D, as in `hmc`. Batches must be all data.
+        data_size: N, required unless log_posterior carries it.
+        preconditioner: D, as in `hmc`. Each batch must contain all data.
 
     Returns:
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range.
+        TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient (two if the batch has changed), two products with D, a solve, a draw.
     """

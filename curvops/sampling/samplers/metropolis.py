@@ -54,20 +54,20 @@ class Metropolis(Transition):
         """Return log_posterior at the state, and write into the state what else the method needs there."""
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
-        return {"value": state.theta.new_full(state.theta.shape[:-1], math.nan, dtype=torch.float64)}  # not evaluated
+        return {"value": state.theta.new_full(state.theta.shape[:-1], math.nan, dtype=torch.float64)}  # unknown
 
 
 def accept_or_reject(
     energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor
 ) -> tuple[Tensor, Bool[Tensor, "*k"]]:
-    """Return min(1, e^{−ΔH}), the probability to accept a proposal, 0 where ΔH is NaN, and whether it is accepted."""
+    """Return min(1, e^{−ΔH}), the probability of accepting a proposal (0 if ΔH is NaN), and whether it is accepted."""
     probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
     return probability, noise.uniform(like) < probability
 
 
 def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the current values of the chains that accept it."""
-    if accepted.ndim == 0 and accepted.device.type == "cpu":  # no wait for the device
+    if accepted.ndim == 0 and accepted.device.type == "cpu":  # does not wait for a device
         if accepted:
             present.copy_(proposal)
         return

@@ -49,7 +49,7 @@ class CrankNicolson(Metropolis):
         theta = moved + c
         value = self.density.value(theta, state.structure, batch)
 
-        # log N(·; c, τC) is subtracted from log p/𝒯 at both ends, as a difference before it is summed.
+        # log N(·; c, τC) is subtracted from log p/𝒯 at both ends, as a difference before the sum.
         prior = long_dot(moved - gap, C.solve(moved + gap)) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
         probability, accepted = accept_or_reject(energy_error, noise, theta)
@@ -71,7 +71,7 @@ def pcn(
 
         θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ,  accepted with min(1, e^{Δ}),  Δ = Δ log_posterior/𝒯 − Δ log N(·; c, τC)
 
-    for any Gaussian N(c, C). If that is the prior, Δ is the change of the log-likelihood alone, and the acceptance does
+    for any Gaussian N(c, C). If this is the prior, Δ is the change of the log-likelihood alone, and the acceptance does
     not fall with the number of parameters.
 
     Args:
@@ -82,13 +82,13 @@ def pcn(
             log_posterior, and I for a `co.sampling.reprior`.
         mean: c, a number, a vector or a tree like the parameters; None uses the prior's, or 0.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
 
     Returns:
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, or no covariance.
+        TypeError, ValueError: an argument is of another kind or out of range, or there is no covariance.
 
     Cost: a value of log_posterior, a draw by the root of C and a solve with C.
     """

@@ -26,7 +26,7 @@ class MomentumSampler(Transition):
 
     @property
     def s(self) -> float:
-        """σ⁻²."""
+        """The number σ⁻²."""
         return self.sigma**-2
 
     def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class MomentumSampler(Transition):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGHMC(MomentumSampler):
-    """The step θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
+    """The step θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or in reverse."""
 
     beta: float = 0.0
     momentum_first: bool = False
@@ -124,9 +124,9 @@ def sghmc(
 
     with the old m in the first equation; `momentum_first` makes the second step first, so that the new m moves θ. A
     preconditioner D is the inverse mass: m stands for D times the momentum, m ~ N(0, 𝒯σ²D), and friction is
-    proportional to the mass. This is the sampler without D in the coordinates D^-½ θ.
+    proportional to the mass. This equals the sampler without D in the coordinates D^-½ θ.
 
-    At τ = 0 and m = 0 momentum first is `torch.optim.SGD(lr=ε²s, momentum=1 − εsα)`; the order of the paper uses each
+    At τ = 0 and m = 0, momentum first is `torch.optim.SGD(lr=ε²s, momentum=1 − εsα)`; the order of the paper uses each
     gradient one step later. On a Gaussian of curvature h (of D^½ H D^½) the paper's order is stable only if εh < α.
 
     Args:
@@ -136,7 +136,7 @@ def sghmc(
         alpha: α, the friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         beta: β, the variance of the gradient's noise over 𝒯², which is subtracted from the injected noise.
         momentum_first: update m before θ.
         preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
@@ -145,7 +145,7 @@ def sghmc(
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range.
+        TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; four vectors.
     """
@@ -180,7 +180,7 @@ def sgnht(
         alpha: α in the noise, and the mean of the initial friction.
         sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         beta: β, as in `sghmc`.
         preconditioner: D, as in `sghmc`.
 
@@ -188,7 +188,7 @@ def sgnht(
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range; τ = 0, for which it would diverge.
+        TypeError, ValueError: an argument is of another kind or out of range, or τ is 0, at which it would diverge.
 
     Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
     """

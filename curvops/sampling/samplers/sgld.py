@@ -48,7 +48,7 @@ def sgld(
             `co.sampling.log_posterior` returns.
         step_size: ε, a number or a schedule (`RobbinsMonro`, `Cosine`, any function of the step).
         temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
-        data_size: N, needed unless log_posterior carries it.
+        data_size: N, required unless log_posterior carries it.
         beta: β, the variance of the gradient's noise over 𝒯², which is subtracted from the injected noise.
         preconditioner: D, an operator (d, d) with a square root, or a vector (d,); None is the identity.
 
@@ -56,7 +56,7 @@ def sgld(
         A sampler with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range.
+        TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; three vectors.
     """

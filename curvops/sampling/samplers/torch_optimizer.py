@@ -26,7 +26,7 @@ class OptimizerState(State):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Optimizer(Transition):
-    """A torch optimiser, built again in each step around the state's tensors."""
+    """A torch optimiser, rebuilt in each step around the state's tensors."""
 
     make: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,18 +80,18 @@ def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **
     """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
-        make: its class, such as `torch.optim.AdamW`, or another function of (tensors, **options).
+        make: the optimiser's class, such as `torch.optim.AdamW`, or another function of (tensors, **options).
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, such as
             `co.sampling.log_posterior` returns. The optimiser's own weight decay (AdamW has one unless weight_decay=0)
             is added to the prior's.
-        data_size: N, needed unless log_posterior carries it; it changes no step.
+        data_size: N, required unless log_posterior carries it; it affects no step.
         options: options of the optimiser; `lr` may be a schedule.
 
     Returns:
         An optimiser with `init(params, generator)` and `update(state, batch)`.
 
     Raises:
-        TypeError, ValueError: not an optimiser, options that it does not have, or one that calls the model itself
+        TypeError, ValueError: `make` is not an optimiser, does not have these options, or calls the model itself
             (LBFGS).
 
     Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
