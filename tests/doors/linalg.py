@@ -109,7 +109,7 @@ DOORS = [
             "a sketch as preconditioner": (
                 lambda: cg(torch.eye(3), torch.ones(3), preconditioner=nystrom(torch.eye(3), rank=2)),
                 TypeError,
-                r"a Nystrom approximates A, and a preconditioner its inverse: pass what its preconditioner\(shift\)",
+                "a Nystrom approximates A, and a preconditioner must approximate its inverse: pass the result of",
             ),
             "bfloat16": (
                 lambda: cg(torch.eye(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),

@@ -104,7 +104,7 @@ DOORS = [
             "another noise": (
                 lambda: co.gp.reduced_posterior(lin(), 5, check_mode=False).with_noise(2.0),
                 ValueError,
-                "LowRank does not record how it was built from its linearisation: make the posterior again",
+                "LowRank does not record how it was built from its linearisation: build the posterior again",
             ),
         },
     ),

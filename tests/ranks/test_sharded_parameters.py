@@ -296,7 +296,7 @@ REFUSED = {
     "ignored": "is not sharded (fully_shard ignored it)",
     "hooked": "['0.bias', '0.weight'] have no layer rule",
     "no rule": "['scale'] have no layer rule",
-    "read elsewhere": "['inner.weight'] have other gradients than their layers' rules give",
+    "read elsewhere": "['inner.weight'] have gradients that differ from those of their layers' rules",
     "dropout": "call model.eval()",
     "no gradient": "requires no gradient",
     "without a group": "process_group=mesh.get_group()",

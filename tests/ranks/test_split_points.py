@@ -198,7 +198,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     words = {
-        "not finite on one rank": ("the test points of rank 1 are refused there", "holds NaN"),
+        "not finite on one rank": ("rank 1 rejected its test points", "holds NaN"),
         "two ways to bring together": ("gather=False", "gather=True"),
         "two questions": ("asks for predictions", "uncertainty"),
         "two links": ("'probit'", "'bridge'"),
@@ -206,8 +206,8 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "two forms": ("are of", "inputs of one form"),
         "two numbers of functions": ("2 functions", "3 functions"),
         "groups that cut a rank's points": ("must divide the 3 points", "must divide the 3 points"),
-        "groups of none": ("rank 1 gives no points", "rank 1 gives no points"),
-        "targets of another length on one rank": ("rank 1 are refused there", "one target per point"),
+        "groups of none": ("rank 1 has no points", "rank 1 has no points"),
+        "targets of another length on one rank": ("rank 1 rejected its test points", "one target per point"),
         "vectors of a product with J": ("vectors of a product differ", "vectors of a product differ"),
         "messages for its own": ("2", "2"),
         "messages for all": ("6", "6"),

@@ -236,7 +236,5 @@ def test_a_parameter_that_is_read_past_its_module_is_refused_by_name() -> None:
             found: Tensor = self.fc(x) + x @ self.held[0]
             return found
 
-    with pytest.raises(
-        ValueError, match=r"reads \['fc.weight'\] in another way than from the modules.*self.layer.weight"
-    ):
+    with pytest.raises(ValueError, match=r"reads \['fc.weight'\] from elsewhere than the modules.*self.layer.weight"):
         co.linearize(Hidden(), (X[:, :, 0], Y), "classification")
