@@ -135,7 +135,8 @@ def public_callables() -> set[str]:
     for module in (co, co.linalg, co.likelihoods, co.evidence, co.sampling, co.gp):
         for name in module.__all__:
             value = getattr(module, name)
-            built = isinstance(value, type) and "__init__" in vars(value) and not dataclasses.is_dataclass(value)
+            ours = getattr(getattr(value, "__init__", None), "__module__", "").startswith("curvops.")
+            built = isinstance(value, type) and ours and not dataclasses.is_dataclass(value)
             if built or isinstance(value, types.FunctionType):
                 found.add(f"{module.__name__.replace('network.', '')}.{name}")
     return found - {"curvops.Damped", "curvops.LowRank", "curvops.low_rank"}  # those of curvops.linalg

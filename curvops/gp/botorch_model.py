@@ -150,8 +150,19 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> LaplaceModel:
         """Return the model conditioned on targets Y (*b' x n x m) at X (*b x n x d), each with its batches.
 
-        The linearisation does not change, which is exact for the linear model. `noise` is the variance of the targets,
-        in a shape that expands to theirs; None uses the likelihood's. A `subset_output` takes targets of its outputs.
+        The linearisation does not change, which is exact for the linear model.
+
+        Args:
+            X: the points, *b x n x d.
+            Y: the targets, *b' x n x m; those of a `subset_output` are targets of its outputs.
+            noise: the variance of the targets, in a shape that expands to theirs; None uses the likelihood's.
+            kwargs: options of BoTorch, which are not used.
+
+        Returns:
+            The conditioned model.
+
+        Raises:
+            TypeError, ValueError: targets or a noise that do not fit.
         """
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:
@@ -193,7 +204,14 @@ class LaplaceModel(Model, FantasizeMixin):
     def draw_function(self, generator: torch.Generator | None = None) -> GenericDeterministicModel:
         """Return one draw of the linearised function as a deterministic model, for Thompson sampling.
 
-        Raises ValueError for a conditioned model, whose weights have another distribution than the posterior's.
+        Args:
+            generator: source of the draw.
+
+        Returns:
+            The draw as a model.
+
+        Raises:
+            ValueError: the model is conditioned, so that its weights have another distribution than the posterior's.
         """
         if self._observed:
             raise ValueError(

@@ -109,6 +109,9 @@ class LaplaceProcess(Summarised, Predictive):
             generator: source of the draws.
             rtol: relative residual of each solve; the default is far below the sampling error of k draws.
 
+        Returns:
+            The draws, (k, D).
+
         Raises:
             NotConverged: rtol was not reached.
             TypeError, ValueError: k is not a whole number of draws, or rtol not a positive number.
@@ -131,6 +134,9 @@ class LaplaceProcess(Summarised, Predictive):
         Args:
             rtol: relative accuracy of the log-determinant if it is estimated, because the Gram matrix was not formed.
             generator: source of the probes.
+
+        Returns:
+            The Evidence, in nats.
 
         Raises:
             TypeError, ValueError: an rtol that is not a positive number, or a generator that is not one.

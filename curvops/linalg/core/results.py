@@ -297,6 +297,12 @@ class Estimate(Summarised):
 
         A single sample shows no spread, so its interval is the whole line.
 
+        Args:
+            level: the probability that the interval contains the true value.
+
+        Returns:
+            The lower and the upper end, each of the shape of the value.
+
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
         """

@@ -196,7 +196,16 @@ class Operator(LinearOperator):
     def matmul(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
         """Multiply a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
 
-        Raises ValueError if dtype, device or size do not fit. Costs one product with A per column.
+        It costs one product with A per column.
+
+        Args:
+            other: a tensor of n rows, or an operator.
+
+        Returns:
+            The product, of the kind of `other`.
+
+        Raises:
+            ValueError: dtype, device or size do not fit.
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
@@ -250,7 +259,14 @@ class Operator(LinearOperator):
 
         A product gathers some columns at a time, and adds up or keeps the rows of each rank.
 
-        Raises ValueError for a mesh of several dimensions, or one whose ranks are not those of the data.
+        Args:
+            mesh: a one-dimensional DeviceMesh.
+
+        Returns:
+            The operator for vectors that are DTensors.
+
+        Raises:
+            ValueError: the mesh has several dimensions, or its ranks are not those of the data.
         """
         return over_ranks(self, RowLayout.on(mesh, self.shape[-2]))
 
@@ -320,7 +336,16 @@ class Operator(LinearOperator):
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         """Return A + diag(d) as `Damped`, d a number, a 0-d tensor, or a vector (n,); a batch (..., n) broadcasts.
 
-        Raises ValueError if the sizes do not fit or A is not square. Costs nothing until it is used.
+        It costs nothing until it is used.
+
+        Args:
+            diag: d: a number, a 0-d tensor, a vector (n,), or a batch (..., n).
+
+        Returns:
+            The sum, a `Damped` or an operator of the same structure.
+
+        Raises:
+            ValueError: the sizes do not fit, or A is not square.
         """
         if not self.is_square:
             raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
@@ -555,8 +580,17 @@ class Operator(LinearOperator):
         """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
 
         For each route it lists the least number of products, the bytes and, for routes that are not possible, the
-        reason. Raises TypeError or ValueError unless columns is a whole number, at least 1. Costs nothing, or two
+        reason. It costs nothing, or two
         products if the symmetry of A is not known.
+
+        Args:
+            columns: the number of right-hand sides.
+
+        Returns:
+            The SolvePlan, which prints as a table.
+
+        Raises:
+            TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
         return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
@@ -564,9 +598,19 @@ class Operator(LinearOperator):
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
 
-        Raises `NotConverged` (a RuntimeError with the `Solution`) if the tolerance was not reached, and
-        `NotPositiveDefinite` (also linear_operator's `NotPSDError`) if A is indefinite; warns once if the dtype's
+        It warns once if the dtype's
         precision was the limit. Cost: that of block CG, or of the operator's closed form.
+
+        Args:
+            right_tensor: B, (n,), (n, K) or (..., n, K).
+            left_tensor: L, (..., m, n), or None.
+
+        Returns:
+            A⁻¹ B, or L A⁻¹ B.
+
+        Raises:
+            NotConverged: the tolerance was not reached; the error, a RuntimeError, has the `Solution`.
+            NotPositiveDefinite: A is indefinite (it is also linear_operator's `NotPSDError`).
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
@@ -666,8 +710,18 @@ class Operator(LinearOperator):
         """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
 
         Differentiable in A, B and L. It is computed densely if A is small, otherwise by the closed form or by contour
-        quadrature (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` if the tolerance was not reached
-        and `NotPositiveSemidefinite` if A is indefinite.
+        quadrature (`co.linalg.inverse_sqrt`).
+
+        Args:
+            rhs: B, (n,) or (n, K).
+            lhs: L, (m, n), or None.
+
+        Returns:
+            A^-½ B, or the pair.
+
+        Raises:
+            FunctionNotConverged: the tolerance was not reached.
+            NotPositiveSemidefinite: A is indefinite.
         """
         require_precision(self.dtype)
         if self.batch_shape and not self._is_small:

@@ -411,10 +411,18 @@ class LowRank(Operator):
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
         """Add diag(e), e ≥ 0, so that the sum has the given diagonal, that of the approximated matrix.
 
-        Returns a `Damped`: products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal
-        added to e is positive. Raises ValueError if a given entry is smaller than that of the low-rank part beyond
-        rounding. This never happens for `co.low_rank(method="nystrom")` and the exact diagonal, whereas the Lanczos
-        approximation can exceed its matrix.
+        Products, draws and `add_diagonal` are exact, and solves use Woodbury if the diagonal added to e is positive. An
+        entry that is smaller than that of the low-rank part is an error. This never happens for
+        `co.low_rank(method="nystrom")` and the exact diagonal, whereas the Lanczos approximation can exceed its matrix.
+
+        Args:
+            diagonal: the diagonal of the sum, (n,).
+
+        Returns:
+            The sum, a `Damped`.
+
+        Raises:
+            ValueError: an entry is smaller than that of the low-rank part beyond rounding.
         """
         n = self.shape[-1]
         if diagonal.shape != (n,):

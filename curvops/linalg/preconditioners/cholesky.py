@@ -74,6 +74,12 @@ class PivotedCholesky(Summarised):
         With shift 0, the mean of the eigenvalues left out takes its place outside the range of F. With a positive
         shift, P^-½(A + shift)P^-½ has condition number at most 1 + trace_left/shift.
 
+        Args:
+            shift: a number that is not negative; None means that of ``cholesky``.
+
+        Returns:
+            The preconditioner.
+
         Raises:
             ValueError: the shift is negative, or zero although F Fᵀ is singular and nothing was left out.
         """

@@ -71,6 +71,12 @@ class Nystrom(Summarised):
         With E = G − Ĝ the preconditioned condition number is at most 1 + ‖E‖/μ. (Frangella, Tropp & Udell scale by τ
         + μ instead of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; this is used if μ = 0.) Rank 0 gives the identity.
 
+        Args:
+            shift: μ ≥ 0; None means the shift for which the rank was chosen.
+
+        Returns:
+            The preconditioner.
+
         Raises:
             ValueError: the shift is negative, or zero although the approximation is exhausted (P would be singular).
         """

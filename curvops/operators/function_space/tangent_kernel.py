@@ -134,8 +134,16 @@ class TangentKernel(UserOperator, Operator):
         numbers over ranks. Each rank holds (N·C)² / ranks numbers; for the kernel of the training points it reads its
         own points, and those of one other rank at a time.
 
-        Raises TypeError for anything but a mesh; ValueError for a mesh of several dimensions or of other ranks than
-        those of the data, for a kernel of two sets of inputs, and if a gradient in the inputs or in A is required.
+        Args:
+            mesh: a one-dimensional DeviceMesh.
+
+        Returns:
+            The matrix, as BlockRows.
+
+        Raises:
+            TypeError: not a mesh.
+            ValueError: a mesh of several dimensions or of other ranks than those of the data, a kernel of two sets of
+                inputs, or a gradient in the inputs or in A.
         """
         layout = RowLayout.on(mesh, self.shape[-2])
         if not self.psd:
@@ -181,7 +189,14 @@ class TangentKernel(UserOperator, Operator):
     def blocks(self, points: int) -> Float[Tensor, "b qC qC"]:
         """Return the diagonal blocks for groups of `points` points, without forming any entry between groups.
 
-        Raises ValueError for a kernel of two sets of inputs, or if `points` does not divide the number of inputs.
+        Args:
+            points: the number of points of a group.
+
+        Returns:
+            The blocks, (b, points·C, points·C).
+
+        Raises:
+            ValueError: the kernel is of two sets of inputs, or `points` does not divide their number.
         """
         left = self._args[0]
         outputs = points * left.passes.engines.plan.num_outputs

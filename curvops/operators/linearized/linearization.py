@@ -53,14 +53,20 @@ class Linearization(TrainedNetwork):
     def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
-        If x is None, the inputs are the training inputs.
-
         With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
         require one (never in θ). These are first derivatives, obtained by differentiating backward passes.
 
-        Raises as `linearize` does for inputs that are not finite or of another form. Raises ValueError for inputs that
-        require a gradient without `differentiable=True`, or in which J has no gradient (a custom `autograd.Function`,
-        an operation without a second derivative).
+        Args:
+            x: the inputs; None means the training inputs.
+            differentiable: give products gradients in the inputs.
+
+        Returns:
+            The operator, (n·C, D).
+
+        Raises:
+            ValueError: as in `linearize` for inputs that are not finite or of another form; inputs that require a
+                gradient without `differentiable=True`, or in which J has no gradient (a custom `autograd.Function`, an
+                operation without a second derivative).
         """
         check_flag("differentiable", differentiable)
         if x is None:
@@ -81,8 +87,16 @@ class Linearization(TrainedNetwork):
     def gradients(self, per_token: bool = False) -> Gradients:
         """Return each point's gradient of its negative log-likelihood as rows of an operator (N, D); see `Gradients`.
 
-        With `per_token` there is a row for each token of a sequence, (N·T, D). Raises TypeError unless `per_token` is
-        True or False.
+        With `per_token` there is a row for each token of a sequence, (N·T, D).
+
+        Args:
+            per_token: one row for each token of a sequence.
+
+        Returns:
+            The operator, (N, D) or (N·T, D).
+
+        Raises:
+            TypeError: per_token is neither True nor False.
         """
         check_flag("per_token", per_token, "For points other than the training points, linearise with those points.")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)

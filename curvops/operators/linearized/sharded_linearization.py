@@ -54,7 +54,16 @@ class ShardedLinearization(ShardedNetwork):
         """Return named tensors, (*shape) or (K, *shape) each, as a DTensor (D,) or (D, K).
 
         These are DTensors laid out as the parameters (for K vectors, sharded along the next dimension), or whole
-        tensors that all ranks have. Raises ValueError or TypeError for other names, shapes, dtypes or placements.
+        tensors that all ranks have.
+
+        Args:
+            tensors: the tensors by parameter name.
+
+        Returns:
+            The DTensor, sharded by rows.
+
+        Raises:
+            TypeError, ValueError: other names, shapes, dtypes or placements.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"flatten takes a mapping of tensors by name, got {type(tensors).__name__}.")
@@ -63,7 +72,14 @@ class ShardedLinearization(ShardedNetwork):
     def unflatten(self, vectors: Any) -> dict[str, Any]:
         """Return a DTensor (D,) or (D, K) as DTensors by name, (*shape) or (K, *shape), laid out as the parameters.
 
-        Raises ValueError unless the argument is sharded by rows on the model's mesh.
+        Args:
+            vectors: the DTensor.
+
+        Returns:
+            The DTensors by parameter name.
+
+        Raises:
+            ValueError: the argument is not sharded by rows on the model's mesh.
         """
         return self.model.shards.to_dtensors(self.rows_of(vectors))
 

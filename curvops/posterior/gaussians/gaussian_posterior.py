@@ -224,7 +224,16 @@ class GaussianPosterior(GaussianWeights):
     ) -> GaussianPosterior:
         """Make the posterior from its covariance, its precision, or both if each has its own form.
 
-        Raises TypeError or ValueError for operators of another size, dtype or parameters, or if both are missing.
+        Args:
+            lin: the network linearised at the mean.
+            covariance: Σ, an operator (D, D), or None.
+            precision: Σ⁻¹, an operator (D, D), or None.
+
+        Returns:
+            The posterior.
+
+        Raises:
+            TypeError, ValueError: an operator of another size, dtype or parameters, or neither is given.
         """
         check_linearization(lin)
         for name, operator in (("covariance", covariance), ("precision", precision)):
@@ -239,7 +248,15 @@ class GaussianPosterior(GaussianWeights):
     def deviations(self, k: int, generator: torch.Generator | None = None) -> Float[Tensor, "k D"]:
         """Draw k deviations from N(0, Σ), the posterior minus its mean, as rows.
 
-        Raises TypeError or ValueError unless k is a whole number of draws and generator a torch.Generator or None.
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the draws.
+
+        Returns:
+            The deviations, (k, D).
+
+        Raises:
+            TypeError, ValueError: k is not a whole number of draws, or generator is not one.
         """
         return self._deviations(k, generator, 1e-3)
 

@@ -116,6 +116,9 @@ class Laplace(GaussianWeights):
         Args:
             prior_precision: as in `co.laplace`.
             prior_mean: as in `co.laplace`; None keeps the current mean (an earlier posterior has its own mean).
+
+        Returns:
+            The posterior under that prior.
         """
         return replace_prior(self, prior_precision, prior_mean)
 
@@ -125,6 +128,9 @@ class Laplace(GaussianWeights):
         Args:
             noise: a positive number.
             generator: the source of the draws that the curvature makes, if any.
+
+        Returns:
+            The posterior under that noise.
 
         Raises:
             TypeError, ValueError: the likelihood is not Gaussian, the noise is not a positive number, or the curvature
@@ -266,9 +272,17 @@ class Laplace(GaussianWeights):
         `print(post.plan(8))` shows a table for each, for 8 draws or rows: the possible routes, with the least number of
         products that they take (for a formed kernel J Jᵀ, gradients) and their bytes, the route that is taken, and why
         the rest are not possible. `deviations(method=...)` selects another route. Structured curvatures need no solve:
-        their predictions come from the layers. Raises TypeError or ValueError unless columns is a whole number, at
-        least 1. Nothing is solved; whether a prior precision is below the rounding of J Jᵀ is known only once J Jᵀ is
-        formed.
+        their predictions come from the layers. Nothing is solved; whether a prior precision is below the rounding of
+        J Jᵀ is known only once J Jᵀ is formed.
+
+        Args:
+            columns: the number of draws, or of rows of J.
+
+        Returns:
+            The SolvePlan, which prints as tables.
+
+        Raises:
+            TypeError, ValueError: columns is not a whole number, at least 1.
         """
         return plan(self.terms, checked_whole("columns", columns, 1))
 
@@ -351,6 +365,9 @@ class Laplace(GaussianWeights):
         Args:
             rtol: as in `log_evidence`.
             generator: the source of the probes.
+
+        Returns:
+            An Estimate of tr(P⁻¹G).
 
         Raises:
             ValueError: a gradient is required, and P has no closed form.

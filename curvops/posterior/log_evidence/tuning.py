@@ -86,8 +86,17 @@ class Tuning(Summarised, Tabular):
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
         """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).
 
-        It belongs to the last step and does not include the sampling error of γ. Raises ValueError for a level outside
-        (0, 1). Warns with `StepsSpent` if the tuning has not converged: the interval is then not around the optimum.
+        It belongs to the last step and does not include the sampling error of γ. It warns with `StepsSpent` if the
+        tuning has not converged: the interval is then not around the optimum.
+
+        Args:
+            level: the probability of the interval.
+
+        Returns:
+            The lower and the upper ends, one for each precision.
+
+        Raises:
+            ValueError: the level is outside (0, 1).
         """
         self._warn_of_intervals()
         last = self.steps[-1]
@@ -97,7 +106,16 @@ class Tuning(Summarised, Tabular):
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Return the interval of the noise, from the M − γ degrees of freedom that the weights leave in M targets.
 
-        Raises ValueError for a level outside (0, 1), and if the noise was not tuned. Warns as `prior_interval` does.
+        It warns as `prior_interval` does.
+
+        Args:
+            level: the probability of the interval.
+
+        Returns:
+            The lower and the upper end.
+
+        Raises:
+            ValueError: the level is outside (0, 1), or the noise was not tuned.
         """
         self._warn_of_intervals()
         last = self.steps[-1]

@@ -67,6 +67,9 @@ class Transition(Summarised, ABC):
             generator: the source of the seeds of the state's own generators, one for each chain; None uses torch's
                 default generator. Initial momenta are drawn from it, too.
 
+        Returns:
+            The state.
+
         Raises:
             TypeError, ValueError: params have another form, are integer or not finite, or do not fit the
                 preconditioner.
@@ -102,6 +105,9 @@ class Transition(Summarised, ABC):
             state: the result of `init` or an earlier `update` of the same kind of sampler.
             batch: the batch passed to `log_posterior`.
             inplace: write into the tensors of `state`, and return it, instead of copying. The numbers are the same.
+
+        Returns:
+            The next state, and information about the step.
 
         Raises:
             Diverged: the log posterior is not finite; the message suggests a step size. On an accelerator the check

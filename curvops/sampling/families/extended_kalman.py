@@ -159,6 +159,9 @@ class ExtendedKalmanFilter(Transition):
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
 
+        Returns:
+            The posterior.
+
         Raises:
             TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
         """

@@ -120,6 +120,9 @@ class Variational(Optimizer):
 
         Args:
             state: the result of `update` of this method.
+
+        Returns:
+            The ending, whose value is the remedy.
         """
         self._check_state(state)
         steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights
@@ -180,6 +183,9 @@ class Variational(Optimizer):
             state: the result of `init` or `update` of this method.
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
+
+        Returns:
+            The posterior.
 
         Raises:
             TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.

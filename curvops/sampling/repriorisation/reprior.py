@@ -103,10 +103,22 @@ class Reprior:
 
         Only the term of I + H_α is estimated: "slq" computes its log-determinant, or half that of its square if it is
         indefinite, by stochastic Lanczos quadrature; "taylor" uses the series with Hutchinson's probes, which needs
-        ‖H_α‖ < 1 (ValueError otherwise) and stops once the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
+        ‖H_α‖ < 1 and stops once the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
         formed, and `minres` solves with I + H_α once for each output of each point.
 
-        Raises ValueError for other forms, whose exact log-determinant is free, and NotConverged if a solve fails.
+        Args:
+            phi: φ by parameter name.
+            method: "slq" or "taylor".
+            rtol: the accuracy to reach: relative for "slq", in nats for "taylor".
+            max_matvecs: a limit on products; None is none.
+            generator: source of the probes.
+
+        Returns:
+            An Estimate in nats.
+
+        Raises:
+            ValueError: another form, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
+            NotConverged: a solve failed.
         """
         check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
@@ -119,6 +131,12 @@ class Reprior:
         """Return −log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with all constants, in float64.
 
         The integral of e^−energy over φ is the evidence p(y), whatever the form and λ.
+
+        Args:
+            phi: φ by parameter name.
+
+        Returns:
+            The energy, a number in float64.
         """
         return -self._change.log_density(self._checked(phi))
 
@@ -135,6 +153,13 @@ class Reprior:
 
         They are exact for a linear model; otherwise `divergence` measures how far they are from the posterior, and
         e^h (`log_ratio`) are their importance weights. Costs k forward passes.
+
+        Args:
+            k: the number of draws.
+            generator: source of the draws.
+
+        Returns:
+            T(φ) by parameter name, {name: (k, *shape)}.
         """
         found: Blocks = self._over(self.map, self.normal(k, generator))
         return found
@@ -149,6 +174,13 @@ class Reprior:
 
         If the standard deviation of h is many nats, few draws determine E e^h and the estimate is too low; this warns
         with `FewEffectiveDraws`. Costs one forward pass per draw.
+
+        Args:
+            samples: the number of draws.
+            generator: source of the draws.
+
+        Returns:
+            An Estimate in nats.
         """
         drawn = self.normal(_checked_samples(samples), generator)
         return divergence(self._over(self.log_ratio, drawn))
@@ -162,9 +194,17 @@ class Reprior:
     ) -> GradientGap:
         """Estimate E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1), which is 0 if p̃ is N(0, I).
 
-        draws: φ from a sampler, {name: (k, *shape)}, nearly independent (as the standard error assumes). None uses
-            draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewEffectiveDraws`). At λ = σ² the
-            readout's part is 0 up to rounding. Costs a gradient per draw.
+        Costs a gradient per draw.
+
+        Args:
+            draws: φ from a sampler, {name: (k, *shape)}, nearly independent (as the standard error assumes). None uses
+                draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewEffectiveDraws`). At λ = σ²
+                the readout's part is 0 up to rounding.
+            samples: the number of draws of N(0, I), if `draws` is None.
+            generator: source of these draws.
+
+        Returns:
+            The GradientGap, two Estimates.
         """
         weighted = draws is None
         given = self.normal(_checked_samples(samples), generator) if draws is None else self._checked_draws(draws)

@@ -49,7 +49,16 @@ class EmpiricalPosterior(Predictive):
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Choose k of the draws at random, with replacement: independent draws of the empirical distribution.
 
-        Raises TypeError or ValueError unless k is a whole number of draws and generator a torch.Generator or None.
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the choice.
+            rtol: has no effect, since no solve is needed.
+
+        Returns:
+            The draws, (k, D).
+
+        Raises:
+            TypeError, ValueError: k is not a whole number of draws, or generator is not one.
         """
         check_accuracy(rtol, generator)
         device = None if generator is None else generator.device
