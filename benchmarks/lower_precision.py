@@ -1,6 +1,6 @@
 """Products from tensors in bfloat16 against float32: bytes kept, speed, and error by layer.
 
-`python -m benchmarks.lower_precision` prints a table of three networks and the errors by parameter. One thread, CPU
+`python -m benchmarks.lower_precision` measures three networks, and the errors by parameter. One thread, CPU
 time, the lowest of interleaved repetitions, in loss gradients of the same data.
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import curvops as co
+from benchmarks.study_page import Study
+from benchmarks.tables import tables
 
 CLASSES, BATCH, REPEATS = 10, 128, 9
 
@@ -53,10 +56,11 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def main() -> None:
-    """Print the table."""
+def measure() -> dict[str, Any]:
+    """By network and number of vectors the times and bytes, and by network the errors of each parameter."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", co.LowerPrecision)
+    rows, errors = [], {}
     for name, (model, X) in networks().items():
         y = torch.arange(len(X)) % CLASSES
         data = list(zip(X.split(BATCH), y.split(BATCH), strict=True))
@@ -76,17 +80,39 @@ def main() -> None:
                 run()
             times = [[seconds(run) for run in runs] for _ in range(REPEATS)]
             a, b, s, g = (min(column) for column in zip(*times, strict=True))
-            print(
-                f"{name}, K = {K}: {a / b:.2f} times as fast as float32; gradients a vector: float32 {a / g / K:.2f}, "
-                f"bfloat16 {b / g / K:.2f}, streamed {s / g / K:.2f}; {full.passes.kept_bytes / 1e6:.1f} -> "
-                f"{low.products.kept_bytes / 1e6:.1f} MB; error {low.plan.product_error:.1e}",
-                flush=True,
-            )
+            cost = {"float32": a / g / K, "bfloat16": b / g / K, "streamed": s / g / K}
+            sizes = {"bytes": full.passes.kept_bytes, "bytes in half": low.products.kept_bytes}
+            rows.append({"network": name, "K": K, "speed": a / b, **cost, **sizes, "error": low.plan.product_error})
         v = torch.randn(full.num_parameters)
         exact, rounded = (full.unflatten(G @ v) for G in (A, B))
-        off = {key: float((rounded[key] - value).norm() / value.norm()) for key, value in exact.items()}
-        print("  " + ", ".join(f"{key} {error:.0e}" for key, error in off.items()))
+        errors[name] = {key: float((rounded[key] - value).norm() / value.norm()) for key, value in exact.items()}
+    return {"rows": rows, "errors": errors}
+
+
+def text(found: Any) -> str:
+    heads = ["network", "kept in float32", "in bfloat16", "error", "speed, K = 1", "speed, K = 8"]
+    heads += ["float32", "bfloat16", "streamed"]
+    of_network: dict[str, list[Any]] = {}
+    for row in found["rows"]:
+        of_network.setdefault(row["network"], []).append(row)
+    rows = []
+    for name, (one, eight) in of_network.items():
+        cells = [f"{one[size] / 1e6:.1f} MB" for size in ("bytes", "bytes in half")] + [f"{one['error']:.1e}"]
+        cells += [f"{row['speed']:.2f}" for row in (one, eight)]
+        cells += [f"{one[kind]:.2f}" for kind in ("float32", "bfloat16", "streamed")]
+        rows.append([name, *cells])
+    gradients = tables(heads, rows, ["network", "float32", "bfloat16", "streamed"])
+    return f"{tables(heads, rows, heads[:6])}\n\nGradients a product, for one vector:\n\n{gradients}"
+
+
+STUDY = Study(
+    name="lower_precision",
+    description=__doc__,
+    measure=measure,
+    sections={"lower precision": text},
+    page="docs/engines.md",
+)
 
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

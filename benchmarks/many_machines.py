@@ -1,8 +1,7 @@
 """How GGN products of shared data scale with processes of one thread each, and where the rest of the time goes.
 
-    .venv/bin/python -m benchmarks.many_machines                 # CNN and ResNet-18; a quiet machine of two cores
-    .venv/bin/python -m benchmarks.many_machines cnn --times 4   # four times the points of the other benchmarks
-    .venv/bin/python -m benchmarks.many_machines --model         # the model for up to 64 GPUs, which measures nothing
+    .venv/bin/python -m benchmarks.many_machines            # CNN and ResNet-18; a quiet machine of two cores
+    .venv/bin/python -m benchmarks.many_machines --report   # the page's tables, and the model for up to 64 GPUs
 
 Two processes take turns at the following, so that all figures are from one stretch of time; seconds are medians.
 
@@ -17,7 +16,6 @@ Two processes take turns at the following, so that all figures are from one stre
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -31,11 +29,13 @@ import torch.distributed as dist
 
 import curvops as co
 from benchmarks.networks import build
+from benchmarks.study_page import Study
 from benchmarks.tables import table
 from curvops.process_group import IN_PLACE
 from tests.ranks.processes import run_on_ranks
 
-NETWORKS = "cnn", "resnet"
+CASES = (("cnn", 1, 1), ("resnet", 1, 1), ("cnn", 8, 1), ("cnn", 1, 4), ("resnet", 1, 4), ("cnn", 1, 16))
+"""Networks, numbers of vectors, and how often the points of the other benchmarks are taken."""
 WARM = 4
 """Rounds that are not counted, in which engines are built."""
 CHECK = 2
@@ -154,39 +154,60 @@ def of_one(group: Any, name: str, count: int, columns: int) -> float:
     return statistics.median(a / b for a, b in pairs[WARM:])
 
 
-def figures(name: str, count: int, columns: int, times: int) -> list[str]:
-    """A row of the table."""
+def row(name: str, count: int, columns: int, times: int) -> dict[str, Any]:
+    """A network's figures with so many columns and so many times its points; each time is that of the slower rank."""
     answers, one = run_on_ranks(2, in_turn, name, count, columns, times), run_on_ranks(1, of_one, name, count, columns)
     for answer in (*answers.values(), *one.values()):
         if isinstance(answer, str):
             sys.exit(answer)
     t = {what: max(answer[what] for answer in answers.values()) for what in answers[0]}
-    return [
-        f"{name}, N = {times * len(build(name).inputs):,}, K = {columns}",
-        *(f"{t[what] * 1e3:.1f}" for what in TIMED),
-        *(f"{t['alone'] / t[what]:.2f}" for what in ("half", "ceiling", "strong")),
-        f"{2 * t['alone'] / t['weak']:.2f}",
-        f"{one[0]:.3f}",
-        f"{t['bytes / formula']:.2f}",
-    ]
+    gains = {f"alone/{what}": t["alone"] / t[what] for what in ("half", "ceiling", "strong")}
+    return {
+        "network": name,
+        "points": times * len(build(name, 10).inputs),
+        "columns": columns,
+        **{what: t[what] * 1e3 for what in TIMED},
+        **gains,
+        "weak gain": 2 * t["alone"] / t["weak"],
+        "a group of one": one[0],
+        "bytes / formula": t["bytes / formula"],
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=NETWORKS)
-    parser.add_argument("--count", type=int, default=15)
-    parser.add_argument("--columns", type=int, default=1)
-    parser.add_argument("--times", type=int, default=1, help="how often the points of the other benchmarks are taken")
-    parser.add_argument("--model", action="store_true")
-    given = parser.parse_args()
-    if given.model:
-        print(model())
-        return
-    heads = ["", *(f"{what}, ms" for what in TIMED)]
-    heads += ["alone/half", "alone/ceiling", "gain, strong", "gain, weak", "a group of one", "bytes / formula"]
-    print(table(heads, [figures(name, given.count, given.columns, given.times) for name in given.networks]))
+def measure(count: int) -> list[dict[str, Any]]:
+    """The rows of `CASES`."""
+    torch.set_num_threads(1)
+    return [row(name, max(5, count // times), columns, times) for name, columns, times in CASES]
+
+
+def text(found: Any) -> str:
+    """The times, and what they say."""
+    heads = ["network, points, vectors", *TIMED, "half", "ceiling", "strong", "weak", "group of one", "bytes"]
+    cells = []
+    for r in found:
+        name = f"{r['network']}, {r['points']:,}, {r['columns']}"
+        gains = [f"{r[key]:.2f}" for key in ("alone/half", "alone/ceiling", "alone/strong", "weak gain")]
+        cells.append([name, *(f"{r[what]:.1f}" for what in TIMED), *gains])
+        cells[-1] += [f"{r['a group of one']:.3f}", f"{r['bytes / formula']:.2f}"]
+    at = 1 + len(TIMED)
+    times, ratios = [[each[0], *each[1:at]] for each in cells], [[each[0], *each[at:]] for each in cells]
+    return (
+        f"Milliseconds of a product, and of the message by itself:\n\n{table(heads[:at], times)}\n\n"
+        "How many times as fast half of the data and the ceiling are, the two gains, the time of a group of one over "
+        f"that without one, and the bytes over the formula:\n\n{table([heads[0], *heads[at:]], ratios)}"
+    )
+
+
+STUDY = Study(
+    name="many_machines",
+    description=__doc__,
+    measure=measure,
+    sections={"many machines": text},
+    page="docs/many_machines.md",
+    options={"count": (15, "rounds; fewer where there are more points")},
+    elsewhere={"docs/many_machines.md": {"gains of a model": lambda found: model()}},
+)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    STUDY.run()

@@ -1,6 +1,6 @@
 """Peak memory and messages of products where parameters and vectors are sharded over ranks, beside one process.
 
-Run `python -m benchmarks.sharded_parameters [width] [columns]`. Each row is a process by itself: its peak of resident
+Run `python -m benchmarks.sharded_parameters`. Each row is a process by itself: its peak of resident
 memory over what it had after the imports. The transformer has four blocks; one process holds all its parameters and
 vectors, a rank its part of them and one layer's at a time.
 """
@@ -8,7 +8,6 @@ vectors, a rank its part of them and one layer's at a time.
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from typing import Any
 
@@ -19,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import curvops as co
+from benchmarks.study_page import Study
+from benchmarks.tables import MIB, table
 from tests.ranks.processes import run_on_ranks
 from tests.ranks.sharded_models import POSITIONS, Transformer, sharded
 
@@ -71,20 +72,52 @@ def measured(group: Any, width: int, columns: int, shards: bool) -> dict[str, An
     }
 
 
-def main(width: int = 384, columns: int = 8) -> None:
-    print(f"width {width}, {columns} vectors")
-    for size, shards in ((1, False), (2, False), (2, True), (3, True)):
-        found = run_on_ranks(size, measured, width, columns, shards)
-        for rank, own in sorted(found.items()):
-            if isinstance(own, str):
-                raise RuntimeError(own)
-            vectors = own["peak"] / own["vector"]
-            print(
-                f"{size} ranks, {'sharded' if shards else 'whole'}, rank {rank}: D = {own['D']:,}, peak "
-                f"{own['peak'] / 2**20:.0f} MiB ({vectors:.1f} vectors), {own['messages']} messages of "
-                f"{own['sent'] / 2**20:.0f} MiB in all, {own['cpu seconds']:.2f} s of CPU"
-            )
+CASES = ((256, 32), (384, 8))
+"""Widths of the transformer, each with its number of vectors."""
+
+
+def measure() -> list[dict[str, Any]]:
+    """A row for each rank of each case."""
+    rows = []
+    for width, columns in CASES:
+        for size, shards in ((1, False), (2, False), (2, True), (3, True)):
+            for rank, own in sorted(run_on_ranks(size, measured, width, columns, shards).items()):
+                if isinstance(own, str):
+                    raise RuntimeError(own)
+                rows.append({"width": width, "columns": columns, "ranks": size, "sharded": shards, "rank": rank, **own})
+    return rows
+
+
+def text(found: Any) -> str:
+    """A row for each case and number of ranks, of the rank that takes most."""
+    heads = ["weights", "vectors", "ranks", "peak of a rank", "in vectors", "messages", "bytes sent", "CPU time"]
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for row in found:
+        groups.setdefault((row["D"], row["columns"], row["ranks"], row["sharded"]), []).append(row)
+    rows = []
+    for (D, columns, ranks, shards), of_ranks in groups.items():
+        peak, messages, sent, cpu = (
+            max(r[key] for r in of_ranks) for key in ("peak", "messages", "sent", "cpu seconds")
+        )
+        cells = [
+            f"{peak / MIB:,.0f} MiB",
+            f"{peak / (4 * D):.0f}",
+            f"{messages}",
+            f"{sent / MIB:,.0f} MiB",
+            f"{cpu:.1f} s",
+        ]
+        rows.append([f"{D:,}", str(columns), f"{ranks}, {'sharded' if shards else 'whole'}", *cells])
+    return table(heads, rows)
+
+
+STUDY = Study(
+    name="sharded_parameters",
+    description=__doc__,
+    measure=measure,
+    sections={"sharded parameters": text},
+    page="docs/many_machines.md",
+)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    STUDY.run()

@@ -1,14 +1,13 @@
 """How the memory of a rank falls when vectors are sharded: a Nyström sketch and a low-rank solve.
 
-    .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, 50 columns, one and two processes
+    .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, one and two processes
 
-Prints, for each number of processes, the largest resident set of a rank above that before the sketch, in bytes of
+It measures, for each number of processes, the largest resident set of a rank above that before the sketch, in bytes of
 D·K numbers, and the bytes that a rank gave to messages. The matrix multiplies whole vectors, and takes little memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import threading
@@ -19,6 +18,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import curvops as co
+from benchmarks.study_page import Study
+from benchmarks.tables import table
 from curvops.linalg.core.sharded import RowLayout
 from tests.ranks.processes import run_on_ranks
 
@@ -80,20 +81,39 @@ def sketch(group: Any, rows: int, columns: int) -> tuple[int, int]:
     return peak.bytes, ranks.bytes_sent - sent
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--columns", type=int, default=50)
-    given = parser.parse_args()
-    block = 4 * given.rows * given.columns
-    for size in (1, 2):
-        found = run_on_ranks(size, sketch, given.rows, given.columns)
-        errors = [answer for answer in found.values() if isinstance(answer, str)]
-        if errors:
-            sys.exit(errors[0])
-        peak, sent = (max(answer[i] for answer in found.values()) for i in (0, 1))
-        print(f"{size} processes: {peak / block:.2f} blocks at most on a rank, {sent / block:.2f} sent")
+def measure(rows: int) -> list[dict[str, float]]:
+    """For each number of columns and of processes, the largest peak and the most bytes sent, in blocks of D·K."""
+    found = []
+    for columns in (50, 100):
+        block = 4 * rows * columns
+        for size in (1, 2):
+            answers = run_on_ranks(size, sketch, rows, columns)
+            errors = [answer for answer in answers.values() if isinstance(answer, str)]
+            if errors:
+                sys.exit(errors[0])
+            peak, sent = (max(answer[i] for answer in answers.values()) / block for i in (0, 1))
+            found.append({"rows": rows, "columns": columns, "processes": size, "peak": peak, "sent": sent})
+    return found
+
+
+def text(found: Any) -> str:
+    heads = ["weights", "columns", "processes", "peak of a rank", "sent by a rank"]
+    rows = [
+        [f"{r['rows']:,}", str(r["columns"]), str(r["processes"]), f"{r['peak']:.1f}", f"{r['sent']:.1f}"]
+        for r in found
+    ]
+    return table(heads, rows)
+
+
+STUDY = Study(
+    name="sharded_vectors",
+    description=__doc__,
+    measure=measure,
+    sections={"sharded vectors": text},
+    page="docs/many_machines.md",
+    options={"rows": (1_000_000, "weights")},
+)
 
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -7,7 +7,6 @@ timed.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
@@ -20,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from benchmarks.machine import peer_version
+from benchmarks.study_page import Study
+from benchmarks.tables import table
 from benchmarks.timing import Run, alternate
 from curvops.cli.demo.network import linear_layers
 
@@ -27,23 +28,34 @@ NETWORKS = ((1, 20, 1), (20, 50, 50, 5))
 POINTS, BATCH = 100, 32
 
 
-def main() -> None:
-    """Print a line a cell: ours, theirs, ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=51)
-    pairs = parser.parse_args().pairs
+def measure(pairs: int) -> dict[str, Any]:
+    """A row a call: our milliseconds, the other package's, the ratio."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(f"laplace-torch {peer_version('laplace-torch')}, posteriors {peer_version('posteriors')}")
+    rows = []
     for sizes in NETWORKS:
         torch.manual_seed(0)
         model, X, Y = linear_layers(*sizes), torch.randn(POINTS, sizes[0]), torch.randn(POINTS, sizes[-1])
         D = sum(p.numel() for p in model.parameters())
         for what, ours, theirs in cells(model, X, Y):
             found = alternate(theirs or ours, ours, pairs, warmup=3, timer=time.process_time)
-            mine, other = found.seconds.median, found.unit_seconds.median
-            beside = f" beside {1e3 * other:.2f} ms, {mine / other:.2f}" if theirs is not None else " ms"
-            print(f"{D:>6,} weights: {what}: {1e3 * mine:.2f}{beside}")
+            mine, other = 1e3 * found.seconds.median, 1e3 * found.unit_seconds.median
+            beside = {} if theirs is None else {"theirs": other, "ratio": mine / other}
+            rows.append({"weights": D, "what": what, "ours": mine, **beside})
+            print(rows[-1], flush=True)
+    return {"peers": {name: peer_version(name) for name in ("laplace-torch", "posteriors")}, "rows": rows}
+
+
+def text(found: Any) -> str:
+    """A table a network, a row a call."""
+    parts = []
+    for D in dict.fromkeys(row["weights"] for row in found["rows"]):
+        of = [row for row in found["rows"] if row["weights"] == D]
+        cells = [[*(f"{row[key]:.2f}" if key in row else "" for key in ("ours", "theirs", "ratio"))] for row in of]
+        heads = [f"{D:,} weights", "curvops, ms", "other, ms", "ratio"]
+        parts.append(table(heads, [[row["what"], *numbers] for row, numbers in zip(of, cells)]))
+    peers = ", ".join(f"{name} {version}" for name, version in found["peers"].items())
+    return "\n\n".join([*parts, f"The other packages: {peers}."])
 
 
 def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Run | None]]:
@@ -98,5 +110,15 @@ def filters(model: nn.Module, batch: tuple[Tensor, Tensor], fisher: str) -> tupl
     return lambda: step(0, ours), lambda: step(1, theirs)
 
 
+STUDY = Study(
+    name="small_networks",
+    description=__doc__,
+    measure=measure,
+    sections={"small networks": text},
+    page="docs/benchmarks.md",
+    options={"pairs": (51, "alternating runs")},
+)
+
+
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -13,10 +13,10 @@ predictions, evidence), and says its peak.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 import curvops as co
 from benchmarks.machine import resident, run_apart
 from benchmarks.networks import NETWORKS
+from benchmarks.study_page import Study
 from benchmarks.tables import MIB, table
 
 BATCH = 256
@@ -77,8 +78,8 @@ def computations(data: Iterable[Any], model: nn.Module) -> dict[str, Callable[[]
     return {"training": epoch, "product": lambda: G @ v, "KFAC": lambda: co.KFAC(lin)}
 
 
-def throughput(name: str, workers: int, rounds: int) -> list[list[str]]:
-    """Rows of a table: each computation's time over the stream and in memory, and what it keeps of its speed."""
+def throughput(name: str, rounds: int, workers: int = 1) -> list[dict[str, Any]]:
+    """A row for each computation: points a second over the stream and in memory, and the part of the speed kept."""
     build, (_, *shape) = NETWORKS[name]
     torch.manual_seed(0)
     model = build(10).eval()
@@ -103,14 +104,14 @@ def throughput(name: str, workers: int, rounds: int) -> list[list[str]]:
     for what in kept:
         in_memory, streamed = (statistics.median(times[what, where]) for where in ("memory", "stream"))
         rows.append(
-            [
-                f"{name}, {what}",
-                f"{POINTS / in_memory:,.0f}",
-                f"{POINTS / streamed:,.0f}",
-                f"{(streamed - in_memory) / POINTS * 1e6:.1f}",
-                f"{kept[what]:.3f}",
-                f"{kept[what] / kept['training']:.3f}",
-            ]
+            {
+                "what": f"{name}, {what}",
+                "in memory": POINTS / in_memory,
+                "streamed": POINTS / streamed,
+                "overhead": (streamed - in_memory) / POINTS * 1e6,
+                "kept": kept[what],
+                "of training": kept[what] / kept["training"],
+            }
         )
     return rows
 
@@ -155,32 +156,50 @@ def memory(points: int, workers: int) -> dict[str, int]:
         path = Path(folder) / "points"
         with path.open("wb") as file:
             file.truncate(points * SHAPE[1] * 4)
-        (found,) = run_apart("benchmarks.streams", "--file", path, "--workers", workers, prompt=True)
+        (found,) = run_apart("benchmarks.streams", "--file", path, workers, prompt=True)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=("mlp", "cnn"))
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--points", type=int, default=8192, help="of the smaller process; the other has 8 times as many"
-    )
-    parser.add_argument("--file", type=Path, default=None, help="one process of the memory's measurement")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.file is not None:
-        print(json.dumps(everything(given.file, given.workers)))
-        return
-    rows = [row for name in given.networks for row in throughput(name, given.workers, given.rounds)]
+def measure(rounds: int, points: int) -> dict[str, Any]:
+    """The rows of both tables."""
+    return {
+        "throughput": [row for name in ("mlp", "cnn") for row in throughput(name, rounds)],
+        "memory": [memory(count, 1) for count in (points, LARGEST * points)],
+    }
+
+
+SHOWN = {"in memory": ",.0f", "streamed": ",.0f", "overhead": ".1f", "kept": ".2f", "of training": ".2f"}
+"""What a page shows of a row, and how."""
+
+
+def throughput_text(found: Any) -> str:
     heads = ["", "points/s in memory", "over the stream", "overhead, µs a point", "kept", "of training's"]
-    print(table(heads, rows), end="\n\n")
-    found = [memory(points, given.workers) for points in (given.points, LARGEST * given.points)]
-    cells = [
-        [f"{r['points']:,}", *(f"{r[name] / MIB:,.0f} MiB" for name in ("file", "anonymous", "peak"))] for r in found
-    ]
-    print(table(["points", "file", "anonymous memory, at most", "resident, at most"], cells))
+    rows = [[r["what"], *(format(r[key], form) for key, form in SHOWN.items())] for r in found["throughput"]]
+    return table(heads, rows)
+
+
+def memory_text(found: Any) -> str:
+    sizes = ("file", "anonymous", "peak")
+    rows = [[f"{r['points']:,}", *(f"{r[name] / MIB:,.0f} MiB" for name in sizes)] for r in found["memory"]]
+    return table(["points", "file", "anonymous memory, at most", "resident, at most"], rows)
+
+
+STUDY = Study(
+    name="streams",
+    description=__doc__,
+    measure=measure,
+    sections={"streams: memory": memory_text, "streams: throughput": throughput_text},
+    page="docs/scale.md",
+    options={"rounds": (9, "times that each computation is run"), "points": (8192, "points of the smaller process")},
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1:2] == ["--file"]:  # one process of the memory's measurement
+        print(json.dumps(everything(Path(sys.argv[2]), int(sys.argv[3]))))
+        return
+    STUDY.run()
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.figures import save_small
 from benchmarks.machine import facts
 from benchmarks.report import fill
 from benchmarks.tables import machine_line
+
+if TYPE_CHECKING:  # processes whose memory is measured load this module, too
+    from matplotlib.figure import Figure
 
 MEASURED = Path(__file__).parent / "measured"
 
@@ -51,6 +52,8 @@ class Study:
     """Whole numbers by name, each with its default and what it counts."""
     rows: Mapping[str, Callable[[int], Iterable[Mapping[str, Any]]]] = field(default_factory=dict)
     """Options by which a process measures some rows alone and prints them as JSON, a line each."""
+    elsewhere: Mapping[str, Mapping[str, Callable[[Found], str]]] = field(default_factory=dict)
+    """By other pages, the texts of their sections, which do not repeat the machine."""
 
     def run(self) -> None:
         """Run the study as the command line asks: measure or report."""
@@ -74,15 +77,24 @@ class Study:
             keep(self.name, {"machine": machine, "options": chosen, "found": self.measure(**chosen)})
             shutil.rmtree(MEASURED / f"{self.name}.parts", ignore_errors=True)
         kept = measured(self.name)
-        for section, text in self.texts(kept).items():
-            fill(arguments.page, section, text)
+        for page, texts in self.pages(kept).items():
+            for section, text in texts.items():
+                fill(arguments.page if page == self.page else Path(page), section, text)
         for file, draw in self.figures.items():
+            from benchmarks.figures import save_small
+
             save_small(draw(kept["found"]), arguments.page.parent / "figures" / f"{file}.png")
 
     def texts(self, kept: Mapping[str, Any]) -> dict[str, str]:
         """The sections of the page, made of raw results."""
         machine = machine_line(kept)
         return {section: f"{text(kept['found'])}\n\n{machine}" for section, text in self.sections.items()}
+
+    def pages(self, kept: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        """The sections of every page that shows these results."""
+        found = kept["found"]
+        others = {page: {name: text(found) for name, text in texts.items()} for page, texts in self.elsewhere.items()}
+        return {**others, self.page: self.texts(kept) | others.get(self.page, {})}
 
 
 def keep(name: str, result: Mapping[str, Any]) -> None:

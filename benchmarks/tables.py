@@ -39,9 +39,10 @@ def machine_line(result: dict[str, Any]) -> str:
     """Where, when and with what a file was measured."""
     m = result["machine"]
     commit = f" (commit {m['commit']})" if m["commit"] else ""
+    load = "nothing else running" if m["load"] is None else f"load {m['load']} at the start"
     return (
         f"Measured {m['date']} on {m['processor']}, {m['cores']} cores, threads: {m['threads']}, "
-        f"{m['memory_gib']:.0f} GiB, {m['system']}, load {m['load']} at the start; Python {m['python']}, "
+        f"{m['memory_gib']:.0f} GiB, {m['system']}, {load}; Python {m['python']}, "
         f"torch {m['torch']}, curvops {m['curvops']}{commit}."
     )
 

@@ -214,12 +214,13 @@ def test_blends_have_either_label():
 def test_a_page_shows_what_the_raw_results_say(name):
     module = import_module(f"benchmarks.{name}")
     if name == "wide_networks":  # a file that grows cell by cell
-        page, texts = module.PAGE, module.texts(module.read(module.KEPT))
+        pages = {module.PAGE: module.texts(module.read(module.KEPT))}
     else:
-        page, texts = Path(module.STUDY.page), module.STUDY.texts(study_page.measured(name))
-    shown = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
-    for section, text in texts.items():
-        assert filled(shown, section, text) == shown
+        pages = module.STUDY.pages(study_page.measured(name))
+    for page, texts in pages.items():
+        shown = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+        for section, text in texts.items():
+            assert filled(shown, section, text) == shown
 
 
 def test_an_additive_fisher_counts_every_episode_once():
