@@ -16,11 +16,11 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs figures lint clean oldest release-check
+.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | bench | docs | figures | lint | clean"
+	@echo "make demo | test | bench | docs | figures | notebooks | lint | clean"
 
 demo: .venv/.installed
 	$(BIN)/python -m curvops demo $(ARGS)
@@ -76,6 +76,10 @@ release-check: .venv/.installed
 	    done; \
 	done
 	rm -rf .venv-release
+
+# Notebooks of the pages that docs/notebooks.md lists; those whose code has changed, or by ARGS=--all each, are executed.
+notebooks: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.notebooks $(ARGS)
 
 clean:
 	rm -rf .venv .venv-peers .venv-oldest .venv-release .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo

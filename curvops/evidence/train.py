@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.inputs import move, move_tensor, normalise
 from curvops.network.data.shard import Shard
-from curvops.operators import KFAC, linearize
+from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
 from curvops.posterior.gaussians.updating import MODE_TOLERANCE, NotAMode
 from curvops.posterior.log_evidence.tuning import StepsSpent, Tuning
@@ -68,7 +69,8 @@ def train(
         batch_size: the number of points per step, shuffled anew in each epoch; None uses all points (or a DataLoader's
             own batches).
         optimizer: a function from parameters to their optimiser, such as `lambda p: torch.optim.SGD(p, 0.1)`, without
-            weight decay.
+            weight decay. For weights that are almost trained, `lambda p: torch.optim.LBFGS(p, max_iter=100,
+            line_search_fn="strong_wolfe")` reaches a mode in few epochs, on all points at once (`batch_size=None`).
         steps: the number of steps of `maximize` in each update, of at most one nat (a factor e) each.
         generator: the source of the batches and of probes.
         process_group: as in `co.linearize`. The data are then the points of this rank, tensors or a Dataset, and
@@ -101,32 +103,14 @@ def train(
     with _restore_on_failure(given_modes):
         linear = partial(_posterior, model, data, curvature, process_group)
         post, record = linear(likelihood, prior_precision), list[Tuning]()
-        shard, size = post.lin.passes.shard, post.lin.num_data
-        epoch_of = _batches(data, batch_size, generator, shard)
+        epoch_of = _batches(data, batch_size, generator, post.lin.passes.shard)
         for epoch in range(1, epochs + 1):
             lin = post.lin
-            layout, score = lin.model.layout, lin.likelihood.log_prob
-            assert layout is not None
             penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
-            weights = {name: p for name, p in model.named_parameters() if name in penalties}
-            at = lin.theta.device, lin.theta.dtype
+            prior = [(penalties[name], p) for name, p in model.named_parameters() if name in penalties]
             _set(training_modes)
             for item, points in epoch_of():
-                with nullcontext() if shard is None else shard.ranks.guarded():
-                    stepper.zero_grad()
-                    prior = torch.stack([(penalties[name] * p.square()).sum() for name, p in weights.items()]).sum()
-                    loss = prior / (2 * size * (1 if shard is None else shard.ranks.size))
-                    own = None if item is None else parts_of(item, False)
-                    if own is not None and len(own[1]):
-                        inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
-                        arguments, named = lin.model.calls.arguments(inputs)
-                        fit = score(layout.rows(model(*arguments, **named)), layout.targets(y))
-                        loss = loss - fit.sum() / (len(fit) if points is None else points)
-                    loss.backward()
-                loss = loss.detach() if shard is None else _add_up(loss.detach(), list(weights.values()), shard.ranks)
-                if not bool(loss.isfinite()):
-                    raise ValueError(f"the loss is not finite in epoch {epoch}: use a smaller learning rate.")
-                stepper.step()
+                stepper.step(partial(_loss_with_gradient, model, lin, prior, item, points, epoch))
             if epoch % every == 0 or epoch == epochs:
                 post = linear(post.lin.likelihood, post.prior_precision)
             if epoch % every == 0 and epoch < epochs:
@@ -147,6 +131,38 @@ def train(
         return post
     whole = replace(record[-1], steps=tuple(step for each in record for step in each.steps))
     return replace(post, tuning=whole)
+
+
+def _loss_with_gradient(
+    model: nn.Module,
+    lin: Linearization,
+    prior: list[tuple[Tensor, nn.Parameter]],
+    item: Any,
+    points: int | None,
+    epoch: int,
+) -> float:
+    """Return minus the log posterior of a batch, divided by N, and leave its gradient in the parameters.
+
+    An optimiser with a line search asks for it several times a step.
+    """
+    layout, shard, at = lin.model.layout, lin.passes.shard, (lin.theta.device, lin.theta.dtype)
+    assert layout is not None
+    with nullcontext() if shard is None else shard.ranks.guarded():
+        for _, p in prior:
+            p.grad = None
+        penalty = torch.stack([(precision * p.square()).sum() for precision, p in prior]).sum()
+        loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
+        own = None if item is None else parts_of(item, False)
+        if own is not None and len(own[1]):
+            inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
+            arguments, named = lin.model.calls.arguments(inputs)
+            fit = lin.likelihood.log_prob(layout.rows(model(*arguments, **named)), layout.targets(y))
+            loss = loss - fit.sum() / (len(fit) if points is None else points)
+        loss.backward()
+    loss = loss.detach() if shard is None else _add_up(loss.detach(), [p for _, p in prior], shard.ranks)
+    if not math.isfinite(value := float(loss)):
+        raise ValueError(f"the loss is not finite in epoch {epoch}: use a smaller learning rate.")
+    return value
 
 
 Modes = list[tuple[nn.Module, bool]]
