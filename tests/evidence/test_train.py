@@ -143,3 +143,23 @@ def test_a_frozen_normalisation_stays_frozen_while_the_rest_trains(digits, given
     assert {modes for modes in seen if modes[1]} == {(not frozen, True)}
     assert bool((model[1].running_mean == 0).all()) == frozen
     assert not any(module.training for module in model.modules())
+
+
+def test_a_line_search_reaches_the_mode(annotations_unchecked):
+    """Ridge regression: the mode and, at it, the precision of largest evidence are known in closed form."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(5, 1, generator=generator).double() + 0.3 * torch.randn(40, 1, generator=generator).double()
+    model = nn.Linear(5, 1, bias=False).double()
+
+    def lbfgs(p):
+        options = {"max_iter": 100, "line_search_fn": "strong_wolfe"}
+        return torch.optim.LBFGS(p, tolerance_grad=1e-13, tolerance_change=1e-15, **options)
+
+    options = {"epochs": 30, "every": 1, "over": "scalar", "curvature": co.GGN, "optimizer": lbfgs}
+    post = co.evidence.train(model, (x, y), co.likelihoods.Gaussian(0.09), **options)
+    gram, moment, alpha = x.mT @ x / 0.09, x.mT @ y / 0.09, post.prior_precision
+    mode = torch.linalg.solve(gram + alpha * torch.eye(5), moment)
+    assert torch.allclose(model.weight.mT, mode, rtol=1e-10) and post.mode_gap < 1e-6
+    eigenvalues = torch.linalg.eigvalsh(gram)
+    assert torch.isclose(alpha, (eigenvalues / (eigenvalues + alpha)).sum() / mode.square().sum(), rtol=1e-3)
