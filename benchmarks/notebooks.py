@@ -159,13 +159,20 @@ def refresh(name: str, again: bool) -> None:
     path = DOCS / "notebooks" / f"{name}.ipynb"
     notebook = notebook_of(name)
     earlier = code_cells(nbformat.read(path, 4)) if path.exists() else []
-    if not again and [cell.source for cell in earlier] == [cell.source for cell in code_cells(notebook)]:
+    if not again and list(map(_statements, earlier)) == list(map(_statements, code_cells(notebook))):
         for cell, before in zip(code_cells(notebook), earlier):
             cell.outputs, cell.execution_count = before.outputs, before.execution_count
     else:
         print(f"executing {path.name}", flush=True)
         execute(notebook)
     path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+
+
+def _statements(cell: Any) -> str:
+    """Return the code of a cell without its comments and layout."""
+    magic = re.match(r"(?:[%!].*\n?)*", cell.source).group()
+    program = magic.startswith("%%")
+    return cell.source if program else magic + ast.unparse(ast.parse(cell.source[len(magic) :]))
 
 
 def main() -> None:
