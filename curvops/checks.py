@@ -5,9 +5,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+LONGEST = 200
+"""How many characters of a wrong value a message shows."""
 IN_WORDS = {
     "(0, inf)": "be positive and finite",
     "(0, inf]": "be positive",
@@ -15,6 +18,20 @@ IN_WORDS = {
     "[0, inf]": "not be negative",
     "(0, 1)": "lie strictly between 0 and 1",
 }
+
+
+def shown(given: object) -> str:
+    """Return a value as an error message shows it: an array of numbers by its shape, what is long by its type."""
+    if isinstance(given, torch.Tensor | np.ndarray) and given.ndim:
+        return f"{type(given).__name__} of shape {tuple(given.shape)}"
+    text = repr(given)
+    return text if len(text) <= LONGEST else f"a {type(given).__name__}"
+
+
+def check_tensor(name: str, given: object) -> None:
+    """Raise TypeError for numbers that are not in a tensor, such as those in a list or an array."""
+    if isinstance(given, np.ndarray | list | tuple | numbers.Number):
+        raise TypeError(f"{name} must be a tensor, got {shown(given)}; pass torch.as_tensor({name}).")
 
 
 def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
@@ -25,7 +42,7 @@ def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: s
         ValueError: it is outside the interval.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name} must be {kind}, got {given!r}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
     value, (low, high) = float(given), map(float, interval[1:-1].split(","))
     at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
     if not (low < value < high or at_end):
@@ -43,7 +60,7 @@ def checked_whole(
         ValueError: it is too small or too large.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be {kind}, got {given!r}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
     value = int(given)
     if value < least or (most is not None and value > most):
         limits = f"be at least {least}" if most is None else f"lie between {least} and the {most:,} there are"
@@ -77,7 +94,7 @@ def check_generator(generator: object) -> None:
     """Raise TypeError for anything that is neither a torch.Generator nor None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
-            f"generator must be a torch.Generator or None, got {generator!r}; to fix a seed, pass "
+            f"generator must be a torch.Generator or None, got {shown(generator)}; to fix a seed, pass "
             "torch.Generator().manual_seed(0)."
         )
 
@@ -105,7 +122,7 @@ def check_flag(name: str, given: object, hint: str = "") -> None:
 def check_choice(name: str, given: object, known: Collection[str]) -> None:
     """Raise ValueError, listing the choices, unless ``given`` is one of these names."""
     if not isinstance(given, str) or given not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(given)}.")
 
 
 def carries_graph(tensors: Sequence[Tensor]) -> bool:

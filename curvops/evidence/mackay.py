@@ -16,7 +16,6 @@ from curvops.checks import check_accuracy, check_choice, check_flag, checked_who
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise
@@ -115,7 +114,7 @@ def mackay(
     check_accuracy(rtol, generator)
     check_accuracy(xtol, name="xtol")
     check_flag("tune_noise", tune_noise)
-    count = None if samples is None else checked_count(samples)
+    count = None if samples is None else checked_whole("samples", samples, kind="a whole number of draws")
     if count == 1:
         raise ValueError("samples=1 gives no standard error: use two or more.")
     checked_whole("steps", steps)

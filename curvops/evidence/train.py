@@ -94,6 +94,11 @@ def train(
     for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
         if number is not None:
             checked_whole(name, number)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "optimizer must make one from parameters, such as torch.optim.Adam or functools.partial(torch.optim.Adam, "
+            f"lr=1e-3), got an instance of {type(optimizer).__name__}."
+        )
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay: leave it out, since prior_precision takes its place.")

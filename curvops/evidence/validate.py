@@ -64,8 +64,8 @@ def validate(
 
     Raises:
         TypeError, ValueError: `post` is not a posterior, the likelihood cannot score the targets, precisions are not
-            positive numbers, "noise" is given with another likelihood, or the curvature cannot be built again at
-            another noise.
+            positive numbers, the data are those of training, "noise" is given with another likelihood, or the curvature
+            cannot be built again at another noise.
 
     Warns with `Undetermined` if the best value is at the edge of those tried: often the largest precision, under which
     predictions are those of the network itself; with `StepsSpent` if the search over both ended before it reached its
@@ -79,6 +79,11 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
+    if post.lin.ranks is None and post.lin.data.is_present and post.lin.data.are((x, y)):
+        raise ValueError(
+            "these are the training data, whose likelihood does not show how well a prior predicts others. Pass data "
+            "that were left out of training, or choose by the evidence, co.evidence.maximize(post), which needs none."
+        )
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
     search = _Search(post, x, y, joint, generator, split.is_split)

@@ -34,6 +34,11 @@ def reliability(
     Returns:
         A figure with a panel for each name.
     """
+    if not isinstance(curves, Mapping):
+        raise TypeError(
+            "reliability needs {name: (confidence, accuracy, share)}, which metrics.reliability_bins(probabilities, "
+            f"labels) counts, got {type(curves).__name__}."
+        )
     rows = -(-len(curves) // PANELS_A_ROW)
     columns = -(-len(curves) // rows)
     figure = style.blank(3.7 * columns + 0.7, 4.4 * rows + 1, title)

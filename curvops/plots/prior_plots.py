@@ -45,7 +45,7 @@ def evidence(
     widest = np.max((high - low) / 2)
     ends = np.maximum(0, [(value - low)[order], (high - value)[order]])
     bars: dict[str, Any] = {"fmt": "none", "ecolor": style.INK, "elinewidth": 1.4, "capsize": 6, "capthick": 1.4}
-    above.errorbar(x, value[order], ends, label=f"95 % interval, at most ±{widest:.2g}", **bars)
+    above.errorbar(x, value[order], ends, label=f"95 % interval, at most ±{widest:.2g} nats", **bars)
     below.plot(x, validation_nll[order], color=orange, marker="s", markersize=4, linewidth=2, label="validation NLL")
     best = np.nanargmin(validation_nll)
     least, label = (precisions[best], validation_nll[best]), f"its smallest, at {precisions[best]:.3g}"

@@ -86,4 +86,6 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         figure: The result of a function of `curvops.plots`.
         path: The file; its suffix determines the format (.png, .pdf, .svg), and its folder must exist.
     """
+    if not isinstance(figure, Figure):
+        raise TypeError(f"plots.save takes a figure, then a path; got {type(figure).__name__} first.")
     figure.savefig(path, dpi=DPI)

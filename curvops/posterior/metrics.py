@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, checked_whole
+from curvops.checks import check_choice, check_tensor, checked_whole
 from curvops.summary import Summarised
 
 __all__ = [
@@ -195,6 +195,8 @@ def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:
 
 
 def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
+    check_tensor("values", values)
+    check_tensor("labels", labels)
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         raise ValueError(f"expected (N, C) values and (N,) labels, not {tuple(values.shape)} and {tuple(labels.shape)}")
     if some and labels.numel() == 0:
@@ -206,6 +208,7 @@ def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
 
 
 def _check_probabilities(p: Tensor) -> None:
+    check_tensor("probabilities", p)
     if not p.is_floating_point() or p.ndim < 2 or p.shape[-1] == 0:
         raise ValueError(
             f"probabilities must be a floating (..., N, C) tensor of C > 0 classes, not {tuple(p.shape)} {p.dtype}"

@@ -22,6 +22,7 @@ from tests.doors import (
     reduced_posterior,
     repriorisation,
     sampling,
+    tired,
 )
 from tests.doors.door import Row
 
@@ -40,6 +41,7 @@ SHELVES = (
     reduced_posterior,
     gp,
     figures,
+    tired,
 )
 TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOORS for wrong, row in door.rows.items()}
 

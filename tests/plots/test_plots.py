@@ -184,7 +184,7 @@ def test_an_interval_of_the_evidence_narrower_than_the_curve_has_ends_that_show(
     axes = plots.evidence(x, value, value - 0.01, value + 0.03, -value, chosen=10.0).axes[0]
     lower, upper = (line.get_ydata() for line in axes.lines if line.get_marker() == "_")
     np.testing.assert_allclose([lower, upper], [value - 0.01, value + 0.03])
-    assert "95 % interval, at most ±0.02" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "95 % interval, at most ±0.02 nats" in [text.get_text() for text in axes.get_legend().get_texts()]
     assert all(
         line.get_markersize() > axes.lines[0].get_markersize() for line in axes.lines if line.get_marker() == "_"
     )

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from jaxtyping import Float
 
-from curvops.checks import check_limits
+from curvops.checks import check_generator, check_limits
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
 from curvops.linalg.core.rounding import ROUNDING_SEEN, require_accuracy
 from curvops.linalg.core.solve_routes import EXACT_SIZE
@@ -110,6 +110,7 @@ def probing(
     A: Matrix, generator: torch.Generator | None, limits: Limits, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[Probed]:
     """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
+    check_generator(generator)
     require_accuracy(A, limits.rtol)
     with working(A, limits.memory, least, multiply) as (multiply, room):
         yield Probed(multiply, describe(A), generator, replace(limits, memory=room))

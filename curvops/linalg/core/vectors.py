@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from linear_operator import LinearOperator
@@ -76,7 +77,9 @@ def describe(A: Matrix) -> Description:
         ValueError: A is not a matrix (batches are not supported), or is empty.
     """
     if not isinstance(A, (Tensor, LinearOperator)):
-        raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
+        hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
+        hint = "; pass an operator made from it, such as co.GGN(lin)" if hasattr(A, "jacobian") else hint
+        raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}{hint}.")
     if len(A.shape) != 2:
         raise ValueError(f"A must be a single matrix, got shape {tuple(A.shape)}.")
     if not A.shape.numel():

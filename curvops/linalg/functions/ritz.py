@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from curvops.checks import shown
 from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.vectors import ScalarFunction
@@ -75,6 +76,8 @@ class SpectralFunction:
     """
 
     def __init__(self, f: ScalarFunction, lower_bound: float | None, eps: float) -> None:
+        if not callable(f):
+            raise TypeError(f"f must be a function of a tensor, such as torch.exp, got {shown(f)}.")
         self.f, self.lower_bound, self.eps = f, lower_bound, eps
 
     def unchecked(self, x: Tensor) -> Tensor:

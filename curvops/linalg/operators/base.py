@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from linear_operator.operators import (
     CholLinearOperator,
@@ -24,7 +25,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, checked_whole
+from curvops.checks import carries_graph, checked_whole, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -215,6 +216,7 @@ class Operator(LinearOperator):
             return self._matmul(other)
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
+            named = " Pass torch.as_tensor(vector)." if isinstance(other, np.ndarray) else named
             raise TypeError(
                 f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
                 f"{named}"
@@ -350,6 +352,8 @@ class Operator(LinearOperator):
         if not self.is_square:
             raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
         diag = unwrapped(diag).whole() if is_dtensor(diag) else diag
+        if not isinstance(diag, numbers.Real | Tensor | np.ndarray) or isinstance(diag, bool):
+            raise TypeError(f"the diagonal must be a number or a tensor ({self.shape[-1]},), got {shown(diag)}.")
         shift = torch.as_tensor(diag, dtype=self.dtype, device=self.device)
         shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
         if shift.ndim and shift.shape[-1] != self.shape[-1]:

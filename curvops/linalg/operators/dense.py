@@ -10,6 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_tensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
@@ -118,6 +119,7 @@ class Dense(Operator):
         rest: Tensor | None = None,
         sources: Sources | None = None,
     ) -> None:
+        check_tensor("tensor", tensor)
         if tensor.ndim < 2:
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)

@@ -8,6 +8,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_tensor
 from curvops.linalg.core.sharded import Sharded
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
@@ -56,6 +57,7 @@ class Diagonal(Operator):
     _damped_form: ClassVar[type[ClosedForm] | None] = DiagonalForm
 
     def __init__(self, entries: Tensor, space: Space | None = None, *, sources: Sources | None = None) -> None:
+        check_tensor("entries", entries)
         if entries.ndim != 1:
             raise ValueError(f"entries must be a vector (n,), got {tuple(entries.shape)}.")
         super().__init__(entries, space=space, sources=sources)

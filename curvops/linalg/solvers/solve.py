@@ -32,7 +32,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.checks import carries_graph, check_choice, check_limits
+from curvops.checks import carries_graph, check_choice, check_limits, check_tensor
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
@@ -253,6 +253,8 @@ def solve(
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     check_choice("method", method, ("auto", *get_args(Method)))
+    check_tensor("A", A)
+    check_tensor("B", B)
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
     require_precision(A.dtype)

@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_limits
+from curvops.checks import check_limits, check_tensor
 from curvops.linalg.core.memory import (
     Halving,
     Multiply,
@@ -76,6 +76,7 @@ def check(
     """
     m, n, dtype, device = facts
     for name, V in (("B", B), ("x0", x0)):
+        check_tensor(name, V)
         if V is not None and V.dtype != dtype:
             raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
         if V is not None and V.device != device:

@@ -192,6 +192,14 @@ class Batches:
         """The fingerprints of the points; they stay the same for data moved to another device or dtype."""
         return DataPrints(*self._sums.tolist())
 
+    def are(self, item: object) -> bool:
+        """Return whether all points are those of (inputs, targets), in any order; False if they have weights."""
+        if self.weighted:
+            return False
+        batch = self._reading.read(item)
+        prints = point_prints([tensor for _, tensor in batch.named_tensors()])
+        return batch.num_points == self.num_data and int(prints.sum()) == self.prints.contents
+
     @property
     def print_of_batches(self) -> int:
         """The fingerprint of the batches one after the other, by which earlier versions identified the data."""

@@ -3,7 +3,6 @@
 All inputs have the same leading dimension n, the number of points. NumPy arrays become tensors.
 
 A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
-prior precision and mean, positions), so later in-place changes have no effect. A tensor that requires a gradient is
 prior precision and mean, positions), so that later in-place changes have no effect. A tensor that requires a gradient
 is not copied, so that results and gradients belong to its current value. Data are not copied but compared by
 fingerprints (`network.data.batches`).
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import unserializable_hook
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -54,7 +54,7 @@ def normalise(x: object) -> Inputs:
         return inputs
     raise TypeError(
         "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
-        f"in their place); given {_kind(x)}. Drop entries that are neither, and convert lists with torch.tensor(x)."
+        f"in their place); given {_kind(x)}. {_conversion(x)}"
     )
 
 
@@ -151,6 +151,15 @@ def within(x: Tensor, low: float, strict: bool = False) -> bool:
         return True
     least, largest = extremes(x)
     return (low < least if strict else low <= least) and largest < math.inf
+
+
+def _conversion(x: object) -> str:
+    """Say how to make inputs of what was given instead."""
+    if hasattr(x, "to_numpy"):
+        return "Pass x.to_numpy()."
+    if isinstance(x, Dataset | DataLoader):
+        return "Call this for the inputs of each batch: for x, y in loader."
+    return "Drop entries that are neither, and convert lists with torch.tensor(x)."
 
 
 def _kind(x: object) -> str:

@@ -10,6 +10,7 @@ tensor([[-0.5000,  0.5000]])
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,18 @@ FUNCTIONS: dict[Callable[..., Tensor], type[nn.Module]] = {
 """Functions that average over the points, and the modules with the same options, whose reduction is not used."""
 
 
+NAMES = {
+    "classification": '"classification"',
+    "regression": '"regression"',
+    "categorical": '"classification"',
+    "gaussian": "co.likelihoods.Gaussian(noise=variance)",
+    "bernoulli": "co.likelihoods.Bernoulli()",
+    "binary": "co.likelihoods.Bernoulli()",
+    "poisson": "co.likelihoods.Poisson()",
+}
+"""Words that a user may write, and what is likely to be meant."""
+
+
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     """Return the likelihood for a name, a torch loss or a function.
 
@@ -110,6 +123,10 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
             )
         return FromDistribution(spec) if len(names) == 1 else FromLoss(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
+    if isinstance(spec, type):
+        remedy = f"A class is not enough: pass an instance, {spec.__name__}()."
+    elif isinstance(spec, str):
+        remedy = "".join(f"Did you mean {NAMES[near]}?" for near in get_close_matches(spec.lower(), NAMES, 1))
     raise TypeError(
         f"No likelihood for {spec!r}. {remedy} Accepted: curvops.likelihoods.Categorical(...), "
         ".Gaussian(noise=variance), .Bernoulli(...), .Poisson() and .HeteroscedasticGaussian(); instances of "

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 Blocks = dict[str, Tensor]
 
@@ -118,12 +119,12 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
         names = list(last)
     elif isinstance(spec, str) or (isinstance(spec, Sequence) and all(isinstance(glob, str) for glob in spec)):
         names = _from_globs(parameters, [spec] if isinstance(spec, str) else list(spec))
-    elif callable(spec):
+    elif callable(spec) and not isinstance(spec, nn.Module):
         names = _from_predicate(parameters, spec)
     else:
         raise TypeError(
             f"parameters= got {type(spec).__name__}; expected None, 'last_layer', a glob, a list of globs, "
-            "a predicate (name, tensor) -> bool, an index tensor or a boolean mask."
+            f"a predicate (name, tensor) -> bool, an index tensor or a boolean mask. {_instead_of(spec, parameters)}"
         )
     if not names:
         hint = "none requires a gradient: call requires_grad_(), or name parameters; " if spec is None else ""
@@ -145,8 +146,16 @@ def layer_of(name: str) -> str:
 def _from_globs(parameters: Mapping[str, Tensor], globs: list[str]) -> list[str]:
     for glob in globs:
         if not matching(parameters, glob):
-            raise ValueError(f"parameters={glob!r} names no parameter; the model has {_some(parameters)}.")
+            inside = f"; {glob + '.*'!r} names those inside it" if matching(parameters, f"{glob}.*") else ""
+            raise ValueError(f"parameters={glob!r} names no parameter{inside}; the model has {_some(parameters)}.")
     return matching(parameters, *globs)
+
+
+def _instead_of(spec: Any, parameters: Mapping[str, Tensor]) -> str:
+    """Say how to write a selection that was given as positions in a list, or as modules or tensors."""
+    if isinstance(spec, np.ndarray) or (isinstance(spec, Sequence) and all(isinstance(i, int) for i in spec)):
+        return "Pass positions as torch.as_tensor(positions)."
+    return f"Modules and tensors are selected by their names: {_some(parameters)}."
 
 
 def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Tensor], Any]) -> list[str]:

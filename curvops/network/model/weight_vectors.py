@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.inputs import is_finite, own, within
+from curvops.checks import shown
+from curvops.network.data.inputs import is_finite, own, tensor_of, within
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
 
@@ -40,10 +41,11 @@ def read_vector(name: str, given: Any, network: Model, number: str, others: str 
     """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own if it requires a gradient."""
     if isinstance(given, Mapping):
         return _by_parameter(given, network, name)
+    given = tensor_of(given)
     if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
         raise TypeError(
             f"{name} must be {number}, a tensor ({network.num_parameters},) of them, a mapping {{glob over parameter "
-            f"names: number or tensor}}{others}, got {given!r}."
+            f"names: number or tensor}}{others}, got {shown(given)}."
         )
     vector = _like(network, given, name)
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
@@ -66,7 +68,8 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
     """
     selection = network.selection
     found: dict[str, tuple[str, Any]] = {}
-    for glob, value in given.items():
+    for glob, entry in given.items():
+        value = tensor_of(entry)
         if not isinstance(glob, str):
             raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
         if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, cast, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -190,6 +192,13 @@ def linearize(
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
     check_flag("weights", weights, "Pass them with the data, (X, y, w), and weights=True.")
+    if isinstance(likelihood, Tensor | np.ndarray):
+        raise TypeError(
+            "likelihood is an array of numbers. Inputs and targets are one argument: co.linearize(model, (X, y), "
+            "likelihood)."
+        )
+    if memory_budget is not None:
+        memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is a number of bytes, too
     if holds_shards(model):
         for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
             if given:

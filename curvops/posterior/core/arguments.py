@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import checked_whole
+from curvops.checks import checked_whole, shown
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
@@ -55,10 +55,16 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             "or co.linalg.Diagonal(vector)."
         )
     if not isinstance(operator, LinearOperator):
-        hint = ", a function: call it, curvature=f(lin)" if inspect.isroutine(operator) else ""
+        hint = ""
+        if inspect.isroutine(operator):
+            hint = ", a function: call it, curvature=f(lin)"
+        elif isinstance(operator, numbers.Real) and not isinstance(operator, bool):
+            hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
+        elif isinstance(operator, str):
+            hint = ", a name: pass the class itself, such as curvature=co.KFAC"
         raise TypeError(
             f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
-            f"{lin.num_parameters}), got {operator!r}{hint}."
+            f"{lin.num_parameters}), got {shown(operator)}{hint}."
         )
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):

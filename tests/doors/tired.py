@@ -1,0 +1,208 @@
+"""What a tired user writes: arguments in another's place, of another kind, or by another library's habits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+import curvops as co
+from curvops import plots
+from curvops.posterior import metrics
+from tests.doors.door import Door
+from tests.network.definitions import normal
+
+X, Y = normal(10, 4), torch.arange(10) % 3
+POINTS = TensorDataset(X, Y)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+
+@cache
+def lin() -> co.Linearization:
+    """Of three classes, with 27 weights."""
+    return co.linearize(net(), (X, Y), "classification")
+
+
+@cache
+def post() -> co.Laplace:
+    return co.laplace(lin(), co.KFAC, check_mode=False)
+
+
+@cache
+def precision() -> co.Damped:
+    return co.GGN(lin()).add_diagonal(1.0)
+
+
+def by(likelihood: object) -> co.Linearization:
+    return co.linearize(net(), (X, Y), likelihood)
+
+
+def over(parameters: object) -> co.Linearization:
+    return co.linearize(net(), (X, Y), "classification", parameters=parameters)
+
+
+class Loader(DataLoader):
+    """A loader of one's own, whose batches cannot be made by another."""
+
+
+ONES = np.ones(27)
+IN_FOURS = BatchSampler(SequentialSampler(POINTS), 4, drop_last=True)
+
+DOORS = [
+    Door(
+        "linearize by a tired user",
+        rows={
+            "data in two arguments": (
+                lambda: co.linearize(net(), X, Y, "classification"),
+                TypeError,
+                r"one argument: co.linearize\(model, \(X, y\), likelihood\)",
+            ),
+            "F.cross_entropy": (
+                lambda: by(F.cross_entropy),
+                TypeError,
+                r"cross_entropy averages over the points.*Pass nn.CrossEntropyLoss\(\)",
+            ),
+            "F.nll_loss": (lambda: by(F.nll_loss), TypeError, r"log-probabilities: use nn.CrossEntropyLoss\(\)"),
+            "F.binary_cross_entropy": (
+                lambda: by(F.binary_cross_entropy),
+                TypeError,
+                r"last sigmoid and use nn.BCEWithLogitsLoss\(\)",
+            ),
+            "a class": (
+                lambda: by(co.likelihoods.Categorical),
+                TypeError,
+                r"pass an instance, Categorical\(\)",
+            ),
+            "a misspelt name": (lambda: by("clasification"), TypeError, 'Did you mean "classification"'),
+            "binary": (lambda: by("binary"), TypeError, r"Did you mean co.likelihoods.Bernoulli\(\)"),
+            "a module as selection": (lambda: over(net()[2]), TypeError, "by their names: 0.weight"),
+            "tensors as selection": (lambda: over(list(net().parameters())), TypeError, "by their names: 0.weight"),
+            "positions in a list": (lambda: over([0, 1]), TypeError, "torch.as_tensor"),
+            "positions in an array": (lambda: over(np.arange(2)), TypeError, "torch.as_tensor"),
+            "a module's name": (lambda: over("2"), ValueError, r"'2' names no parameter; '2.\*' names those inside"),
+            "a budget in words": (
+                lambda: co.linearize(net(), (X, Y), "classification", memory_budget="1GB"),
+                TypeError,
+                "memory_budget must be a number, got '1GB'",
+            ),
+            "drop_last in a loader of one's own": (
+                lambda: co.linearize(net(), Loader(POINTS, 4, drop_last=True), "classification"),
+                ValueError,
+                "this Loader has drop_last=True.*pass drop_last=False",
+            ),
+            "drop_last in a sampler of batches": (
+                lambda: co.linearize(net(), DataLoader(POINTS, batch_sampler=IN_FOURS), "classification"),
+                ValueError,
+                "has drop_last=True.*pass drop_last=False",
+            ),
+        },
+    ),
+    Door(
+        "laplace and predictions by a tired user",
+        rows={
+            "a number by position": (
+                lambda: co.laplace(lin(), 1.0),
+                TypeError,
+                r"curvature must be an operator class.*co.laplace\(lin, prior_precision=1.0\)",
+            ),
+            "a curvature's name": (lambda: co.laplace(lin(), "kfac"), TypeError, "pass the class itself.*co.KFAC"),
+            "draws and inputs swapped": (
+                lambda: post().functions(3, X),
+                TypeError,
+                r"got Tensor of shape \(10, 4\)",
+            ),
+            "a loader": (
+                lambda: post().predict(DataLoader(POINTS, 4)),
+                TypeError,
+                "given a DataLoader. Call this for the inputs of each batch",
+            ),
+            "scores of arrays": (
+                lambda: metrics.nll(np.full((2, 2), 0.5), np.array([0, 1])),
+                TypeError,
+                r"got ndarray of shape \(2, 2\); pass torch.as_tensor",
+            ),
+            "a list of draws": (lambda: post().log_prob(list(range(10**4))), TypeError, "got list"),
+        },
+    ),
+    Door(
+        "evidence by a tired user",
+        rows={
+            "the training data as held out": (
+                lambda: co.evidence.validate(post(), X.flip(0), Y.flip(0)),
+                ValueError,
+                r"these are the training data.*co.evidence.maximize\(post\)",
+            ),
+            "the training data in a loader": (
+                lambda: co.evidence.validate(post(), DataLoader(POINTS, 4)),
+                ValueError,
+                "these are the training data",
+            ),
+            "no draws": (lambda: co.evidence.mackay(post(), samples=0), ValueError, "samples must be at least 1"),
+            "an optimiser": (
+                lambda: co.evidence.train(
+                    net(), (X, Y), "classification", epochs=1, optimizer=torch.optim.Adam(net().parameters())
+                ),
+                TypeError,
+                r"functools.partial\(torch.optim.Adam.*got an instance of Adam",
+            ),
+        },
+    ),
+    Door(
+        "linear algebra by a tired user",
+        rows={
+            "an array to multiply": (lambda: precision() @ ONES, TypeError, r"got ndarray. Pass torch.as_tensor"),
+            "an array to solve for": (
+                lambda: co.linalg.cg(precision(), ONES),
+                TypeError,
+                r"B must be a tensor, got ndarray of shape \(27,\); pass torch.as_tensor\(B\)",
+            ),
+            "a list to solve for": (
+                lambda: co.linalg.solve(precision(), [1.0] * 27),
+                TypeError,
+                "B must be a tensor",
+            ),
+            "an array as matrix": (
+                lambda: co.linalg.cg(np.eye(3), torch.ones(3)),
+                TypeError,
+                r"got ndarray; pass torch.as_tensor\(A\)",
+            ),
+            "Dense of an array": (lambda: co.linalg.Dense(np.eye(3)), TypeError, "must be a tensor, got ndarray"),
+            "Diagonal of a list": (lambda: co.linalg.Diagonal([1.0, 2.0]), TypeError, "must be a tensor"),
+            "a linearisation as matrix": (lambda: co.low_rank(lin(), 2), TypeError, r"such as co.GGN\(lin\)"),
+            "a diagonal in words": (
+                lambda: co.GGN(lin()).add_diagonal("1"),
+                TypeError,
+                r"must be a number or a tensor \(27,\), got '1'",
+            ),
+            "a seed where no probe is drawn": (
+                lambda: co.linalg.trace(precision(), generator=0),
+                TypeError,
+                r"got 0; to fix a seed, pass torch.Generator\(\).manual_seed",
+            ),
+            "a function's name": (
+                lambda: co.linalg.apply_function(precision(), "exp", torch.ones(27).double()),
+                TypeError,
+                "such as torch.exp, got 'exp'",
+            ),
+        },
+    ),
+    Door(
+        "plots by a tired user",
+        rows={
+            "probabilities": (
+                lambda: plots.reliability(torch.full((2, 2), 0.5), Y),
+                TypeError,
+                r"metrics.reliability_bins\(probabilities, labels\)",
+            ),
+            "a path first": (lambda: plots.save("a.png", None), TypeError, "a figure, then a path; got str"),
+        },
+    ),
+]
