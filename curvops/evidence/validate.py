@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from curvops.checks import check_accuracy, check_flag, drawn_seed
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
-from curvops.network.data.batches import as_source, holds_all, parts_of
+from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise
 from curvops.network.data.randomness import items
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
@@ -79,7 +79,8 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    if post.lin.ranks is None and post.lin.data.is_present and post.lin.data.are((x, y)):
+    data = post.lin.data
+    if isinstance(data, Batches) and post.lin.ranks is None and data.are((x, y)):
         raise ValueError(
             "these are the training data, whose likelihood does not show how well a prior predicts others. Pass data "
             "that were left out of training, or choose by the evidence, co.evidence.maximize(post), which needs none."
