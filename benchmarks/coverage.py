@@ -66,16 +66,17 @@ def coverage_table(found: dict[Cell, Count]) -> str:
     ]
     runs, least_of_all = sum(count.runs for count in found.values()), min(count.share for count in found.values())
     text = f"""\
-Least coverage in per cent over budgets of 10, 30, 100 and 300 products / over rtol = 0.1 and 0.01; n = {SIZE}; μ is a
-hundredth of the mean eigenvalue. All runs count, whatever their reason. {len(found):,} cells, {runs:,} runs, each with
-a seed of its own; the least of all cells is {100 * least_of_all:.1f} %.
+The tables give the least coverage in per cent, over budgets of 10, 30, 100 and 300 products / over rtol = 0.1 and 0.01,
+for n = {SIZE} and μ a hundredth of the mean eigenvalue. All runs count, whatever their reason. There are {len(found):,}
+cells and {runs:,} runs, each with its own seed; the least coverage of all cells is {100 * least_of_all:.1f} %.
 
-A cell is looked at after {", ".join(map(str, LOOKS))} runs ({EXACT} where the result is exact). It ends where a
-share of {100 * LEAST:.0f} % would give its count, or a greater one, with a probability of at most {100 * LEVEL:.0f} %,
-or such a small one with {100 * HOPELESS:.1f} %. Simulated, a cell of 85 % is shown with 90 % or more with a
-probability below 1 %, one of 88 % with 5 %; one of 92 % is shown with less than 90 % with a probability of 1 %, one of
-93 % never in 4,000. A number whose cell ended after {LOOKS[0]} runs was covered in all of them: that says no more
-than above 90 %. Of a diagonal the share of entries counts, each run as one number."""
+Each cell is examined after {", ".join(map(str, LOOKS))} runs ({EXACT} if the result is exact). It ends if a coverage
+of {100 * LEAST:.0f} % would give so high a count with a probability of at most {100 * LEVEL:.0f} %, or so low a count
+with at most {100 * HOPELESS:.1f} %. In simulations of this rule, a cell with a true coverage of 85 % is shown with 90 %
+or more with a probability below 1 %, and one of 88 % with 5 %. One of 92 % is shown with less than 90 % with a
+probability of 1 %, and one of 93 % never in 4,000. If a cell ended after {LOOKS[0]} runs, all of its intervals held;
+its number says no more than that the coverage is above 90 %. For a diagonal the share of entries counts, each run as one
+number."""
     parts = [TRACES, DIAGONALS, ESTIMATORS[len(TRACES) + len(DIAGONALS) :]]
     apart = tables(["matrix", *ESTIMATORS], rows, *(["matrix", *part] for part in parts))
     return "\n\n".join([text, apart, *_low(found)])
@@ -90,7 +91,7 @@ def _low(found: dict[Cell, Count]) -> list[str]:
             said = f"{100 * claims:.1f} % of {count.claims}" if count.claims else "none"
             rows.append([cell.matrix, cell.estimator, cell.limit, f"{100 * count.share:.1f} % of {count.runs}", said])
     if not rows:
-        return ["No cell is below 90 %, whether all runs are counted or those that claim to have met their tolerance."]
+        return ["No cell is below 90 %, whether all runs count or only those that claim to have met their tolerance."]
     return ["Below 90 %:", table(["matrix", "estimator", "limit", "all runs", "CONVERGED or budget spent"], rows)]
 
 
@@ -107,7 +108,7 @@ def errors_table(runs: int) -> str:
             error = (torch.stack(found) - values.sum()).abs().mean() / values.sum()
             cells.append(f"{error:.1e} ({theirs})")
         rows.append([name, *cells])
-    text = f"Mean of |error|/trace over {runs} seeds, n = {LARGE}, 120 products; in brackets the figures to reproduce."
+    text = f"Mean of |error|/trace over {runs} seeds, n = {LARGE}, 120 products; published figures in brackets."
     return text + "\n\n" + table(["spectrum", *TRACES], rows)
 
 
@@ -129,8 +130,8 @@ def logdet_table(runs: int) -> str:
         )
     header = ["problem", "mean abs. error", "mean error", "stderr", "bias bound", "products", "intervals that hold"]
     text = (
-        "In per cent of |log det|, for the GGN of log det P − log det A, over 30 seeds (300 products) or 10. The mean "
-        "error is what the depth leaves of bias."
+        "Figures are in per cent of |log det| (for the GGN, of log det P − log det A), over 30 seeds (300 products) or "
+        "10. The mean error is the bias that remains at this depth."
     )
     return text + "\n\n" + table(header, rows)
 

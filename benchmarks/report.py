@@ -53,10 +53,11 @@ def _notes(result: dict[str, Any]) -> str:
     budgets = sorted({n["memory_budget"] for n in result["networks"]})
     budget = " to ".join(f"{b / 2**20:,.0f} MiB" for b in {budgets[0], budgets[-1]})
     return (
-        f"{pairs} pairs a figure ({max(1, pairs // 2)} for blocks and builds), float32, memory budget {budget}. "
-        "*Cached*: a product with one vector once the caches are built. *Streaming*: `engine='streamed'`, which keeps "
-        "nothing between products. *No memory*: with `memory_budget=0`, so that a push and a pull share no pass. "
-        "*Linearize*: the call of `co.linearize`. *First product*: on a fresh linearisation, with all that it triggers."
+        f"Each figure is from {pairs} pairs of runs ({max(1, pairs // 2)} for blocks and builds) in float32, with a "
+        f"memory budget of {budget}. *Cached* is a product with one vector once the caches are built. *Streaming* is "
+        "`engine='streamed'`, which keeps nothing between products. *No memory* is `memory_budget=0`: products with J "
+        "and with Jᵀ then share no pass. *Linearize* is the call of `co.linearize`. *First product* is the first one "
+        "on a fresh linearisation, with everything that it triggers."
     )
 
 
