@@ -75,8 +75,8 @@ of {100 * LEAST:.0f} % would give so high a count with a probability of at most 
 with at most {100 * HOPELESS:.1f} %. In simulations of this rule, a cell with a true coverage of 85 % is shown with 90 %
 or more with a probability below 1 %, and one of 88 % with 5 %. One of 92 % is shown with less than 90 % with a
 probability of 1 %, and one of 93 % never in 4,000. If a cell ended after {LOOKS[0]} runs, all of its intervals held;
-its number says no more than that the coverage is above 90 %. For a diagonal the share of entries counts, each run as one
-number."""
+its number says no more than that the coverage is above 90 %. For a diagonal the share of entries counts, each run as
+one number."""
     parts = [TRACES, DIAGONALS, ESTIMATORS[len(TRACES) + len(DIAGONALS) :]]
     apart = tables(["matrix", *ESTIMATORS], rows, *(["matrix", *part] for part in parts))
     return "\n\n".join([text, apart, *_low(found)])
