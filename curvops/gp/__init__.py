@@ -1,4 +1,4 @@
-"""Gaussian processes made of networks: gpytorch kernels and means, a BoTorch model."""
+"""Gaussian processes made from networks: gpytorch kernels and means, and a BoTorch model."""
 
 from importlib.metadata import version
 from typing import Any
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import BoTorch's part on first access: it is an extra, and slow to import."""
+    """Import the BoTorch part on first access: BoTorch is an extra, and slow to import."""
     if name != "LaplaceModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     try:

@@ -1,4 +1,4 @@
-"""A linearised posterior as a BoTorch model, whose posteriors acquisition functions differentiate."""
+"""A linearised posterior as a BoTorch model, whose posteriors acquisition functions can differentiate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = ("map", "linear")
 
 
 class Observed(NamedTuple):
-    """Targets of some outputs at some points, and their noise, in the network's space."""
+    """The targets of some outputs at some points, and their noise, in the network's space."""
 
     X: Float[Tensor, "*b n d"]
     Y: Float[Tensor, "*c n m"]
@@ -43,8 +43,8 @@ class LaplaceModel(Model, FantasizeMixin):
     """A Laplace posterior of a network as a BoTorch `Model`, joint within each set of q points and with gradients in X.
 
     `posterior(X)` for X (b x q x d) never forms covariances between the sets; gradients in X are first derivatives.
-    Conditioning on observations is exact for the linearised model: its mean and covariance change, the linearisation
-    does not. Far from the weights at which it was made, train the network again.
+    Conditioning on observations is exact for the linearised model: its mean and covariance change, but the
+    linearisation does not. If observations move the function far from it, train the network again.
 
     Cost of a posterior: that of `post.predict(x, groups=q)`; conditioned on n points, that of q + n points per set,
     and the Cholesky factorisation of an n·C × n·C matrix.
@@ -54,14 +54,14 @@ class LaplaceModel(Model, FantasizeMixin):
         mode: the mean of the weights: "map" for the network's own weights, so that the mean is the network's output;
             "linear" for the linear model's mode, for a network that was not trained to the end.
         input_transform: a BoTorch transform; the network was trained on its outputs.
-        outcome_transform: a BoTorch transform of the targets, likewise.
+        outcome_transform: a BoTorch transform of the targets; the network was trained on its outputs.
 
     Raises:
-        TypeError: a posterior or a transform of another kind; X that is no tensor, or noise that is none.
-        ValueError: a network whose outputs are sequences; X of another last dimension, or more points together than
-            the memory budget has room for; outputs that are not there; targets or noise of another shape, negative or
-            not finite; observation noise of a likelihood that is not Gaussian; observations whose covariance is
-            singular (repeated points without noise): no jitter is added.
+        TypeError: the posterior or a transform is of another kind, or X or the noise is not a tensor.
+        ValueError: the network's outputs are sequences; X has another last dimension, or more points together than the
+            memory budget has room for; selected outputs do not exist; targets or noise have another shape, are negative
+            or not finite; observation noise is requested for a likelihood that is not Gaussian; or the covariance of
+            the observations is singular (repeated points without noise): no jitter is added.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LaplaceModel(Model, FantasizeMixin):
                 raise TypeError(f"{name} must be one of BoTorch's, an {kind.__name__}, got {type(given).__name__}.")
         if len(post.lin.output_shape) > 1:
             raise ValueError(
-                f"a BoTorch model has one vector of outputs per point, this network's are of shape "
+                f"a BoTorch model has one vector of outputs per point, but this network's outputs have shape "
                 f"{tuple(post.lin.output_shape)}: append nn.Flatten() to it, and flatten the targets."
             )
         self.post, self.likelihood = post, post.lin.likelihood
@@ -107,7 +107,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return torch.broadcast_shapes(*(part.shape[:-2] for seen in self._observed for part in seen[:3]))
 
     def forward(self, X: Float[Tensor, "*b q d"]) -> MultivariateNormal:
-        """Return the distribution of the outputs at X before the outcome transform, as acquisitions call a model."""
+        """Return the distribution of the outputs at X before the outcome transform, as acquisition functions do."""
         return self._distribution(X)
 
     def posterior(  # type: ignore[override]
@@ -184,8 +184,8 @@ class LaplaceModel(Model, FantasizeMixin):
         except RuntimeError as error:
             shapes = [tuple(part.shape) for part in (X, Y, seen.noise)]
             raise ValueError(
-                f"the batches of X, Y and noise {shapes} do not go together, or not with those of the observations "
-                f"before, {tuple(self.batch_shape)}."
+                f"the batches of X, Y and noise {shapes} do not broadcast together, or not with those of the earlier "
+                f"observations, {tuple(self.batch_shape)}."
             ) from error
         return new
 
@@ -205,17 +205,18 @@ class LaplaceModel(Model, FantasizeMixin):
         """Return one draw of the linearised function as a deterministic model, for Thompson sampling.
 
         Args:
-            generator: source of the draw.
+            generator: the source of the draw.
 
         Returns:
             The draw as a model.
 
         Raises:
-            ValueError: the model is conditioned, so that its weights have another distribution than the posterior's.
+            ValueError: the model is conditioned, so that its weights have another distribution than those of the posterior.
         """
         if self._observed:
             raise ValueError(
-                "a conditioned model has no draws of the weights: draw from the model before, or update it."
+                "a conditioned model has no draws of the weights: draw from the model before conditioning, "
+                "or update the posterior."
             )
         sample = self.post.sample(1, generator) + (0 if self._step is None else self._step)
 
@@ -233,13 +234,13 @@ class LaplaceModel(Model, FantasizeMixin):
         """Do nothing: the training inputs are those of the linearisation, on which the network was trained."""
 
     def _noise(self, name: str, given: Any, like: Tensor, points: int) -> Float[Tensor, "*b n m"]:
-        """Return the variances of targets of this model's outputs; True stands for the likelihood's."""
+        """Return the variances of targets of this model's outputs; True means the likelihood's."""
         m = self.num_outputs
         if given is True:
             if not isinstance(self.likelihood, Gaussian):
                 raise ValueError(
-                    f"observation noise needs a Gaussian likelihood, and this is {self.likelihood!r}: use the outputs' "
-                    "own distribution, observation_noise=False, with an objective such as GenericMCObjective."
+                    f"observation noise needs a Gaussian likelihood, but this is {self.likelihood!r}: use the "
+                    "outputs' own distribution, observation_noise=False, with an objective such as GenericMCObjective."
                 )
             of_all = self.likelihood.noise.to(like).expand(self.post.lin.num_outputs)
             return of_all[self._outputs].expand(points, m)
@@ -271,7 +272,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return mean.reshape(*batch, q, -1), covariance.reshape(*batch, *covariance.shape[-2:])
 
     def _condition(self, X: Float[Tensor, "*b q d"]) -> tuple[Float[Tensor, "*c q C"], Float[Tensor, "*c qC qC"]]:
-        """Return the mean and the covariance given the observations, by the conditional of a joint normal."""
+        """Return the mean and the covariance given the observations, as the conditional of a joint normal."""
         if not self._observed:
             return self._moments(X)
         sets = [X, *(seen.X.to(X) for seen in self._observed)]
@@ -294,7 +295,7 @@ class LaplaceModel(Model, FantasizeMixin):
         least = 10 * len(told) * torch.finfo(left.dtype).eps
         if bool((info > 0).any() | (left < least).any()):
             raise ValueError(
-                "the observations' covariance is singular: points that are repeated, or too close to each other for "
+                "the observations' covariance is singular: points are repeated, or too close to each other for "
                 "their noise. Leave some out, or pass noise; no jitter is added."
             )
         half = torch.linalg.solve_triangular(factor, covariance[..., told, :cut], upper=False)
@@ -306,6 +307,6 @@ class LaplaceModel(Model, FantasizeMixin):
 
 
 def _joined(parts: Sequence[Tensor]) -> Float[Tensor, "*c nm"]:
-    """Return numbers of points and outputs, each part with its batches, in one row for each batch of all."""
+    """Return the values of points and outputs, each part with its batches, as one row for each batch."""
     batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
     return torch.cat([part.expand(*batch, -1, -1).flatten(-2) for part in parts], -1)

@@ -28,23 +28,23 @@ class LinearizedGP(ExactGP):
     The mean is a `LinearizedMean` and the kernel a `LinearizedKernel` of the same linearisation, so that predictions
     are those of `co.laplace` at the linear model's mode, and `ExactMarginalLogLikelihood` times N is
     `log_evidence(mode="linear")`. Its distributions are gpytorch's without the floor under variances; densities of
-    targets of another shape are refused.
+    targets of another shape are rejected.
 
     Cost: that of the kernel's matrix, and its solves.
 
     Args:
-        lin: the linearised network, of a Gaussian likelihood.
+        lin: the linearised network, with a Gaussian likelihood.
         likelihood: a Gaussian likelihood of gpytorch; None makes one with the noise of `lin`, for several outputs a
             `MultitaskGaussianLikelihood` with one noise.
         kernel: the kernel, which may be composed of others; None is `LinearizedKernel(lin, **options)`.
         mean: the mean; None is `LinearizedMean(lin)`.
-        options: those of `LinearizedKernel`.
+        options: options of `LinearizedKernel`.
 
     Raises:
-        TypeError: arguments of another kind; inputs that are not one tensor a point.
-        ValueError: a likelihood of `lin` that is not Gaussian with one noise (`co.gp.laplace_gp` takes any), one of
-            gpytorch for another number of outputs, points with weights, a kernel or mean of a network that was
-            linearised at other weights.
+        TypeError: an argument is of another kind, or the inputs are not a single tensor per point.
+        ValueError: the likelihood of `lin` is not Gaussian with one noise (`co.gp.laplace_gp` takes any), gpytorch's
+            is for another number of outputs, points have weights, or the kernel or mean belongs to a network linearised
+            at other weights.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LinearizedGP(ExactGP):
     ) -> None:
         check_linearization(lin)
         if kernel is not None and options:
-            raise ValueError(f"a kernel is given, which has its own {', '.join(options)}: leave these out.")
+            raise ValueError(f"the given kernel has its own {', '.join(options)}: leave these out.")
         for name, given, kind in (
             ("likelihood", likelihood, Likelihood),
             ("kernel", kernel, Kernel),
@@ -80,8 +80,8 @@ class LinearizedGP(ExactGP):
             own = getattr(module, "lin", None)
             if isinstance(own, Linearization) and lin.tangent_space.difference(own.tangent_space) is not None:
                 raise ValueError(
-                    f"{name}, a {type(module).__name__}, is of a network linearised elsewhere than the process's, at "
-                    "other weights or of other parameters: make both of one linearisation."
+                    f"{name}, a {type(module).__name__}, belongs to another linearisation than the process, at other "
+                    "weights or with other parameters: make both from one linearisation."
                 )
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Normal:
@@ -92,30 +92,30 @@ class LinearizedGP(ExactGP):
 
 
 def _training_data(lin: Linearization) -> tuple[Float[Tensor, "N d"], Tensor]:
-    """Return the inputs, one row a point, and the targets, (N,) of one output; raise for those that do not fit."""
+    """Return the inputs, one row per point, and the targets, (N,) for one output; raise for those that do not fit."""
     if not isinstance(lin.likelihood, Gaussian):
         raise ValueError(
-            f"an exact Gaussian process has a Gaussian likelihood, this is {lin.likelihood!r}: co.gp.laplace_gp takes "
-            "any, and gpytorch's ApproximateGP takes gpytorch's with LinearizedKernel."
+            f"an exact Gaussian process needs a Gaussian likelihood, but this is {lin.likelihood!r}: co.gp.laplace_gp "
+            "takes any, and gpytorch's ApproximateGP takes gpytorch's with LinearizedKernel."
         )
     batches = list(lin.gathered().data)
     if any(batch.weights is not None for batch in batches):
-        raise ValueError("gpytorch's likelihoods take no weights of points: linearise without, or use co.laplace.")
+        raise ValueError("gpytorch's likelihoods take no weights of points: linearise without them, or use co.laplace.")
     inputs = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]
     if len(inputs) < len(batches):
-        as_points(lin, torch.empty(0))  # raises, with what to do
+        as_points(lin, torch.empty(0))  # raises an error that says what to do
     y = torch.cat([batch.targets for batch in batches])
     return torch.cat(inputs).flatten(1), y.squeeze(1) if y.shape[1] == 1 else y
 
 
 def _likelihood_of(lin: Linearization) -> GaussianLikelihood | MultitaskGaussianLikelihood:
-    """Return gpytorch's likelihood with the noise of the linearisation's."""
+    """Return gpytorch's likelihood with the noise of the linearisation's likelihood."""
     noise, C = lin.likelihood.single_noise, lin.num_outputs
     if noise is None:
         raise ValueError(
             f"{lin.likelihood!r} has several noises: pass likelihood=MultitaskGaussianLikelihood({C}) of gpytorch."
         )
-    options: dict[str, Any] = {"noise_constraint": Positive()}  # gpytorch's own is 1e-4 at least
+    options: dict[str, Any] = {"noise_constraint": Positive()}  # gpytorch's own constraint is at least 1e-4
     made: Any = GaussianLikelihood(**options)
     if C > 1:
         made = MultitaskGaussianLikelihood(C, has_task_noise=False, **options)

@@ -1,6 +1,6 @@
 """E[φ(u) φ(v)] and E[φ'(u) φ'(v)] for zero-mean Gaussian u, v in closed form, one row of a table per activation φ.
 
-No formula takes a difference of close numbers where u and v nearly coincide, and all derivatives are finite there.
+No formula takes a difference of close numbers when u and v nearly coincide, and all derivatives are finite there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 SAME = 64
-"""Directions closer than this many roundings count as one, since their difference has no direction."""
+"""Directions closer than this many roundings count as equal, since their difference has no direction."""
 
 
 class Covariance(NamedTuple):
@@ -24,11 +24,11 @@ class Covariance(NamedTuple):
     b: Float[Tensor, "*b #n m"]
     c: Float[Tensor, "*b n m"]
     r: Float[Tensor, "*#b #n #m"]
-    """|u/√a − v/√b| for vectors of these inner products; only `relu` reads it."""
+    """The distance |u/√a − v/√b| for vectors with these inner products; only `relu` reads it."""
 
 
 class Expectations(NamedTuple):
-    """The values E[φ(u) φ(v)], E[φ'(u) φ'(v)], and where r is used 1 − E[φ(u) φ(v)]/√(E[φ(u)²] E[φ(v)²])."""
+    """The values E[φ(u) φ(v)], E[φ'(u) φ'(v)] and, if r is used, 1 − E[φ(u) φ(v)]/√(E[φ(u)²] E[φ(v)²])."""
 
     product: Tensor
     slope: Tensor
@@ -43,8 +43,8 @@ def identity(of: Covariance) -> Expectations:
 def relu(of: Covariance) -> Expectations:
     """Return the expectations for φ(u) = max(u, 0): √(ab)(sin θ + (π − θ) cos θ)/2π and (π − θ)/2π, cos θ = c/√(ab).
 
-    The angle θ = 2 arcsin(r/2) keeps all its digits where points nearly coincide. There E[φ'φ'] has a kink, like
-    |x − x'|, whose derivative at the tip is taken as 0, the mean over directions.
+    The angle θ = 2 arcsin(r/2) keeps all its digits when points nearly coincide. There E[φ'φ'] has a kink, like
+    |x − x'|, whose derivative at the tip is set to 0, the mean over directions.
 
     Source: Cho and Saul 2009, the arc-cosine kernels of order 1 and 0; Kahan 2006 for the angle.
     """
@@ -100,5 +100,5 @@ def root(x: Tensor) -> Tensor:
 
 
 def _determinant(of: Covariance) -> Tensor:
-    """Return ab − c², clamped where rounding makes it negative (u and v nearly coincide)."""
+    """Return ab − c², clamped if rounding makes it negative (u and v nearly coincide)."""
     return (of.a * of.b - of.c * of.c).clamp(min=0)

@@ -32,13 +32,14 @@ class InfiniteWidthKernel(OperatorKernel):
         K¹ = σ_w² x·x'/d + σ_b²,    Kˡ⁺¹ = σ_w² E[φ(u) φ(v)] + σ_b²    ("nngp": the covariance of outputs)
         Θ¹ = K¹,                    Θˡ⁺¹ = Kˡ⁺¹ + σ_w² E[φ'(u) φ'(v)] Θˡ    ("ntk": all layers and biases trained)
 
-    Under `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)`, the kernel J A⁻¹Jᵀ of a network of finite width
-    (`co.TangentKernel` or `LinearizedKernel`) is the empirical one that converges to Θ, and the outputs have the prior
-    covariance K. In neural_tangents it is `stax.serial` of `Dense(n, W_std=σ_w, b_std=σ_b)`.
+    With `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)`, the kernel J A⁻¹Jᵀ of a network of finite width
+    (`co.TangentKernel` or `LinearizedKernel`) is the empirical kernel that converges to Θ, and the outputs have the
+    prior covariance K. In neural_tangents it is `stax.serial` of `Dense(n, W_std=σ_w, b_std=σ_b)`.
 
-    The variances σ_w² and σ_b² are gpytorch parameters, which train by marginal likelihood. Gradients in the inputs are
-    right at coincident points, too; for a rectifier's tangent kernel, which has a kink there, they are the mean of both
-    sides. Matrices are curvops operators, as for `LinearizedKernel`: solves and determinants are ours.
+    The variances σ_w² and σ_b² are gpytorch parameters, which are trained by marginal likelihood. Gradients in the
+    inputs are also right at coincident points; for a rectifier's tangent kernel, which has a kink there, they are the
+    mean of both sides. Matrices are curvops operators, as for `LinearizedKernel`, with the solves and determinants of
+    curvops.
 
     Args:
         depth: the number of hidden layers, at least 0.
@@ -46,27 +47,27 @@ class InfiniteWidthKernel(OperatorKernel):
         kind: "nngp" or "ntk".
         weight_variance: the initial σ_w², a positive number, or depth + 1 of them, one per layer from the inputs on. A
             tensor determines the parameter's dtype; numbers get torch's default, whose rounding `.double()` keeps.
-        bias_variance: the initial σ_b², likewise; 0 is a network without biases.
+        bias_variance: the initial σ_b², in the same form; 0 is a network without biases.
         weight_variance_prior: a gpytorch prior of σ_w².
         weight_variance_constraint: a gpytorch constraint of σ_w²; None is `Positive()`.
         bias_variance_prior: a gpytorch prior of σ_b².
         bias_variance_constraint: a gpytorch constraint of σ_b²; None is `Positive()`.
-        batch_shape: as of gpytorch's `Kernel`.
-        active_dims: as of gpytorch's `Kernel`.
+        batch_shape: as in gpytorch's `Kernel`.
+        active_dims: as in gpytorch's `Kernel`.
 
     Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), with any leading dimensions that broadcast.
         Cost: depth × some 20 passes over the matrix, for "relu" also d of them.
 
     Raises:
-        TypeError, ValueError: arguments of another kind; another number of variances than layers; inputs without a
-            dimension, with NaN or infinite values, or of batches that do not go together; `last_dim_is_batch`.
+        TypeError, ValueError: an argument is of another kind; the number of variances is not that of the layers; inputs
+            have no dimension, hold NaN or infinite values, or have batches that do not broadcast; `last_dim_is_batch`.
 
     Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
     1998, Tsuchida et al. 2021.
 
     >>> import curvops as co
     >>> kernel = co.gp.InfiniteWidthKernel(depth=1, activation="relu", weight_variance=2.0, bias_variance=0.0)
-    >>> kernel(torch.eye(2)).to_dense().detach()  # of orthogonal points: Θ¹ = 0, K² = 1/π
+    >>> kernel(torch.eye(2)).to_dense().detach()  # for orthogonal points: Θ¹ = 0, K² = 1/π
     tensor([[2.0000, 0.3183],
             [0.3183, 2.0000]])
     """
@@ -100,7 +101,7 @@ class InfiniteWidthKernel(OperatorKernel):
             start = self._start("bias_variance", bias_variance)
             self._add_parameter("bias_variance", start, bias_variance_prior, bias_variance_constraint)
         elif bias_variance_prior is not None or bias_variance_constraint is not None:
-            raise ValueError("a prior or a constraint of the bias variance needs biases: pass bias_variance=1.0.")
+            raise ValueError("a prior or a constraint for the bias variance needs biases: pass bias_variance=1.0.")
 
     def _start(self, name: str, given: Any) -> Float[Tensor, "*batch L"]:
         """Return variances, one for all layers or one for each, in a given tensor's dtype or torch's default."""
@@ -161,7 +162,7 @@ class InfiniteWidthKernel(OperatorKernel):
 def _first_layer(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor, diag: bool, distances: bool) -> Covariance:
     """Return the covariance of the first layer's outputs; with `diag` that of the i-th points, (..., n, 1)."""
     if x1.shape[-1] == 0:
-        raise ValueError(f"inputs of shape {tuple(x1.shape)} have no dimension: expected (..., n, d), one row a point.")
+        raise ValueError(f"inputs of shape {tuple(x1.shape)} have no dimension: expected (..., n, d), a row per point.")
     first, second = (_augmented(x, weight, bias) for x in (x1, x2))
     a, b = (vectors.square().sum(-1, keepdim=True) for vectors in (first, second))
     if diag:
@@ -185,7 +186,7 @@ def _augmented(x: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "*b n e
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    """Return the vectors' directions; zero has none and is unchanged."""
+    """Return the vectors' directions; zero has none and stays unchanged."""
     length = root(vectors.square().sum(-1, keepdim=True))
     return vectors / length.masked_fill(length == 0, 1)
 

@@ -32,25 +32,25 @@ class LinearizedKernel(OperatorKernel):
     """The tangent kernel k(x, x') = s J(x) A⁻¹ J(x')ᵀ, the prior covariance of a linearised network's outputs.
 
     The prior of the weights is N(m, A⁻¹). The kernel's parameters are the prior precision, one number for all weights,
-    for each layer or for each tensor, and optionally the output scale s (redundant beside a single prior precision).
-    They train by gpytorch's marginal likelihoods with any optimiser. Rows are ordered point by point, as
+    for each layer or for each tensor, and optionally the output scale s (redundant with a single prior precision).
+    They are trained by gpytorch's marginal likelihoods with any optimiser. Rows are ordered point by point, as
     `MultitaskMultivariateNormal` interleaves them.
 
-    The matrix of one set of points is J itself if it has fewer columns than rows (weight space), otherwise the Gram
-    matrix, which is kept for the last inputs without a gradient. If the memory budget has no room for it, it is known
-    by products with J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if there are fewer
-    weights than rows. Sums with a noise variance remain operators of curvops: solves and determinants are ours.
-    So they are for `kernel + other` and `kernel * other`. Kernels that gpytorch makes of this one belong in a
+    The matrix for one set of points is J itself if it has fewer columns than rows (weight space), otherwise the Gram
+    matrix, which is kept for the last inputs without a gradient. If the memory budget has no room for the Gram matrix,
+    the kernel is known by products with J; plus noise it is then solved by JᵀJ (D × D), streamed over the data once, if
+    there are fewer weights than rows. Sums with a noise variance remain operators of curvops, with its solves and
+    determinants, and so do `kernel + other` and `kernel * other`. Kernels that gpytorch makes from this one belong in a
     `ComposedKernel`, for instance `ComposedKernel(ScaleKernel(kernel))`; otherwise gpytorch solves with its conjugate
     gradients.
 
     Args:
-        lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
+        lin: the linearised network. It is not a submodule: it is not trained, not moved, and not in the state dict.
         prior_precision: the initial A, a positive number, or {glob over parameter names: number}, one parameter each.
         over: which weights share a number: "scalar" (all), "layers" (a module's own parameters) or "tensors".
-        outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), each of one output
-            with itself, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then have a
-            last dimension of 1 or C. It costs as much as the joint kernel.
+        outputs: "joint" is the multi-output kernel; "independent" is a batch of C kernels (C, n, m), one for each
+            output separately, as gpytorch's `IndependentMultitaskVariationalStrategy` takes it. Batches of inputs then
+            have a last dimension of 1 or C. It costs as much as the joint kernel.
         outputscale: the initial s; None leaves it out.
         prior_precision_prior: a gpytorch prior of A.
         prior_precision_constraint: a gpytorch constraint of A; None is `Positive()`.
@@ -58,8 +58,8 @@ class LinearizedKernel(OperatorKernel):
         outputscale_constraint: a gpytorch constraint of s; None is `Positive()`.
 
     Raises:
-        TypeError, ValueError: arguments of another kind; inputs that do not fit the network; batches of other lengths;
-            `last_dim_is_batch`, which has no meaning for a network.
+        TypeError, ValueError: an argument is of another kind; inputs do not fit the network; batches have other
+            lengths; `last_dim_is_batch`, which has no meaning for a network.
 
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
     """
@@ -92,7 +92,7 @@ class LinearizedKernel(OperatorKernel):
             scale = torch.tensor(checked_number("outputscale", outputscale), dtype=lin.theta.dtype)
             self._add_parameter("outputscale", scale.to(lin.theta.device), outputscale_prior, outputscale_constraint)
         elif outputscale_prior is not None or outputscale_constraint is not None:
-            raise ValueError("a prior or a constraint of the output scale needs its start: pass outputscale=1.0.")
+            raise ValueError("a prior or constraint on the output scale needs an initial value: pass outputscale=1.0.")
 
     @property
     def prior_precision(self) -> Float[Tensor, " G"]:
@@ -121,9 +121,9 @@ class LinearizedKernel(OperatorKernel):
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
-        """Return the matrix (..., n·C, m·C), or its diagonal (..., n·C); of independent outputs (..., C, n, m).
+        """Return the matrix (..., n·C, m·C), or its diagonal (..., n·C); for independent outputs (..., C, n, m).
 
-        Raises ValueError for inputs of another size, and batches that are not those of the outputs.
+        Raises ValueError for inputs of another size, and for batches that are not those of the outputs.
         """
         check_points(x1, x2, diag, last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
@@ -146,13 +146,13 @@ class LinearizedKernel(OperatorKernel):
         return self._matrix(x1, x2)
 
     def __getitem__(self, index: Any) -> LinearizedKernel:
-        """Return the kernel itself; raise ValueError where gpytorch asks for that of some of independent outputs."""
+        """Return the kernel itself; raise ValueError if gpytorch asks for that of some independent outputs."""
         if self.batch_shape:
-            raise ValueError("a kernel of independent outputs is not indexed by output: index its evaluated matrix.")
+            raise ValueError("a kernel of independent outputs cannot be indexed by output: index its evaluated matrix.")
         return self
 
     def _scales(self) -> Float[Tensor, " G"]:
-        """Return s / A in the network's dtype, also where `.float()` or `.double()` has cast the parameters."""
+        """Return s / A in the network's dtype, even if `.float()` or `.double()` has cast the parameters."""
         return (self.outputscale / self.prior_precision).to(self.lin.theta)
 
     def _entries(self) -> Float[Tensor, " D"]:
@@ -173,7 +173,7 @@ class LinearizedKernel(OperatorKernel):
         return scales.reciprocal().squeeze(0) if len(scales) == 1 else self._entries().reciprocal()
 
     def _blocks(self, x1: Tensor, x2: Tensor) -> Float[Tensor, "*b nC mC"]:
-        """Return a matrix for each batch, of both sets of points if there are two."""
+        """Return a matrix for each batch; a batch holds both sets of points if there are two."""
         batch, rows = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2]), x1.shape[-2] * self.lin.num_outputs
         sets = [x1] if x2 is x1 else [x1, x2]
         together = torch.cat([x.expand(*batch, -1, -1) for x in sets], -2)
@@ -212,7 +212,7 @@ class LinearizedKernel(OperatorKernel):
 
 
 class KeptMatrices:
-    """The last matrix of each kind that needed passes of the network, kept for as long as the points are the same."""
+    """The last matrix of each kind that needed passes of the network, kept as long as the points are the same."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Tensor, Tensor, Any]] = {}
@@ -234,7 +234,7 @@ def _groups(lin: Linearization, start: Any, over: str) -> tuple[dict[str, int], 
     names = lin.model.selection.names
     if isinstance(start, Mapping):
         if over != "scalar":
-            raise ValueError(f"prior_precision={{glob: number}} names the groups itself; leave out over={over!r}.")
+            raise ValueError(f"prior_precision={{glob: number}} defines the groups itself; leave out over={over!r}.")
         read_precision("prior_precision", start, lin.model)
         of = {name: i for i, glob in enumerate(start) for name in matching(names, glob)}
         values = [checked_number(f"prior_precision[{glob!r}]", value) for glob, value in start.items()]

@@ -38,11 +38,11 @@ from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."
 NO_DESCENT = (
-    "No step along Newton's direction lowers the loss, far above its rounding: use a larger prior precision, or "
-    "float64; for a likelihood that is not log-concave, another prior_mean."
+    "No step along Newton's direction lowers the loss, which is far above its rounding: use a larger prior precision, "
+    "or float64; for a likelihood that is not log-concave, another prior_mean."
 )
 NOT_FINITE = (
-    "The likelihood at the linear model's outputs for the prior mean, where the search starts, is NaN or Inf: use a "
+    "At the linear model's outputs for the prior mean, where the search starts, the likelihood is NaN or Inf: use a "
     "prior_mean nearer to the trained weights, or co.laplace, which starts at these."
 )
 REMEDIES = {Reason.ITERATION_LIMIT: SPENT, Reason.STAGNATION: NO_DESCENT, Reason.NON_FINITE: NOT_FINITE}
@@ -55,14 +55,14 @@ class ModeNotFound(NotConverged):
         self.reason, self.gradient, self.steps, self.rtol = reason, gradient, steps, rtol
         RuntimeError.__init__(
             self,
-            f"the mode was not found: after {steps} Newton steps the relative gradient is {gradient:.2e}, asked for "
+            f"the mode was not found: after {steps} Newton steps the relative gradient is {gradient:.2e}, above "
             f"{rtol:.2e}. {reason.name}: {REMEDIES.get(reason, reason.value)}",
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplaceProcess(Summarised, Predictive):
-    """The Gaussian approximation of a linearised network's outputs under its likelihood, made by `co.gp.laplace_gp`.
+    """The Gaussian approximation of a linearised network's outputs under its likelihood; `co.gp.laplace_gp` makes it.
 
     It predicts as the posterior N(θ̄, (JᵀHJ + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
     the likelihood's Fisher at the linear model's outputs there. Immutable.
@@ -78,9 +78,9 @@ class LaplaceProcess(Summarised, Predictive):
     training_log_likelihood: Float[Tensor, ""]
     """The log-likelihood log p(y | f) at the mode, in nats."""
     gradient: float
-    """The relative gradient ‖u + r‖ / ‖r‖ at the end, r the residuals."""
+    """The relative gradient ‖u + r‖ / ‖r‖ at the end, with r the residuals."""
     reason: Reason
-    """CONVERGED, or PRECISION_LIMIT: as near as the dtype allows."""
+    """The reason: CONVERGED, or PRECISION_LIMIT if it is as near as the dtype allows."""
     steps: int
     """The number of Newton steps."""
     matvecs: int
@@ -106,15 +106,15 @@ class LaplaceProcess(Summarised, Predictive):
 
         Args:
             k: the number of draws, at least 1.
-            generator: source of the draws.
-            rtol: relative residual of each solve; the default is far below the sampling error of k draws.
+            generator: the source of the draws.
+            rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
 
         Returns:
             The draws, (k, D).
 
         Raises:
             NotConverged: rtol was not reached.
-            TypeError, ValueError: k is not a whole number of draws, or rtol not a positive number.
+            TypeError, ValueError: k is not a whole number of draws, or rtol is not a positive number.
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
@@ -127,19 +127,20 @@ class LaplaceProcess(Summarised, Predictive):
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
         """Compute log p(data) under the approximation, in nats: log p(y | f) − ½ (uᵀKu + log det(I + LᵀKL)).
 
-        Exact for a Gaussian likelihood, for which it equals `post.log_evidence(mode="linear")`. For others that uses
-        the curvature at the network's own outputs, this at the linear model's mode (Rasmussen & Williams 2006, eq.
-        3.32).
+        It is exact for a Gaussian likelihood, for which it equals `post.log_evidence(mode="linear")`. For others, that
+        function uses the curvature at the network's own outputs, and this one at the linear model's mode (Rasmussen &
+        Williams 2006, eq. 3.32).
 
         Args:
-            rtol: relative accuracy of the log-determinant if it is estimated, because the Gram matrix was not formed.
-            generator: source of the probes.
+            rtol: the relative accuracy of the log-determinant if it is estimated because the Gram matrix was not
+                formed.
+            generator: the source of the probes.
 
         Returns:
             The Evidence, in nats.
 
         Raises:
-            TypeError, ValueError: an rtol that is not a positive number, or a generator that is not one.
+            TypeError, ValueError: rtol is not a positive number, or generator is not a torch.Generator.
         """
         check_accuracy(rtol, generator)
         if self._dual is None:
@@ -180,17 +181,17 @@ def laplace_gp(
     The outputs f* + J(θ − θ*) with θ ~ N(m, A⁻¹) are a Gaussian process with the mean f* + J(m − θ*) and the kernel
     J A⁻¹ J'ᵀ. Newton's method finds the mode of the N·C training outputs, for any likelihood of `co.linearize`; a
     singular output Fisher, such as a softmax's, needs no jitter. Predictions are those of the weights' posterior
-    N(θ̄, (JᵀHJ + A)⁻¹) at the linear model's mode θ̄ with the curvature there, while `co.laplace` uses the network's
+    N(θ̄, (JᵀHJ + A)⁻¹) at the linear model's mode θ̄ with the curvature there, whereas `co.laplace` uses the network's
     weights: the two agree if the network's weights are that mode.
 
     Args:
         lin: the linearised network, with its data and its likelihood.
         prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
         prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
-        rtol: tolerance of the gradient u + r in the outputs, relative to the residuals r; None is 1e-6, and 1.5e-8 in
-            float64.
-        maxiter: the maximum number of Newton steps. A dozen are enough where the likelihood's Fisher is its
-            Hessian; elsewhere (`HeteroscedasticGaussian`) they are Fisher scoring, which may take hundreds.
+        rtol: the tolerance of the gradient u + r in the outputs, relative to the residuals r; None means 1e-6, and
+            1.5e-8 in float64.
+        maxiter: the maximum number of Newton steps. A dozen are enough if the likelihood's Fisher is its Hessian;
+            otherwise (`HeteroscedasticGaussian`) they are Fisher scoring, which may take hundreds.
 
     Returns:
         A `LaplaceProcess`, which predicts as posteriors do, and has the log evidence.
@@ -198,13 +199,13 @@ def laplace_gp(
     Raises:
         ModeNotFound: the tolerance was not reached within maxiter steps, or no step lowers the loss; `reason` says why.
         NotConverged: the solve of a step failed.
-        TypeError, ValueError: arguments of another kind or size; a prior precision that is an operator or an earlier
-            posterior; hyperparameters that require a gradient, which this does not have.
+        TypeError, ValueError: an argument is of another kind or size; the prior precision is an operator or an earlier
+            posterior; hyperparameters require a gradient, which is not available here.
 
     Cost: if memory has room for five matrices of (N·C)² numbers in float64, and there are at most as many outputs in
     total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes the Gram matrix
     with the training points. Otherwise conjugate gradients on I + LᵀKL, or on JᵀHJ + A if that is smaller, at two
-    passes over the data per iteration; predictions as those of `co.laplace`.
+    passes over the data per iteration; predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
     """
@@ -222,8 +223,8 @@ def laplace_gp(
         )
     if carries_graph((A, prior.mean)):
         raise ValueError(
-            "prior_precision or prior_mean requires a gradient, which laplace_gp has not: detach it. The gradient of "
-            "co.laplace(lin, prior_precision=...).log_evidence() has it."
+            "prior_precision or prior_mean requires a gradient, which laplace_gp does not have: detach it. "
+            "co.laplace(lin, prior_precision=...).log_evidence() has this gradient."
         )
     space = _space_for(lin, A)
     found = find_dual_mode(space, prior.mean, float(rtol), most)
@@ -255,7 +256,7 @@ def laplace_gp(
 
 
 def _space_for(lin: Linearization, A: Tensor) -> FunctionSpace:
-    """Return function space with the Gram matrix formed, if memory has room and weights are not fewer."""
+    """Return function space with the Gram matrix formed, if memory has room and weights are not fewer than outputs."""
     outputs = lin.num_data * max(lin.num_outputs, lin.likelihood.root_columns(lin.num_outputs))
     if outputs <= lin.num_parameters and 2 * KERNEL_COPIES * 8 * outputs**2 <= lin.memory.room():
         return FormedSpace(FormedKernel(lin, metric=A), 1.0)

@@ -18,19 +18,19 @@ from curvops.posterior.core.arguments import require_linearized
 class LinearizedMean(Mean):
     """The mean f(x, θ*) + J(x)(m − θ*) of the linear model under its prior N(m, A⁻¹), as a gpytorch mean.
 
-    With it and `LinearizedKernel`, a gpytorch `ExactGP` is the linearised network as a Gaussian process: for a Gaussian
-    likelihood its predictions are those of `co.laplace` at the linear model's mode.
+    Together with `LinearizedKernel`, it makes a gpytorch `ExactGP` the linearised network as a Gaussian process: for a
+    Gaussian likelihood its predictions are those of `co.laplace` at the linear model's mode.
 
     Shapes: inputs (..., n, d); the result (..., n) for a network with one output, otherwise (..., n, C). Cost: a
         forward pass and one product with J. It has a gradient in the inputs, but none in the network's weights.
 
     Args:
-        lin: the linearised network. It is not a submodule: not trained, not moved, not in the state dict.
+        lin: the linearised network. It is not a submodule: it is not trained, not moved, and not in the state dict.
         prior_mean: m, a number, a vector (D,) or a mapping {glob over parameter names: number}.
-        outputs: "joint", or "independent" for a kernel of independent outputs: then the result is (..., C, n).
+        outputs: "joint", or "independent" for a kernel of independent outputs: the result is then (..., C, n).
 
     Raises:
-        TypeError, ValueError: anything but a linearisation; a prior mean of another kind or size; inputs that do not
+        TypeError, ValueError: `lin` is not a linearisation; the prior mean is of another kind or size; inputs do not
             fit the network.
     """
 
@@ -42,7 +42,7 @@ class LinearizedMean(Mean):
         self.lin, self._prior_mean = lin, read_mean(prior_mean, lin.model).detach()
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"] | Float[Tensor, "..."]:
-        """Return the mean at x: (*b, n) of one output, else (*b, n, C), or of independent outputs (..., C, n)."""
+        """Return the mean at x: (*b, n) for one output, else (*b, n, C); for independent outputs (..., C, n)."""
         jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
         step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
         values = jacobian.outputs().flatten() + jacobian._matmul(step)

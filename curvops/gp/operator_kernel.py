@@ -21,12 +21,12 @@ from curvops.linalg import Dense, Operator
 class OperatorKernel(Kernel):
     """A gpytorch kernel whose matrices, and their sums with a noise variance, are operators of curvops.
 
-    gpytorch's own sums are solved by conjugate gradients at a tolerance of 1 from 801 rows on; these are not.
+    From 801 rows on, gpytorch solves its own sums by conjugate gradients at a tolerance of 1; these it does not.
     """
 
     has_lengthscale = False
     parameters_by_batch = True
-    """Whether each kernel of a batch has parameters of its own, which gpytorch indexes."""
+    """Whether each kernel of a batch has its own parameters, which gpytorch indexes."""
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, **params: Any) -> Any:
         """Return the lazy matrix, or its diagonal; see gpytorch's `Kernel.__call__`."""
@@ -68,12 +68,12 @@ class OperatorKernel(Kernel):
 class ComposedKernel(OperatorKernel):
     """A gpytorch kernel that is made of others, with matrices that are operators of curvops.
 
-    gpytorch's own sums, products and multiples evaluate as gpytorch's operators do, whatever they are made of: with a
-    noise variance added they are solved by conjugate gradients at a tolerance of 1 from 801 rows on. In this class they
-    are not. `kernel + other` and `kernel * other` return it where the first one is a kernel of curvops; wrap in it what
-    gpytorch makes: `ComposedKernel(ScaleKernel(kernel))`, `ComposedKernel(RBFKernel() + kernel)`.
+    gpytorch's own sums, products and multiples evaluate as gpytorch's operators, whatever they are made of: with a
+    noise variance added, they are solved by conjugate gradients at a tolerance of 1 from 801 rows on. In this class
+    they are not. `kernel + other` and `kernel * other` return it if the first one is a kernel of curvops. Wrap in it
+    the kernels that gpytorch makes: `ComposedKernel(ScaleKernel(kernel))`, `ComposedKernel(RBFKernel() + kernel)`.
 
-    Cost: the matrices of the parts, formed where they are sums or products.
+    Cost: the matrices of the parts, which are formed if they are sums or products.
 
     Args:
         base_kernel: the kernel.
@@ -105,15 +105,15 @@ class ComposedKernel(OperatorKernel):
 
 
 def check_points(x1: Tensor, x2: Tensor, diag: bool, last_dim_is_batch: bool) -> None:
-    """Raise ValueError for a kernel of each input dimension, and for two sets of points that make no matrix."""
+    """Raise ValueError for a kernel per input dimension, and for two sets of points that form no matrix."""
     if last_dim_is_batch:
-        raise ValueError("last_dim_is_batch makes a kernel of each input dimension; a network takes them together.")
+        raise ValueError("last_dim_is_batch makes a kernel per input dimension, but a network takes them together.")
     try:
         torch.broadcast_shapes(x1.shape[: -1 if diag else -2], x2.shape[: -1 if diag else -2])
     except RuntimeError as error:
         raise ValueError(
-            f"inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} have batches that do not go together, or for a "
-            "diagonal different numbers of points."
+            f"inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} have batches that do not broadcast together or, "
+            "for a diagonal, different numbers of points."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Inputs in the form of gpytorch and BoTorch, (..., n, d), in the form of the network."""
+"""Inputs in the form of gpytorch and BoTorch, (..., n, d), converted to the form of the network."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OUTPUTS = ("joint", "independent")
 
 
 def as_points(lin: Linearization, x: Tensor) -> Tensor:
-    """Return the points (..., n, d) in one row, each in the shape of the network's input.
+    """Return the points (..., n, d) as one row of points, each in the shape of the network's input.
 
-    Raises TypeError if x is no tensor or the network takes several, and ValueError if d is not the size of its input.
+    Raises TypeError if x is not a tensor or the network takes several, ValueError if d is not the size of its input.
     """
     few = lin.data.few
     if not isinstance(few, Tensor):
         raise TypeError(
-            f"a Gaussian process has inputs of one tensor (n, d), the network takes a {type(few).__name__} of them: "
+            f"a Gaussian process has inputs of one tensor (n, d), but the network takes a {type(few).__name__}: "
             "wrap it in a module that splits one tensor."
         )
     if not isinstance(x, Tensor):
-        raise TypeError(f"inputs are a tensor (..., n, d), got {type(x).__name__}: convert them by torch.tensor(x).")
+        raise TypeError(f"inputs must be a tensor (..., n, d), got {type(x).__name__}: convert with torch.tensor(x).")
     shape = few.shape[1:]
     if x.ndim < 2 or x.shape[-1] != math.prod(shape):
         raise ValueError(
@@ -39,9 +39,10 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
 
 
 def own_outputs(values: Float[Tensor, "*b C *rest"], rest: int) -> Float[Tensor, "*b2 C *rest"]:
-    """Return for each output what was computed at its own inputs, whose last batch dimension is that of the outputs.
+    """Return each output's values at its own inputs, whose last batch dimension is that of the outputs.
 
-    Inputs without a batch, or with a last batch dimension of 1, are those of all outputs. Raises ValueError for others.
+    Inputs without a batch, or with a last batch dimension of 1, are shared by all outputs. Raises ValueError for
+    others.
     """
     at = values.ndim - rest - 1
     outputs = values.shape[at]
@@ -52,13 +53,13 @@ def own_outputs(values: Float[Tensor, "*b C *rest"], rest: int) -> Float[Tensor,
     if values.shape[at - 1] != outputs:
         raise ValueError(
             f"inputs of {outputs} independent outputs have a last batch dimension of 1 or {outputs}, got "
-            f"{values.shape[at - 1]}: unsqueeze(-3) makes inputs (..., n, d) those of all outputs."
+            f"{values.shape[at - 1]}: unsqueeze(-3) gives inputs (..., n, d) to all outputs."
         )
     return values.diagonal(dim1=at - 1, dim2=at).movedim(-1, at - 1)
 
 
 def same_points(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors hold the same points, so that gradients may be taken as of one tensor given twice."""
+    """Return whether two tensors hold the same points, so that gradients treat them as one tensor given twice."""
     if x is y or (
         x._base is not None and x._base is y._base and x.data_ptr() == y.data_ptr() and _layout(x) == _layout(y)
     ):

@@ -1,4 +1,4 @@
-"""A posterior of few features for many points: inducing points, leading or random features of J.
+"""A posterior with few features for many points: inducing points, leading or random features of J.
 
 W (D, K), with orthonormal columns, spans the features in weights whitened by the prior. They keep the part
 Q = J A^-½W WᵀA^-½ Jᵀ of the prior's kernel K = J A⁻¹ Jᵀ. The data inform only the features, through the K × K matrix
@@ -35,19 +35,20 @@ from curvops.posterior.core.arguments import check_linearization
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
-"""The number of random rows for each feature that is kept."""
+"""The number of random rows per feature that is kept."""
 OVERSAMPLING = 10
-"""Columns of a sketch beyond the features wanted, at least, and half as many as these (Halko, Martinsson & Tropp 2011).
+"""The columns of a sketch in excess of the features: at least this many, and half as many as the features (Halko,
+Martinsson & Tropp 2011).
 
 In `benchmarks.many_points`, whose spectrum falls slowly, half leave 3–8 % more than the eigenvectors do, ten 20–40 %.
 """
 PROPORTIONAL = 1e-5
-"""The ratio of the entries of two priors may vary by this much for them to count as multiples of each other."""
+"""The largest variation of the ratio of two priors' entries for which they count as multiples of each other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The features when they were made: Ĝ, the prior A, its mean entry, g, tr(A⁻¹G), its rounding, and the rows."""
+    """The features at the time of construction: Ĝ, the prior A, its mean entry, g, tr(A⁻¹G), its rounding, the rows."""
 
     curvature: LowRank
     prior: Tensor
@@ -60,7 +61,7 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReducedPosterior(Laplace):
-    """A Laplace posterior whose curvature acts only on K features, made by `co.gp.reduced_posterior`.
+    """A Laplace posterior whose curvature acts only on K features; `co.gp.reduced_posterior` makes it.
 
     It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
     bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
@@ -115,7 +116,7 @@ class ReducedPosterior(Laplace):
     def log_evidence_bound(self) -> Estimate:
         """Return a lower bound of the exact posterior's log evidence at θ*, this one's minus t/2 (Titsias 2009).
 
-        If K is small, use it to choose the prior precision, among multiples of that of the features: a weak prior has
+        If K is small, use it to choose the prior precision among multiples of that of the features: a weak prior has
         much variance outside them, which the bound counts and `log_evidence` does not. Raises as `remainder` does.
         """
         whole, left = self.log_evidence(mode="map"), self.remainder
@@ -141,7 +142,7 @@ class ReducedPosterior(Laplace):
 
     @property
     def _scale(self) -> float:
-        """The factor between the prior and that for which the features were made."""
+        """The factor between the prior and the prior for which the features were made."""
         made, prior = self._made, self.prior.diagonal
         ratio = None if prior is None else (prior.detach() / made.prior).double()
         if (
@@ -150,8 +151,8 @@ class ReducedPosterior(Laplace):
             or bool(ratio.max() > (1 + PROPORTIONAL) * ratio.min())
         ):
             raise ValueError(
-                "what the features leave out is known only for the prior that they were made for, and its "
-                "multiples: call co.gp.reduced_posterior again, with this prior and these data."
+                "what the features leave out is known only for the prior that they were made for, and for multiples of "
+                "it: call co.gp.reduced_posterior again, with this prior and these data."
             )
         return float(ratio.mean())
 
@@ -175,7 +176,7 @@ def reduced_posterior(
     posterior, `co.laplace(lin, co.GGN)`. The mean is that of the network, θ*.
 
     Args:
-        lin: the linearisation, by `co.linearize`.
+        lin: the linearisation, from `co.linearize`.
         rank: K. There may be fewer features if the kernel's rank is smaller.
         prior_precision: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
         prior_mean: as in `co.laplace`.
@@ -183,24 +184,24 @@ def reduced_posterior(
         features: "inducing", the rows of J that a pivoted Cholesky of K = J A⁻¹ Jᵀ chooses (Harbrecht, Peters &
             Schneider 2012); "leading", the leading eigenvectors of A^-½GA^-½ (by a Nyström sketch), the best of all
             for `remainder`; "random", the leading combinations of random rows of J (ELLA, Deng et al. 2022).
-        points: inputs in the network's form, all of whose rows of J are the features; replaces a rank.
+        points: inputs in the network's form; all of their rows of J are the features. Replaces a rank.
         candidates: how many random rows features="random" chooses from; None is 4 K.
-        generator: source of rows and sketches.
+        generator: the source of rows and sketches.
         check_mode: as in `co.laplace`.
 
     Returns:
-        A `ReducedPosterior`, whose `error`, `remainder` and `factor` measure its distance from the exact one.
+        A `ReducedPosterior`, whose `error`, `remainder` and `factor` measure its distance from the exact posterior.
 
     Raises:
-        TypeError: an argument of another kind.
-        ValueError: a rank below 1 or above N·C or D, both or neither of rank and points, features whose D × K numbers
-            exceed the memory budget of `lin` (the message names the largest rank), or a likelihood whose curvature is
-            zero at all points.
+        TypeError: an argument is of another kind.
+        ValueError: the rank is below 1 or above N·C or D, both or neither of rank and points are given, the D × K
+            numbers of the features exceed the memory budget of `lin` (the message names the largest rank), or the
+            likelihood's curvature is zero at all points.
 
-    Cost: C backward passes for the trace, K products with G for g, and for inducing points K products of J with one
-    vector each, for leading features 1.5 K products with G, and as many for g. Memory: three arrays of as many vectors
-    (D), for random features one of the candidates and two of K, for inducing points two of K vectors (N·C) besides. A
-    prediction takes C backward passes and a product of J with K vectors.
+    Cost: C backward passes for the trace, and K products with G for g. Besides, inducing points take K products of J
+    with one vector each, and leading features 1.5 K products with G, and as many for g. Memory: three arrays of as many
+    vectors (D); for random features one array of the candidates and two of K; for inducing points also two of K vectors
+    (N·C). A prediction takes C backward passes and a product of J with K vectors.
     """
     check_linearization(lin)
     check_generator(generator)
@@ -218,7 +219,7 @@ def reduced_posterior(
 
 @dataclass(frozen=True, eq=False)
 class FeatureChoice:
-    """The choice of K features of a kind, in weights whitened by the prior A."""
+    """The choice of K features of one kind, in weights whitened by the prior A."""
 
     lin: Linearization
     prior: Tensor
@@ -279,7 +280,7 @@ class FeatureChoice:
         return order[: self.candidates].to(self.lin.theta.device)
 
     def _basis(self, rows: Float[Tensor, "D M"]) -> Float[Tensor, "D K"]:
-        """Return an orthonormal basis of whitened rows of J: of all, or of their leading combinations."""
+        """Return an orthonormal basis of whitened rows of J: of all of them, or of their leading combinations."""
         R = rows.div_(self.root)
         products = gram(R, R).cpu()
         if R.shape[1] > self.rank:
@@ -316,7 +317,7 @@ def _sketch_columns(weights: int, rank: int) -> int:
 
 
 def _bytes(op: Any, vectors: int) -> int:
-    """Return the bytes of that many vectors."""
+    """Return the bytes of this many vectors."""
     return vectors * op.shape[-1] * op.dtype.itemsize
 
 
@@ -347,7 +348,7 @@ def _checked_counts(lin: Linearization, rank: Any, points: Any, features: str, c
     if needed > room:
         fits = int(room / (each * lin.theta.element_size()))
         raise ValueError(
-            f"{rank} features of {D:,} weights and {terms:,} outputs need {needed:,} bytes, and the memory budget "
+            f"{rank} features of {D:,} weights and {terms:,} outputs need {needed:,} bytes, but the memory budget "
             f"has room for {room:,}, or {fits} features. Lower the rank, or pass a larger memory_budget to "
             "co.linearize."
         )

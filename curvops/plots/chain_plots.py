@@ -16,7 +16,7 @@ BINS = 30
 
 
 def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
-    """Draw each chain's values against the index of the draw, with their histogram beside them on the same axis.
+    """Draw each chain's values against the index of the draw, with their histogram next to them on the same axis.
 
     Args:
         draws: Maps the name of a quantity (a weight, the log posterior) to its draws, a row for each chain. At most
@@ -48,7 +48,7 @@ def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
 def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags: int = 100) -> Figure:
     """Draw the mean autocorrelation over the chains against the lag, and the chains' range.
 
-    The legend gives the effective sample size of all chains together, which is small where they disagree. The dashed
+    The legend gives the effective sample size of all chains together, which is small if they disagree. The dashed
     lines are ±1.96 / √(draws), within which 95 % of the autocorrelations of independent draws lie.
 
     Args:
@@ -86,6 +86,6 @@ def _checked(draws: Mapping[str, np.ndarray], what: str) -> dict[str, np.ndarray
         if chains.ndim != 2 or not chains.size:
             raise ValueError(
                 f"{what} needs numbers, each as an array (chains, draws); {name!r} has shape {chains.shape}. For a "
-                "tensor pass single entries, draws[name][..., i]."
+                "tensor, pass single entries, draws[name][..., i]."
             )
     return arrays

@@ -106,7 +106,7 @@ def _tolerance(axes: Axes, rtol: float) -> None:
 def estimates(curves: Mapping[str, Mapping[str, ErrorsByBudget]], title: str) -> Figure:
     """Draw a panel for each quantity: the relative error of each run (points) and their mean (line).
 
-    Where points lie below the dotted line of their colour, the stated error bounds hold. Exact values are drawn at the
+    If points lie below the dotted line of their colour, the stated error bounds hold. Exact values are drawn at the
     lower edge.
 
     Args:

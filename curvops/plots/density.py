@@ -50,7 +50,7 @@ def spectral_density(
         A figure with one panel.
 
     Raises:
-        TypeError: Arrays are given beside a SpectralDensity, or some of the arrays are missing.
+        TypeError: Arrays are given together with a SpectralDensity, or some of the arrays are missing.
         ValueError: The arrays differ in length, or the scale is unknown.
     """
     arrays: tuple[Any, ...] = (grid, density, low, high)

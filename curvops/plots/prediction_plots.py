@@ -58,7 +58,7 @@ def reliability(
         style.dress(axes, "confidence (largest probability)", "", f"{name}{error}")
         axes.set(xlim=(0, 1), ylim=(0, 1.03))
         axes.set_xticks(np.linspace(0, 1, 6), ["0", "0.2", "0.4", "0.6", "0.8", "1"])
-        # Drawn below the curve: where they meet, the data stay readable.
+        # Drawn below the curve, so that the data stay readable where they meet.
         axes.text(0.6, 0.1, "overconfident", ha="center", **note)
         axes.text(0.05, 0.92, "underconfident", **note)
     for first in panels[::columns]:
@@ -95,7 +95,7 @@ def rotation(
     for axes, curves in ((left, confidence), (right, uncertain)):
         for name, values in curves.items():
             axes.plot(angles, values, linewidth=2, **looks[name].dots)
-    # Methods with equal decisions (a temperature changes none) have one accuracy: nested markers show them all.
+    # Methods with equal decisions (a temperature changes none) have the same accuracy: nested markers show them all.
     kept = accuracy or {}
     for inside, (name, values) in enumerate(kept.items(), start=1):
         ring = looks[name].dots | {"markerfacecolor": "none", "markersize": 5 + 3 * (len(kept) - inside)}

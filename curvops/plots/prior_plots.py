@@ -41,7 +41,7 @@ def evidence(
     x = precisions[order]
     blue, orange = style.COLOURS[:2]
     above.plot(x, value[order], color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
-    # Bars whose ends are wider than the markers: an interval narrower than the curve would hide a band.
+    # Bars have ends wider than the markers: a band would not show an interval narrower than the curve.
     widest = np.max((high - low) / 2)
     ends = np.maximum(0, [(value - low)[order], (high - value)[order]])
     bars: dict[str, Any] = {"fmt": "none", "ecolor": style.INK, "elinewidth": 1.4, "capsize": 6, "capthick": 1.4}
@@ -63,17 +63,17 @@ def evidence(
 def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
     """Draw prior precision (log axis), effective parameters ± 2 standard errors and products against the step.
 
-    A step shows the values from which it started. A cross marks the last point of a tuning that has not converged.
+    A step shows the values at its start. A cross marks the last point of a tuning that has not converged.
 
     Args:
-        tunings: Maps a name to the `tuning` of a posterior by `co.evidence.mackay` or `maximize`; each of several
+        tunings: Maps a name to the `tuning` of a posterior from `co.evidence.mackay` or `maximize`; each of several
             groups has its own line.
 
     Returns:
         A figure with three panels.
 
     Raises:
-        ValueError: There is no tuning, or one without steps.
+        ValueError: There is no tuning, or a tuning has no steps.
     """
     if not tunings or not all(tuning.steps for tuning in tunings.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")

@@ -27,7 +27,7 @@ DPI = 150
 
 
 def blank(width: float, height: float, title: str = "") -> Figure:
-    """Make an empty figure of `width` by `height` inches, outside of pyplot."""
+    """Make an empty figure of `width` by `height` inches, outside pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     if title:
         figure.suptitle(title, fontsize=TITLE + 1, color=INK)

@@ -135,7 +135,7 @@ DOORS = [
             "a precision with a gradient": (
                 lambda: laplace_gp(lin(), torch.tensor(1.0, dtype=DOUBLE, requires_grad=True)),
                 ValueError,
-                "which laplace_gp has not: detach it",
+                "which laplace_gp does not have: detach it",
             ),
             "a noise with a gradient": (lambda: laplace_gp(learned()), ValueError, "laplace_gp has no gradient"),
             "a tolerance of zero": (lambda: laplace_gp(lin(), rtol=0.0), ValueError, "rtol"),
@@ -194,12 +194,12 @@ DOORS = [
             "a diagonal of other points": (
                 lambda: LinearizedKernel(lin())(X, X[:3], diag=True),
                 ValueError,
-                "for a diagonal different numbers of points",
+                "for a diagonal, different numbers of points",
             ),
             "batches that do not go together": (
                 lambda: LinearizedKernel(lin())(X.view(2, 4, 3), X.view(4, 2, 3)).to_dense(),
                 ValueError,
-                "batches that do not go together",
+                "batches that do not broadcast together",
             ),
             "no precision": (lambda: LinearizedKernel(lin(), 0.0), ValueError, "prior_precision"),
             "precisions of other groups": (lambda: LinearizedKernel(lin(), over="neurons"), ValueError, "over must be"),
@@ -247,7 +247,11 @@ DOORS = [
         "LinearizedMean",
         rows={
             "a network": (lambda: LinearizedMean(network()), TypeError, "lin must be a linearised network"),
-            "inputs as a list": (lambda: LinearizedMean(lin()).forward(X.tolist()), TypeError, "inputs are a tensor"),
+            "inputs as a list": (
+                lambda: LinearizedMean(lin()).forward(X.tolist()),
+                TypeError,
+                "inputs must be a tensor",
+            ),
             "a mean that is no number": (lambda: LinearizedMean(lin(), "zero"), TypeError, "prior_mean"),
             "a mean of another size": (lambda: LinearizedMean(lin(), torch.ones(3, dtype=DOUBLE)), ValueError, "26"),
             "inputs of another size": (lambda: LinearizedMean(lin())(X[:, :2]), ValueError, r"expected \(..., n, 3\)"),

@@ -53,7 +53,7 @@ DOORS = [
             "a network of sequences": (
                 lambda: co.gp.LaplaceModel(of_sequences()),
                 ValueError,
-                r"this network's are of shape \(4, 1\): append nn.Flatten",
+                r"this network's outputs have shape \(4, 1\): append nn.Flatten",
             ),
             "another mean": (lambda: co.gp.LaplaceModel(model().post, mode="mean"), ValueError, "mode must be"),
             "a transform that is a function": (
@@ -82,7 +82,7 @@ DOORS = [
                 ValueError,
                 r"shape \(2,\) do not fit",
             ),
-            "a list": (lambda: model().posterior(X.tolist()), TypeError, "inputs are a tensor .* got list"),
+            "a list": (lambda: model().posterior(X.tolist()), TypeError, "inputs must be a tensor .* got list"),
             "no points": (lambda: model().posterior(X[:0]), ValueError, r"X of shape \(0, 2\) has no points"),
             "no batches": (lambda: model().posterior(POINTS[:0]), ValueError, r"shape \(0, 4, 2\) has no points"),
             "NaN": (lambda: model().posterior(X * torch.nan), ValueError, "NaN or infinite"),
@@ -156,7 +156,7 @@ DOORS = [
             "batches that do not go together": (
                 lambda: model().condition_on_observations(POINTS, Y.expand(2, 4, 2)),
                 ValueError,
-                "batches of X, Y and noise .* do not go together",
+                "batches of X, Y and noise .* do not broadcast together",
             ),
             "noise that is no tensor": (
                 lambda: model().condition_on_observations(X, Y, noise=0.1),
@@ -173,7 +173,7 @@ DOORS = [
                     model().condition_on_observations(X[[0, 0]], Y[:2], noise=torch.zeros(1, dtype=DOUBLE)).posterior(X)
                 ),
                 ValueError,
-                "covariance is singular: points that are repeated.*no jitter is added",
+                "covariance is singular: points are repeated.*no jitter is added",
             ),
             "labels of a classifier": (
                 lambda: model("classification").condition_on_observations(X, Y),

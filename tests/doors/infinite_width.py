@@ -81,7 +81,7 @@ DOORS = [
             "a diagonal of other points": (
                 lambda: kernel()(X, X[:2], diag=True),
                 ValueError,
-                "for a diagonal different numbers of points",
+                "for a diagonal, different numbers of points",
             ),
             "a lengthscale for each dimension": (lambda: kernel(ard_num_dims=2), TypeError, "ard_num_dims"),
             "points of no dimension": (
