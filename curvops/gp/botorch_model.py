@@ -211,7 +211,7 @@ class LaplaceModel(Model, FantasizeMixin):
             The draw as a model.
 
         Raises:
-            ValueError: the model is conditioned, so that its weights have another distribution than those of the posterior.
+            ValueError: the model is conditioned, so that its weights do not have the distribution of the posterior.
         """
         if self._observed:
             raise ValueError(

@@ -372,7 +372,7 @@ def test_what_a_problem_or_a_budget_does_not_allow_is_a_note(tmp_path, monkeypat
     )
     choice = sweep.Choice(("flat",), ("logdet",), ("jacobi",))
     (note,) = sweep.run(choice, TINY, tmp_path, lambda _: None).notes
-    assert re.fullmatch(r"flat: logdet with jacobi skipped at 30 products, building it takes \d+", note), note
+    assert re.fullmatch(r"flat: logdet with jacobi skipped at 30 products: building it takes \d+", note), note
 
 
 def test_interruption_is_one_line(monkeypatch, tmp_path):

@@ -276,19 +276,19 @@ DOORS = [
             "a kernel of other weights": (
                 lambda: LinearizedGP(lin("gaussian"), kernel=LinearizedKernel(elsewhere())),
                 ValueError,
-                "covar_module, a LinearizedKernel, is of a network linearised elsewhere",
+                "covar_module, a LinearizedKernel, belongs to another linearisation than the process",
             ),
             "a kernel of other weights in a sum": (
                 lambda: LinearizedGP(
                     lin("gaussian"), kernel=LinearizedKernel(lin("gaussian")) + LinearizedKernel(elsewhere())
                 ),
                 ValueError,
-                "kernels.1, a LinearizedKernel, is of a network linearised elsewhere",
+                "kernels.1, a LinearizedKernel, belongs to another linearisation than the process",
             ),
             "a mean of other weights": (
                 lambda: LinearizedGP(lin("gaussian"), mean=LinearizedMean(elsewhere())),
                 ValueError,
-                "mean_module, a LinearizedMean, is of a network linearised elsewhere",
+                "mean_module, a LinearizedMean, belongs to another linearisation than the process",
             ),
             "a kernel and its options": (
                 lambda: LinearizedGP(lin("gaussian"), kernel=LinearizedKernel(lin("gaussian")), over="layers"),

@@ -121,7 +121,7 @@ DOORS = [
             "noise of a classifier": (
                 lambda: model("classification").posterior(X, observation_noise=True),
                 ValueError,
-                "observation noise needs a Gaussian likelihood, and this is Categorical.*GenericMCObjective",
+                "observation noise needs a Gaussian likelihood, but this is Categorical.*GenericMCObjective",
             ),
         },
     ),

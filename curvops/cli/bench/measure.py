@@ -23,7 +23,7 @@ MEMORY = "memory: growth of the resident set (GPU: of allocated memory) while it
 
 
 class Peak:
-    """A context that measures how far memory grew inside it: ``bytes``, None where the system does not report it."""
+    """A context that measures how far memory grew inside it: ``bytes``, None if the system does not report it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +61,7 @@ def _resident() -> int:
 
 
 def _give_back_freed() -> None:
-    """Return freed pages to the system (glibc), so that memory used again is counted again."""
+    """Return freed pages to the system (glibc), so that memory that is used again counts as growth again."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -82,7 +82,7 @@ class Trail:
     started: float = 0.0
 
     def start(self) -> None:
-        """Start the clock; products made before (a preconditioner's) are counted, too."""
+        """Start the clock; earlier products (a preconditioner's) count as well."""
         self.started = time.perf_counter()
 
     def __call__(self, iteration: int, residuals: Tensor) -> None:

@@ -89,7 +89,7 @@ def _lsmr(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: T
 
 
 def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
-    """Solve by dual descent, which reads rows and counts them itself; they are spread evenly over the epochs."""
+    """Solve by dual descent, which reads rows and counts them itself; the count is spread evenly over the epochs."""
     if problem.tensor is None:
         raise NotApplicable("it reads rows, which are free only for a tensor")
     counter, before = trail.counter, trail.counter.count
@@ -153,7 +153,7 @@ METHODS: dict[str, BenchSolver | BenchEstimator] = {
     "effective-dimension": BenchEstimator(_effective, "effective dimension", needs="damped"),
     "eigsh": BenchEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
 }
-"""Conjugate gradients run on indefinite matrices, too: the outcome is the reason they report."""
+"""Conjugate gradients also run on indefinite matrices: the outcome is the reason that they report."""
 
 
 def load_peers() -> dict[str, BenchSolver | BenchEstimator]:

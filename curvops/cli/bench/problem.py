@@ -38,9 +38,9 @@ class Counter:
 
 
 class CountingOperator(Operator):
-    """An operator that counts the products of another one in ``counter``, also those of copies in another dtype.
+    """An operator that counts another operator's products in ``counter``, including those of copies in another dtype.
 
-    Its symmetry is determined once: by the tag of curvops' operators, and by two products for others.
+    Its symmetry is determined once: from the tag of a curvops operator, and by two products for other operators.
     """
 
     def __init__(self, base: LinearOperator, counter: Counter | None = None, symmetric: bool | None = None) -> None:
@@ -93,7 +93,7 @@ class CountingOperator(Operator):
 class Problem:
     """A matrix A = G + shift I (m, n) with right-hand sides B (m, K); only square matrices have a shift.
 
-    ``lower`` is a known lower bound of A's spectrum, or 0. ``definite`` is False where A is known to be indefinite; a
+    ``lower`` is a known lower bound of A's spectrum, or 0. ``definite`` is False if A is known to be indefinite; a
     user's matrix counts as definite, since failures are reported with their reason. ``diagonal`` is the diagonal of G
     if it is cheap, ``layers`` its diagonal blocks, ``tensor`` G itself if it is a tensor. ``text`` describes the
     problem in the heading of its table.
@@ -188,7 +188,7 @@ class Problem:
 
     @cached_property
     def _least(self) -> Tensor | None:
-        """The smallest possible relative residuals of a rectangular system; None where that is too large to form."""
+        """The smallest possible relative residuals of a rectangular system; None if it is too large to form."""
         if self.square or self.dense is None:
             return None
         B = self.B.double()
@@ -204,7 +204,7 @@ class Problem:
 
     @cached_property
     def dense(self) -> Tensor | None:
-        """The matrix A in float64, by n products that are not counted; None where it is too large."""
+        """The matrix A in float64, by n products that are not counted; None if it is too large."""
         n = self.G.shape[-1]
         if max(self.G.shape) > EXACT_SIZE:
             return None

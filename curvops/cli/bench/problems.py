@@ -167,7 +167,7 @@ def import_module_here(name: str) -> Any:
 
 
 def load_user_problem(name: str) -> Problem:
-    """Call a user's ``module:function``, which may be in the working directory, and make a problem of its result.
+    """Call a user's ``module:function``, which may be in the working directory, and make a problem from its result.
 
     Raises:
         BenchError: There is no such module or function, or it fails or returns something else.
@@ -184,7 +184,7 @@ def load_user_problem(name: str) -> Problem:
         raise BenchError(f"module {module_name!r} has no function {function_name!r}; it has: {known}.")
     try:
         returned = function()
-    except Exception as error:  # likewise
+    except Exception as error:  # for the same reason
         raise BenchError(f"{name} failed: {_line(error)}") from error
     return _check(name, returned)
 
@@ -194,7 +194,7 @@ def _line(error: Exception) -> str:
 
 
 def _check(name: str, returned: Any) -> Problem:
-    """Make a problem of a user's operator and right-hand sides."""
+    """Make a problem from a user's operator and right-hand sides."""
     wanted = f"{name} must return (operator, right-hand sides)"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise BenchError(f"{wanted}, got {type(returned).__name__}.")

@@ -19,7 +19,7 @@ from curvops.linalg import Estimate, Solution
 
 @dataclass(frozen=True, eq=False)
 class SolveRow:
-    """The record of one solve; products and seconds are totals, and those of the preconditioner also stand apart."""
+    """The record of one solve; products and seconds are totals, with the preconditioner's also listed separately."""
 
     problem: str
     m: int
@@ -140,7 +140,7 @@ def _run(
     settings: Settings,
     generator: torch.Generator,
 ) -> Estimate:
-    """Run an estimator with the preconditioner paid from the same budget; the estimator chooses Nyström's rank."""
+    """Run an estimator with a preconditioner paid from the same budget; the estimator chooses the Nyström rank."""
     if not estimator.preconditioned or preconditioner == "none":
         return estimator.run(problem, None, budget, generator)
     if preconditioner == "nystrom" and settings.rank is None:
@@ -154,4 +154,4 @@ def _run(
 
 
 class BudgetSpent(ValueError):
-    """Raised where a preconditioner leaves too little of the budget for the estimate."""
+    """Raised if a preconditioner leaves too little of the budget for the estimate."""

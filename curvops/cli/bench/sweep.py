@@ -140,7 +140,7 @@ def _problem(
     results: Results,
     bar: Any,
 ) -> None:
-    for width in range(problem.B.shape[1], 0, -1):  # to exclude what the first product with this many columns builds
+    for width in range(problem.B.shape[1], 0, -1):  # so that timings exclude what a first product of this width builds
         problem.A._matmul(problem.B.new_zeros(problem.G.shape[1], width))
     plain = STRENGTH[problem.kind] < STRENGTH["psd"]
     unfit: dict[str, None] = {}
@@ -182,7 +182,7 @@ def _cell(
                 row = estimate(problem, name, method, preconditioner, budget, settings, bar.update)
                 results.estimates.append(row)
             except BudgetSpent as error:
-                note = f"{label} skipped at {budget} products, building it takes {error}"
+                note = f"{label} skipped at {budget} products: building it takes {error}"
                 results.notes.append(f"{problem.name}: {note}")
     except NotApplicable as error:
         note = f"{problem.name}: {name} skipped, {error}"

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 WORST_ERROR = 1e-3
 INSIDE = 0.85
 TILE = 1500
-"""Rows of the kernel formed at once; it bounds the memory beside the N(C-1) x N(C-1) matrix itself."""
+"""The number of rows of the kernel formed at once; it bounds the memory in addition to the N(C-1) x N(C-1) matrix."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the report; `numbers` go to results.json. A failed `proof` is an error; other checks are findings."""
+    """A line of the report; `numbers` go to results.json. A failed `proof` is an error; other failures are findings."""
 
     name: str
     passed: bool
@@ -37,7 +37,7 @@ class Check:
 
 
 def check_exact(solved: Float[Tensor, "M C"], reference: Float[Tensor, "M C"]) -> Check:
-    """Compare variances by block solves in weight space with a dense solve in function space."""
+    """Compare variances from block solves in weight space with those of a dense solve in function space."""
     worst = float(((solved.to(reference) - reference).abs() / reference).max())
     return Check(
         "exact variances",
@@ -51,7 +51,7 @@ def check_exact(solved: Float[Tensor, "M C"], reference: Float[Tensor, "M C"]) -
 def check_samples(
     drawn: Float[Tensor, "M C"], solved: Float[Tensor, "M C"], reference: Float[Tensor, "M C"], samples: int
 ) -> Check:
-    """Compare variances from samples with both others: the share within two relative standard errors √(2/k)."""
+    """Compare variances from samples with the other two: the share within two relative standard errors √(2/k)."""
     error = (2 / samples) ** 0.5
     shares = [
         float(((drawn.double() / v.double() - 1).abs() <= 2 * error).double().mean()) for v in (solved, reference)
@@ -67,13 +67,13 @@ def check_samples(
 
 
 def check_nll(laplace: Float[Tensor, "S N"], at_mode: Float[Tensor, "S N"]) -> Check:
-    """Compare the NLL of Laplace with that of the MAP, by seed and test point, in standard errors over the points."""
+    """Compare the NLL of Laplace with that of the MAP by seed and test point, in standard errors over the points."""
     mean = float((laplace - at_mode).mean())
     error = float(at_mode.mean(0).std() / at_mode.shape[1] ** 0.5)
     return Check(
         "NLL at 0°",
         mean <= error,
-        f"Laplace minus MAP {mean:+.4f} nats per point; MAP's is known to ±{error:.4f} (allowed: that much more)",
+        f"Laplace minus MAP {mean:+.4f} nats per point; MAP's is known to ±{error:.4f} (allowed: up to that much more)",
         {"difference": mean, "standard_error": error},
         proof=False,
     )

@@ -93,7 +93,7 @@ def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path
 
 
 def regression(generator: torch.Generator, path: Path) -> None:
-    """Draw a small network of one input, with a gap in its data, and the band of its posterior."""
+    """Draw a small network with one input, whose data have a gap, and the band of its posterior."""
     x = torch.cat([torch.rand(40, 1, generator=generator) * 2 - 3, torch.rand(40, 1, generator=generator) * 2 + 1])
     y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator)
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()

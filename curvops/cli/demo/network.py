@@ -1,7 +1,7 @@
 """The demo's network and its training: pretrained weights, then a mode of the posterior around them.
 
-The prior is N(pretrained weights, I / prior precision). It expresses what a network knows that has seen most of the
-training digits, and the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far
+The prior is N(pretrained weights, I / prior precision). It expresses the knowledge of a network trained on most of the
+training digits; the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far
 too vague for 100 000 weights, and the evidence would not show it (Lotfi et al. 2022; L2-SP of Li, Grandvalet & Davoine
 2018).
 """

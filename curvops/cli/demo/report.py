@@ -96,7 +96,7 @@ def mean_and_error(values: list[float]) -> MeanAndError:
 
 
 def summarize(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, MeanAndError | None]]:
-    """Summarize seeds by method and column: mean and standard error, None where a method has no such column."""
+    """Summarize seeds by method and column: mean and standard error, or None if a method has no such column."""
     summary: dict[str, dict[str, MeanAndError | None]] = {}
     for name in rows[0]:
         by_seed = [of_seed[name].values() for of_seed in rows]
@@ -134,7 +134,7 @@ def _cell(value: MeanAndError | None) -> str:
 
 
 def conclude(rows: Sequence[Mapping[str, Row]], network: str, posterior: str) -> str:
-    """Say in three sentences what the scores of one posterior show beside those of the network alone.
+    """Say in three sentences how the scores of one posterior compare with those of the network alone.
 
     Differences are paired by seed: means, with their standard errors if there are several seeds. A difference that
     rounds to 0.0000 counts as none.
@@ -204,7 +204,7 @@ class Stages:
         self.products[name] = self.products.get(name, 0) + self.spent - before
 
     def announce(self, what: str) -> None:
-        """Write a line with the seconds so far where standard error is no terminal, and so shows no bar."""
+        """Write a line with the seconds so far if standard error is not a terminal, which shows no bar."""
         if sys.stderr is not None and not sys.stderr.isatty():
             print(f"{time.perf_counter() - self.began:7.1f} s  {what}", file=sys.stderr, flush=True)
 
@@ -225,7 +225,7 @@ class Stages:
         return [(name, seconds, self.products[name]) for name, seconds in self.seconds.items()]
 
     def table(self) -> str:
-        """Format seconds and products of each stage; a product is one vector through the GGN or the Jacobian."""
+        """Format seconds and products of each stage; a product takes one vector through the GGN or the Jacobian."""
         lines = [f"{'stage':<44}{'seconds':>9}{'products':>10}"]
         lines += [f"{name:<44}{seconds:>9.1f}{products or '-':>10}" for name, seconds, products in self.rows()]
         return "\n".join(lines)

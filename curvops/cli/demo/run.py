@@ -82,7 +82,7 @@ def run(
         settings: Sizes of data, networks and samples.
         output: Folder for results.json, weights and figures; it is created if missing.
         seeds: The number of networks to train.
-        seed: Seed of the first one.
+        seed: Seed of the first network.
         say: A function that is called with the lines of the report.
         group: The processes that share the data of the posteriors, each with a shard of them; each trains the same
             networks. None for one process.
@@ -178,9 +178,9 @@ def _posterior(
     curvature: Any,
     parameters: Any = None,
 ) -> co.Laplace:
-    """Make the posterior around the network's weights; only for all weights together is the mode checked."""
+    """Make the posterior around the network's weights; the mode is checked only for all weights together."""
     own = slice(None)
-    if group is not None:  # contiguous, so that points keep their places and draws their noise
+    if group is not None:  # contiguous, so that points keep their places, and draws keep their noise
         rank, size = group.rank(), group.size()
         own = slice(len(train) * rank // size, len(train) * (rank + 1) // size)
     shard, likelihood = (train.x[own], train.y[own]), co.likelihoods.Categorical()
@@ -189,7 +189,7 @@ def _posterior(
 
 
 def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
-    """Return the posterior under the prior precision of largest evidence."""
+    """Return the posterior for the prior precision with the largest evidence."""
     return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
 
 
@@ -255,7 +255,7 @@ def _draw_figures(
     with stages.stage("figure: spectrum of the GGN"):
         spectrum = figures.spectrum(post.curvature, generator, output / "spectral_density.png")
     with stages.stage("figures: regression, covariance"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.WithoutGroup)  # every process fits the curve by itself
+        warnings.simplefilter("ignore", co.WithoutGroup)  # each process fits the curve by itself
         figures.regression(generator, output / "regression.png")
         labels = [str(int(digit)) for digit in test.y[:4]]
         figures.covariance(post, test.x[:4], labels, output / "covariance.png")
