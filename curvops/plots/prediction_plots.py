@@ -33,6 +33,9 @@ def reliability(
 
     Returns:
         A figure with a panel for each name.
+
+    Raises:
+        TypeError: The curves are no mapping.
     """
     if not isinstance(curves, Mapping):
         raise TypeError(

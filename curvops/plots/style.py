@@ -85,6 +85,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     Args:
         figure: The result of a function of `curvops.plots`.
         path: The file; its suffix determines the format (.png, .pdf, .svg), and its folder must exist.
+
+    Raises:
+        TypeError: The first argument is no figure.
     """
     if not isinstance(figure, Figure):
         raise TypeError(f"plots.save takes a figure, then a path; got {type(figure).__name__} first.")

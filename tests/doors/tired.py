@@ -156,6 +156,22 @@ DOORS = [
         },
     ),
     Door(
+        "samplers by a tired user",
+        rows={
+            "a linearisation": (
+                lambda: co.sampling.sgld(lin(), 1e-3),
+                TypeError,
+                r"got Linearization. Pass co.sampling.log_posterior\(lin\)",
+            ),
+            "a posterior": (lambda: co.sampling.hmc(post(), 1e-3), TypeError, r"Pass co.sampling.log_posterior\(lin\)"),
+            "a network": (
+                lambda: co.sampling.sgld(net(), 1e-3),
+                TypeError,
+                r"a module, Sequential: pass co.sampling.log_posterior\(model, likelihood, data_size=N\)",
+            ),
+        },
+    ),
+    Door(
         "linear algebra by a tired user",
         rows={
             "an array to multiply": (lambda: precision() @ ONES, TypeError, r"got ndarray. Pass torch.as_tensor"),

@@ -38,14 +38,16 @@ ROUNDING = 64.0
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
     """Interpret a likelihood or a loss at the first points; return it with the outputs' layout and these outputs.
 
-    Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it.
+    Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with `NotLogits`.
     """
     interpretation = interpretation_of(spec)
     if interpretation is None:
         layout, outputs = checked_layout(model, few)
     else:
         layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
-    return *at_positions(as_likelihood(spec, layout.shape), layout), outputs
+    likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
+    _warn_of_no_logits(likelihood, layout.rows(outputs), outputs.dtype)
+    return likelihood, layout, outputs
 
 
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
@@ -127,7 +129,6 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
     likelihood.check_scores(f, rows)
     _warn_of_no_curvature(likelihood, f, rows)
-    _warn_of_no_logits(likelihood, f, outputs.dtype)
     if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.posterior.draws.stochastic_descent import Diverged
@@ -213,11 +213,17 @@ def common_arguments(
 ) -> dict[str, Any]:
     """Check the arguments shared by all samplers, and return their fields."""
     if not callable(log_posterior):
+        hint = " Pass co.sampling.log_posterior(lin)." if hasattr(log_posterior, "log_likelihood") else ""
         raise TypeError(
             "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
-            f"{type(log_posterior).__name__}."
+            f"{type(log_posterior).__name__}.{hint}"
         )
     known = getattr(log_posterior, "data_size", None)
+    if data_size is None and known is None and isinstance(log_posterior, nn.Module):
+        raise TypeError(
+            f"log_posterior is a module, {type(log_posterior).__name__}: pass co.sampling.log_posterior(model, "
+            "likelihood, data_size=N)."
+        )
     if data_size is None and known is None:
         raise ValueError(
             "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "

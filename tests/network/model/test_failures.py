@@ -187,3 +187,9 @@ def test_logits_and_other_likelihoods_do_not_warn_of_probabilities(
     with warnings.catch_warnings():
         warnings.simplefilter("error", co.NotLogits)
         co.linearize(model, (X, y), likelihood)
+
+
+def test_a_sampler_warns_of_probabilities_too() -> None:
+    log_posterior = co.sampling.log_posterior(ended_by(nn.Softmax(-1)), "classification", data_size=7)
+    with pytest.warns(co.NotLogits, match="probabilities"):
+        log_posterior(log_posterior.params, (X, Y))
