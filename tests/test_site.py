@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import types
@@ -118,6 +119,14 @@ def test_code_fits_the_page() -> None:
         if line.startswith((">>> ", "... ")) and len(line) > WIDTH
     ]
     assert not wide, "\n".join(wide)
+
+
+def test_tables_have_at_most_eight_columns() -> None:
+    """On a narrow screen they scroll, and the first columns are those that matter."""
+    rule = re.compile(r"^\|[-:| ]*\|$", re.MULTILINE)
+    pages = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+    columns = [(row[0].count("|") - 1, page.name) for page in pages for row in rule.finditer(page.read_text())]
+    assert len(columns) > 100 and max(columns)[0] <= 8, max(columns)
 
 
 def test_each_public_name_has_its_signature_once(pages) -> None:

@@ -29,8 +29,10 @@ class InfiniteWidthKernel(OperatorKernel):
     The network is z¹ = σ_w W¹x/√d + σ_b b¹, zˡ⁺¹ = σ_w Wˡ⁺¹φ(zˡ)/√n + σ_b bˡ⁺¹ with all W and b ~ N(0, 1), in the
     limit n → ∞; its outputs are independent, each with this kernel. With u, v ~ N(0, Kˡ(x, x')),
 
-        K¹ = σ_w² x·x'/d + σ_b²,    Kˡ⁺¹ = σ_w² E[φ(u) φ(v)] + σ_b²    ("nngp": the covariance of outputs)
-        Θ¹ = K¹,                    Θˡ⁺¹ = Kˡ⁺¹ + σ_w² E[φ'(u) φ'(v)] Θˡ    ("ntk": all layers and biases trained)
+        K¹ = σ_w² x·x'/d + σ_b²,    Kˡ⁺¹ = σ_w² E[φ(u) φ(v)] + σ_b²
+        Θ¹ = K¹,                    Θˡ⁺¹ = Kˡ⁺¹ + σ_w² E[φ'(u) φ'(v)] Θˡ
+
+    "nngp" is K, the covariance of outputs; "ntk" is Θ, with all layers and biases trained.
 
     With `prior_precision=co.sampling.ntk_precision(model, σ_w, σ_b)`, the kernel J A⁻¹Jᵀ of a network of finite width
     (`co.TangentKernel` or `LinearizedKernel`) is the empirical kernel that converges to Θ, and the outputs have the

@@ -25,8 +25,9 @@ class Gradients(NetworkOperator):
     Influence functions (Koh & Liang 2017): how much would the loss at a test point change if point n were left out?
 
         P = co.GGN(lin).add_diagonal(prior_precision)
-        g = co.linearize(model, (x_test, y_test), likelihood).gradient()     # of the test loss, (D,)
-        influence = lin.gradients() @ P.solve(g)                             # (N,): its increase, to first order
+        # The gradient of the test loss, (D,), and its increase to first order, (N,).
+        g = co.linearize(model, (x_test, y_test), likelihood).gradient()
+        influence = lin.gradients() @ P.solve(g)
 
     `G @ P.inverse() @ G.mT`, with G = lin.gradients(), is the influence of all points on one another. `G.mT @ G` is the
     empirical Fisher (sample weights enter it squared: for data with weights use `co.EmpiricalFisher`).

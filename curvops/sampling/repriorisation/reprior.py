@@ -293,7 +293,8 @@ def reprior(
     In θ = T(φ), the readout is a draw from the posterior of a linear regression on the last features, mean plus root
     times φ; the weights before it are unchanged. Markov chains in φ mix faster as the network becomes wider.
 
-        T(φ) = μ + Σ^½φ,   Σ = λ(λI + ΨᵀΨ)⁻¹,   μ = ΣΨᵀy/λ,   Ψ = features and a column for the bias, times A^-½
+        T(φ) = μ + Σ^½φ,   Σ = λ(λI + ΨᵀΨ)⁻¹,   μ = ΣΨᵀy/λ,
+        Ψ = features and a column for the bias, times A^-½
 
     Args:
         model: an `nn.Module` that ends with a linear layer, with any number of outputs C, with or without a bias.

@@ -123,7 +123,8 @@ def lmc(
 ) -> Leapfrog:
     """Build underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
 
-        m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ;  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH}), else m ← −m
+        m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ;  m += ½ε D g,  θ += ε s m,  m += ½ε D g;
+        accept with min(1, e^{−ΔH}), else m ← −m
 
     with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection; otherwise the distribution would be wrong.
 

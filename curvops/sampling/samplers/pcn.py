@@ -69,7 +69,8 @@ def pcn(
 ) -> CrankNicolson:
     """Build preconditioned Crank–Nicolson (Cotter et al. 2013) on all data, which uses only values of log_posterior.
 
-        θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ,  accepted with min(1, e^{Δ}),  Δ = Δ log_posterior/𝒯 − Δ log N(·; c, τC)
+        θ' = c + √(1−ε²) (θ − c) + ε√τ C^½ξ,  accepted with min(1, e^{Δ}),
+        Δ = Δ log_posterior/𝒯 − Δ log N(·; c, τC)
 
     for any Gaussian N(c, C). If this is the prior, Δ is the change of the log-likelihood alone, and the acceptance does
     not fall with the number of parameters.
