@@ -63,13 +63,14 @@ oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
 	@touch $@
 
-# A wheel and an sdist, in dist/, each installed into an empty environment with the oldest and with the newest torch.
+# A wheel and an sdist, in dist/: the wheel installed into an empty environment with the oldest and with the newest torch,
+# then the sdist in its place.
 release-check: .venv/.installed
 	rm -rf dist && $(BIN)/hatchling build
 	for torch in $(OLDEST) $$(sed -n "s/^torch==//p" constraints.txt); do \
-	    for file in dist/*.whl dist/*.tar.gz; do \
-	        $(PYTHON) -m venv --clear .venv-release && \
-	        sed "s/^torch==.*/torch==$$torch/" constraints.txt > .venv-release/constraints.txt && \
+	    $(PYTHON) -m venv --clear .venv-release && \
+	    sed "s/^torch==.*/torch==$$torch/" constraints.txt > .venv-release/constraints.txt || exit 1; \
+	    for file in dist/*.whl "--force-reinstall --no-deps $$(ls dist/*.tar.gz)"; do \
 	        .venv-release/bin/python $(subst constraints.txt,.venv-release/constraints.txt,$(INSTALL)) $$file && \
 	        .venv-release/bin/python tests/installed.py && \
 	        .venv-release/bin/curvops --version || exit 1; \

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill as fill_lines
 from typing import Any
 
 from benchmarks.operators_tables import part_tables
@@ -19,14 +20,52 @@ UNIT = "gradient"
 
 
 def products_tables(result: dict[str, Any]) -> str:
-    """Products, engines and other packages of one file of `benchmarks.products`."""
+    """Products, engines and other packages, as `benchmarks.products` found them."""
     networks, columns = result["networks"], result["settings"]["columns"]
-    parts = [machine_line(result), "", "### Products, in gradients", "", _products(networks, columns)]
+    parts = ["### Products, in gradients", "", _products(networks, columns)]
     parts += ["", _notes(result), "", "### The engines, forced", "", _engines(networks)]
     others = sorted({row["route"] for n in networks for row in n["rows"] if row["route"].startswith("curvlinops")})
     for other in others:
         parts += ["", f"### Beside {other}, in one process", "", _beside(networks, other)]
     return "\n".join(parts)
+
+
+def speed(result: dict[str, Any]) -> str:
+    """What README says of products: their gradients with ten outputs, beside curvlinops."""
+    ten = {n["network"]: n for n in result["networks"] if n["outputs"] == 10}
+    columns = result["settings"]["columns"]
+    routes = {
+        "one vector, as chosen": ("cached", 1),
+        "one vector, recorded autodiff": ("autodiff", 1),
+        "one vector, streamed": ("streaming", 1),
+        f"a vector in a block of {columns}, as chosen": ("cached", columns),
+    }
+    names = {"mlp": "MLP 784-512-512-10", "cnn": "CNN", "resnet": "ResNet-18"}
+    heads = ["GGN product", *(f"{name}, N = {ten[key]['points']:,}" for key, name in names.items())]
+    rows = [[what, *(_median(_row(ten[key], *at)) for key in names)] for what, at in routes.items()]
+    other = next(row["route"] for row in ten["mlp"]["rows"] if row["route"].startswith("curvlinops"))
+    theirs = [_row(ten[key], other) for key in names]
+    times = [_row(ten[key], "cached", against=other) for key in names]
+    block = _row(ten["mlp"], "cached", columns, against=other)
+    text = (
+        f"In one process with {other}, whose product with one vector takes {_listed([_median(row) for row in theirs])} "
+        f"gradients, curvops as it chooses is {_listed([_times_as_fast(row) for row in times])} times as fast, and in "
+        f"blocks of {columns} on the MLP {_times_as_fast(block)} times."
+    )
+    return f"{table(heads, rows)}\n\n{fill_lines(text, 118)}"
+
+
+def _median(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['ratio']['median']:.2f}"
+
+
+def _times_as_fast(row: dict[str, Any] | None) -> str:
+    assert row is not None
+    return f"{1 / row['ratio']['median']:.1f}"
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _products(networks: list[dict[str, Any]], columns: int) -> str:
@@ -113,7 +152,7 @@ def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:
         if result["kind"] == "operators":
             found |= {f"operators: {name}": part_tables(part) for name, part in result["parts"].items()}
         else:
-            found[result["kind"]] = {"products": products_tables, "memory": memory_table}[result["kind"]](result)
+            found["memory"] = memory_table(result)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MIB = 2**20
@@ -47,9 +47,16 @@ def machine_line(result: dict[str, Any]) -> str:
     )
 
 
+def is_resolved(ratio: Mapping[str, float]) -> bool:
+    """Whether a spread says something: its least value is positive, and within a factor of three of its greatest."""
+    return ratio["low"] > 0 and ratio["high"] <= 3 * ratio["low"]
+
+
 def spread_cell(row: dict[str, Any] | None) -> str:
-    """A ratio's median with the least and the greatest, nothing without a row."""
+    """A ratio's median with the least and the greatest, nothing without a row; no number that says nothing."""
     if not row:
         return ""
     ratio = row["ratio"]
+    if ratio["low"] <= 0:
+        return "not resolved"
     return f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"

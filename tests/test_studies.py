@@ -1,6 +1,7 @@
 """The pieces of the samplers' studies in `benchmarks/`: their data, their networks, what they compare and conclude."""
 
 import dataclasses
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -221,6 +222,14 @@ def test_a_page_shows_what_the_raw_results_say(name):
         shown = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
         for section, text in texts.items():
             assert filled(shown, section, text) == shown
+
+
+def test_the_other_figures_of_readme_stand_on_the_page_of_benchmarks():
+    root = Path(__file__).parents[1]
+    after = (root / "README.md").read_text(encoding="utf-8").partition("<!-- end speed -->")[2].partition("\n## ")[0]
+    figures = re.findall(r"\d+\.\d+", after.replace("laplace-torch 0.3", ""))
+    page = (root / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert len(figures) >= 5 and [figure for figure in figures if not re.search(rf"\b{figure}\b", page)] == []
 
 
 def test_an_additive_fisher_counts_every_episode_once():
