@@ -12,9 +12,10 @@ No function here uses pyplot or changes matplotlib's global settings. Needs matp
 try:
     from curvops.plots.chain_plots import autocorrelation, trace
     from curvops.plots.cost_plots import convergence, estimates, solves
-    from curvops.plots.density import spectral_density
+    from curvops.plots.density import spectral_density, training_spectra
     from curvops.plots.prediction_plots import covariance, ray, regression, reliability, rotation
     from curvops.plots.prior_plots import evidence, evidence_trace
+    from curvops.plots.removal_plots import influence, pruning
     from curvops.plots.style import save
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "matplotlib":
@@ -29,6 +30,8 @@ __all__ = [
     "estimates",
     "evidence",
     "evidence_trace",
+    "influence",
+    "pruning",
     "ray",
     "regression",
     "reliability",
@@ -37,4 +40,5 @@ __all__ = [
     "solves",
     "spectral_density",
     "trace",
+    "training_spectra",
 ]

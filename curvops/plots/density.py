@@ -1,7 +1,8 @@
-"""A figure of the spectral density of a curvature matrix and its largest eigenvalues."""
+"""Figures of the spectral density of a curvature matrix and its largest eigenvalues, once and along training."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -9,11 +10,13 @@ from jaxtyping import Real
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from curvops.linalg import SpectralDensity
+from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
 from curvops.plots import style
 
 FLOOR = 1e-2
 """How far below the height of a single eigenvalue the y axis ends."""
+DENSITIES = 4
+"""How many densities of a training run are drawn: the first, the last, and some between them."""
 
 
 def spectral_density(
@@ -105,6 +108,69 @@ def spectral_density(
     note = f"\n{100 * zero_mass:.1f} % of the eigenvalues count as zero and are not shown" if zero_mass else ""
     style.dress(axes, "eigenvalue λ", f"density ({unit})", title + note)
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper right")
+    return figure
+
+
+def training_spectra(
+    checkpoints: Mapping[int, tuple[SpectralDensity, Eigenpairs, Estimate]], bound: float | None = None
+) -> Figure:
+    """Draw spectra along training: densities with their bands, and the largest eigenvalues and the trace by step.
+
+    Args:
+        checkpoints: Maps a step of training to the results of `spectral_density` on the linear scale, of `eigsh`, and
+            of `trace`, whose 95 % interval is drawn. Of more than four densities the first, the last and two between
+            them are shown.
+        bound: A level to compare the eigenvalues with, such as 2/η for gradient descent with learning rate η.
+
+    Returns:
+        A figure with two panels.
+
+    Raises:
+        TypeError: A checkpoint is not a density, eigenpairs and an estimate.
+        ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
+    """
+    steps, kinds = sorted(checkpoints), (SpectralDensity, Eigenpairs, Estimate)
+    for step in steps:
+        given = tuple(type(part) for part in checkpoints[step])
+        if given != kinds:
+            names = [tuple(kind.__name__ for kind in each) for each in (kinds, given)]
+            raise TypeError(f"training_spectra needs {{step: {names[0]}}}, got {names[1]} at step {step}.")
+    densities, pairs, traces = zip(*(checkpoints[step] for step in steps)) if steps else ((), (), ())
+    counts = {len(found.values) for found in pairs}
+    if len(counts) != 1:
+        raise ValueError(
+            "training_spectra needs at least one checkpoint, and equally many eigenvalues at each; got "
+            f"{len(steps)} checkpoints with {sorted(counts)} eigenvalues."
+        )
+    if any(density.scale != "linear" for density in densities):
+        raise ValueError("training_spectra needs densities with scale='linear', whose axis holds both signs.")
+    figure = style.blank(11.5, 4.4)
+    left, right = figure.subplots(1, 2)
+    shown = np.unique(np.linspace(0, len(steps) - 1, DENSITIES).round().astype(int))
+    peak = max(float(densities[i].density.max()) for i in shown)
+    floor = 1e-5 * peak
+    for i, look in zip(shown, style.looks(map(str, shown)).values()):
+        x, middle, low, high = (_array(getattr(densities[i], part)) for part in ("grid", "density", "lower", "upper"))
+        edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
+        left.fill_between(x, *edges, color=look.color, alpha=style.BAND, linewidth=0)
+        left.plot(x, np.where(middle >= floor, middle, np.nan), linewidth=1.6, label=f"step {steps[i]:,}", **look.line)
+    left.set_yscale("log")
+    left.set_ylim(floor, 3 * peak)
+    left.legend(fontsize=style.SMALL, framealpha=0.9)
+    style.dress(left, "eigenvalue λ", "density (per unit of λ)", "Density, with its band over probes")
+    for k, top in enumerate(np.stack([_array(found.values) for found in pairs], 1)):
+        name = "largest eigenvalue" if k == 0 else "those below it" if k == 1 else None
+        right.plot(
+            steps, top, color=style.COLOURS[1], marker="o", markersize=4, alpha=1 if k == 0 else 0.45, label=name
+        )
+    middle = np.array([float(trace) for trace in traces])
+    low, high = (np.array([float(trace.interval()[end]) for trace in traces]) for end in (0, 1))
+    errors = {"yerr": [middle - low, high - middle], "capsize": 3, "marker": "s", "markersize": 4}
+    right.errorbar(steps, middle, color=style.COLOURS[0], linestyle="--", label="trace, 95 % interval", **errors)
+    if bound is not None:
+        right.axhline(bound, label=f"bound {bound:.3g}", **style.REFERENCE)
+    right.legend(fontsize=style.SMALL, framealpha=0.9)
+    style.dress(right, "step of training", "eigenvalue λ, trace", "Largest eigenvalues and trace")
     return figure
 
 

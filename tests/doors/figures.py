@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -11,6 +13,12 @@ from curvops import plots
 from tests.doors.door import Door
 
 GRID = np.linspace(1, 2, 5)
+
+
+def spectrum(k: int = 2, **options: Any) -> Any:
+    A = torch.diag(torch.linspace(1, 2, 20, dtype=torch.float64))
+    return co.linalg.spectral_density(A, probes=2, **options), co.linalg.eigsh(A, k), co.linalg.trace(A, max_matvecs=9)
+
 
 DOORS = [
     Door(
@@ -61,6 +69,40 @@ DOORS = [
                 ValueError,
                 "symlog",
             ),
+        },
+    ),
+    Door(
+        "training_spectra",
+        rows={
+            "no checkpoints": (lambda: plots.training_spectra({}), ValueError, "at least one checkpoint"),
+            "values alone": (
+                lambda: plots.training_spectra({0: (*spectrum()[:1], GRID, *spectrum()[2:])}),
+                TypeError,
+                "'SpectralDensity', 'Eigenpairs', 'Estimate'.*'ndarray'.* at step 0",
+            ),
+            "other numbers of eigenvalues": (
+                lambda: plots.training_spectra({0: spectrum(), 1: spectrum(k=3)}),
+                ValueError,
+                r"equally many.*\[2, 3\]",
+            ),
+            "the log scale": (
+                lambda: plots.training_spectra({0: spectrum(scale="log")}),
+                ValueError,
+                "scale='linear'",
+            ),
+        },
+    ),
+    Door(
+        "influence and pruning",
+        rows={
+            "nothing predicted": (lambda: plots.influence(GRID, {}), ValueError, "named vectors"),
+            "another number of points": (
+                lambda: plots.influence(GRID, {"GGN": GRID[1:]}),
+                ValueError,
+                r"equal length, got \(5,\) and .*GGN.*\(4,\)",
+            ),
+            "a matrix": (lambda: plots.influence(np.eye(3), {"GGN": np.eye(3)}), ValueError, "draws a vector"),
+            "errors of other shares": (lambda: plots.pruning(GRID, {"OBS": GRID[1:]}), ValueError, "equal length"),
         },
     ),
     Door(

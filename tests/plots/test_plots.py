@@ -1,9 +1,12 @@
 """Each figure carries labels with units, the lines it promises, and can be written; nothing global changes.
 
-Tests `chain_plots.py`, `cost_plots.py`, `density.py`, `prediction_plots.py`, `prior_plots.py`, `style.py`.
+Tests `chain_plots.py`, `cost_plots.py`, `density.py`, `prediction_plots.py`, `prior_plots.py`, `removal_plots.py`,
+`style.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -141,6 +144,28 @@ def autocorrelation() -> Figure:
     return plots.autocorrelation(chains(), lags=60)
 
 
+def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
+    A = torch.diag(size * torch.linspace(-0.1, 1, 40, dtype=torch.float64) ** 3)
+    g = torch.Generator().manual_seed(seed)
+    density = co.linalg.spectral_density(A, probes=4, steps=10, generator=g)
+    return density, co.linalg.eigsh(A, 2, generator=g), co.linalg.trace(A, max_matvecs=20, generator=g)
+
+
+def training_spectra() -> Figure:
+    return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in range(0, 600, 100)}, bound=5.0)
+
+
+def influence() -> Figure:
+    rng = np.random.default_rng(5)
+    truth = rng.standard_normal(80) ** 3
+    return plots.influence(truth, {"GGN": 0.8 * truth, "EKFAC": truth + 0.2 * rng.standard_normal(80)})
+
+
+def pruning() -> Figure:
+    shares = np.linspace(0, 0.9, 10)
+    return plots.pruning(shares, {"magnitude": 0.1 + shares**4, "OBS": 0.1 + shares**8}, 0.1)
+
+
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
@@ -156,6 +181,9 @@ FIGURES = [
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
     (trace, 4, 2 * 3, ["draw", "density", "0.weight[0, 0]", "0.bias[2]"]),
     (autocorrelation, 1, 2 + 2, ["lag (draws)", "autocorrelation"]),
+    (training_spectra, 2, 4 + 2 + 3 + 1, ["eigenvalue λ", "per unit of λ", "step of training", "trace"]),
+    (influence, 1, 1 + 2, ["training without the point", "predicted change"]),
+    (pruning, 1, 2 + 1, ["weights removed (fraction)", "test error"]),
 ]
 
 

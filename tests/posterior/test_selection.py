@@ -43,6 +43,7 @@ def definitions(lin):
         "predictive": J.square().sum(0) / (G.diagonal() + 0.7),
         "magnitude": lin.theta.abs(),
         "obd": 0.5 * lin.theta.square() * G.diagonal(),
+        "obs": 0.5 * lin.theta.square() / torch.linalg.inv(G + 0.7 * torch.eye(51, dtype=DOUBLE)).diagonal(),
     }
 
 

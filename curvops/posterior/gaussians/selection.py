@@ -60,7 +60,7 @@ class Ingredients:
 def _marginal(given: Ingredients) -> Tensor:
     precision = GGN(given.lin).add_diagonal(given.prior)
     found = diagonal(precision.inverse(), method="bekas", max_matvecs=MARGINAL_SOLVES, generator=given.generator)
-    return found.value
+    return found.value.clamp_min(given.variance)  # [P⁻¹]_dd ≥ 1 / P_dd, whatever the probes say
 
 
 def _swag(given: Ingredients) -> Tensor:
@@ -100,6 +100,7 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "predictive": lambda given: squared_columns(given.lin.jacobian(given.x).passes) * given.variance,
     "magnitude": lambda given: given.lin.theta.abs(),
     "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
+    "obs": lambda given: 0.5 * given.lin.theta.square() / _marginal(given),
     "random": _random,
 }
 """The scores by name; the weights with the largest scores are selected."""
@@ -126,19 +127,21 @@ def select(
         score: "variance", 1/(G_dd + λ) of the diagonal posterior; "swag", the variance of the `snapshots` of SGD;
             "marginal", diag((G + A)⁻¹) of the full posterior, by 400 solves to some 5 % (exact up to as many weights);
             "predictive", Σ_n ‖J_n e_d‖² / (G_dd + λ) at the inputs `x`, the contribution of each weight to the variance
-            there; "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "random".
+            there; "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "obs", ½ θ_d² / [(G + A)⁻¹]_dd, the
+            increase of the loss without weight d once the others have adapted (Hassibi & Stork 1993), with the solves
+            of "marginal"; "random".
         prior_precision: λ, as in `co.laplace` (but not an operator).
         modules: a glob or globs over parameter names; only their weights can be selected.
         x: the inputs for "predictive"; by default the training inputs.
         snapshots: the weights for "swag", as vectors (D,) or mappings by name, at least two.
-        generator: the source of "random" and of the probes of "marginal".
+        generator: the source of "random" and of the probes of "marginal" and "obs".
 
     Returns:
         Indices for `co.linearize(…, parameters=indices)` if `lin` selects all trainable parameters, for
         `co.Subnetwork(op, indices)` and for `co.wasserstein(post, indices)`.
 
     Cost: that of `co.DiagonalGGN(lin)`, except for "swag", "magnitude" and "random", which take a pass over the
-    weights. "predictive" costs as much again at x; "marginal" adds its solves.
+    weights. "predictive" costs as much again at x; "marginal" and "obs" add their solves.
 
     Raises:
         TypeError, ValueError: k is not a whole number between 1 and the number of weights to choose from, the score is

@@ -1,0 +1,75 @@
+"""Figures of what happens if something is left out: a training point, or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Real
+from matplotlib.figure import Figure
+
+from curvops.plots import style
+
+
+def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.ndarray, " N"]]) -> Figure:
+    """Draw predicted changes against those after training without each point, and the line of equality.
+
+    The legend gives Pearson's correlation of each prediction with the truth.
+
+    Args:
+        truth: The change of an output or a loss after training without each point (N,).
+        predicted: Maps the name of a method to the changes that it predicts (N,), in the same unit.
+
+    Returns:
+        A figure with one panel.
+
+    Raises:
+        ValueError: There are no methods, or one predicts another number of changes than there are.
+    """
+    _check("influence", truth, predicted)
+    figure, axes = style.panel(6.4, 5.4)
+    ends = np.array([np.min(truth), np.max(truth)])
+    axes.plot(ends, ends, label="equal", **style.REFERENCE)
+    for (name, look), values in zip(style.looks(predicted).items(), predicted.values()):
+        label = f"{name}, correlation {np.corrcoef(truth, values)[0, 1]:.2f}"
+        axes.plot(truth, values, linestyle="none", markersize=5, alpha=0.7, label=label, **look.dots)
+    style.dress(axes, "change after training without the point", "predicted change", "Influence of each training point")
+    axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper left")
+    return figure
+
+
+def pruning(
+    sparsity: Real[np.ndarray, " M"], errors: Mapping[str, Real[np.ndarray, " M"]], full: float | None = None
+) -> Figure:
+    """Draw the error of pruned networks against the share of weights removed.
+
+    Args:
+        sparsity: Shares of the weights that are removed (M,), from 0 to 1.
+        errors: Maps the name of a rule to its errors at these shares (M,), as fractions of the points.
+        full: The error of the network with all weights, a dashed line.
+
+    Returns:
+        A figure with one panel.
+
+    Raises:
+        ValueError: There are no rules, or one has another number of errors than there are shares.
+    """
+    _check("pruning", sparsity, errors)
+    figure, axes = style.panel(7.6, 4.6)
+    for (name, look), values in zip(style.looks(errors).items(), errors.values()):
+        axes.plot(sparsity, values, markersize=5, linewidth=1.8, label=name, **look._asdict())
+    if full is not None:
+        axes.axhline(full, label="all weights", **style.REFERENCE)
+    axes.set_ylim(bottom=0)
+    style.dress(axes, "weights removed (fraction)", "test error (fraction)", "Error of the pruned network")
+    axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper left")
+    return figure
+
+
+def _check(what: str, common: np.ndarray, named: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless there are curves, each as long as the vector that they share."""
+    shapes = {name: np.shape(values) for name, values in named.items()}
+    if np.ndim(common) != 1 or not shapes or set(shapes.values()) != {np.shape(common)}:
+        raise ValueError(
+            f"{what} draws a vector against named vectors of equal length, got {np.shape(common)} and {shapes}."
+        )
