@@ -36,7 +36,18 @@ __all__ = [
 
 
 def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Return the fraction of points whose most probable class is the label; between 0 and 1."""
+    """Return the fraction of points whose most probable class is the label; between 0 and 1.
+
+    Args:
+        probabilities: class probabilities, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+
+    Returns:
+        The fraction, a number.
+
+    Raises:
+        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+    """
     _check(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
 
@@ -48,6 +59,17 @@ def nll(
 
     It is infinite if the label has probability exactly 0; if that comes from rounding, compute the softmax in
     float64.
+
+    Args:
+        probabilities: class probabilities, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+        reduction: "mean", or "none" for a value per point.
+
+    Returns:
+        The mean, a number, or the values, (N,).
+
+    Raises:
+        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
     """
     _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
@@ -56,7 +78,18 @@ def nll(
 
 
 def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Return the mean over points of Σ_c (p_c − [c = label])², in [0, 2] (Brier 1950, a sum over all classes)."""
+    """Return the mean over points of Σ_c (p_c − [c = label])², in [0, 2] (Brier 1950, a sum over all classes).
+
+    Args:
+        probabilities: class probabilities, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+
+    Returns:
+        The score, a number.
+
+    Raises:
+        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+    """
     _check(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
     return (probabilities - truth).square().sum(-1).mean()
@@ -79,7 +112,19 @@ class ReliabilityBins(Summarised):
 def reliability_bins(
     probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15
 ) -> ReliabilityBins:
-    """Group points by confidence (the largest probability) into `bins` equal-width bins of (0, 1]."""
+    """Group points by confidence (the largest probability) into `bins` equal-width bins of (0, 1].
+
+    Args:
+        probabilities: class probabilities, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+        bins: the number of bins.
+
+    Returns:
+        The ReliabilityBins, each with (bins,) values.
+
+    Raises:
+        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+    """
     _check(probabilities, labels)
     checked_whole("bins", bins)
     confidence, predicted = probabilities.max(-1)
@@ -99,6 +144,17 @@ def reliability_bins(
 def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15) -> Float[Tensor, ""]:
     """Return the expected calibration error Σ_b (n_b/N) |accuracy_b − confidence_b| over 15 equal bins, in [0, 1].
 
+    Args:
+        probabilities: class probabilities, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+        bins: the number of bins.
+
+    Returns:
+        The error, a number.
+
+    Raises:
+        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+
     Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
     """
     table = reliability_bins(probabilities, labels, bins=bins)
@@ -109,8 +165,18 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
     """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
-    `positive` is a mask (boolean, or 0 and 1) of shape (N,). It is computed in Mann–Whitney form with mid-ranks for
-    ties, in O(N log N). Raises ValueError if either class is absent, since the area is then undefined.
+    The area is computed in Mann–Whitney form with mid-ranks for
+    ties, in O(N log N).
+
+    Args:
+        scores: a number for each point, (N,), larger for positive ones.
+        positive: a mask (boolean, or 0 and 1) of the positive points, (N,).
+
+    Returns:
+        The area, a number between 0 and 1.
+
+    Raises:
+        ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
     """
     if scores.ndim != 1 or positive.shape != scores.shape:
         raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")
@@ -132,7 +198,17 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
 
 
 def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
-    """Return the total uncertainty of each prediction, −Σ_c p_c log p_c in nats; between 0 and log C. 0 log 0 is 0."""
+    """Return the total uncertainty of each prediction, −Σ_c p_c log p_c in nats; between 0 and log C. 0 log 0 is 0.
+
+    Args:
+        probabilities: class probabilities, (N, C).
+
+    Returns:
+        The entropies, (N,).
+
+    Raises:
+        TypeError, ValueError: the argument is no probabilities.
+    """
     _check_probabilities(probabilities)
     pointwise: Tensor = torch.special.entr(probabilities)
     return pointwise.sum(-1)
@@ -141,9 +217,18 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
 def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
     """Return the epistemic uncertainty H(mean_s p_s) − mean_s H(p_s) in nats; between 0 and log C.
 
-    `samples` are the class probabilities under S draws of the weights. The result is the mutual information between the
+    This is the mutual information between the
     label and the weights (Houlsby et al. 2011): the part of the total uncertainty (the predictive entropy of the mean)
     that more data could remove. It is 0 if all draws agree. With S draws it is at most log S.
+
+    Args:
+        samples: class probabilities under S ≥ 2 draws of the weights, (S, N, C).
+
+    Returns:
+        The information, (N,).
+
+    Raises:
+        TypeError, ValueError: the argument is no probabilities of at least two draws.
     """
     if samples.ndim != 3 or samples.shape[0] < 2:
         raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
@@ -171,6 +256,18 @@ def temperature(
     The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once, and bisection on log T in
     float64 finds the minimiser to rounding. If it lies outside `bounds` (every point classified correctly drives T to
     0, labels worse than chance to infinity), the nearer bound is returned.
+
+    Args:
+        logits: the logits of validation points, (N, C).
+        labels: the true classes, (N,), in 0..C − 1.
+        bounds: the least and the greatest T.
+
+    Returns:
+        The temperature, a number.
+
+    Raises:
+        TypeError, ValueError: the arguments are no finite logits and labels of these shapes, there are no points, or
+            the bounds are not 0 < least < greatest.
     """
     _check_shapes(logits, labels)
     if not torch.isfinite(logits).all():
