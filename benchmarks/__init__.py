@@ -1,1 +1,1 @@
-"""Speed and memory of products, in units of one loss gradient. Nothing here asserts a time."""
+"""Benchmarks of speed and memory, mostly in units of one loss gradient. Nothing here asserts a time."""

@@ -1,9 +1,9 @@
 """Which digits to label next?     python -m benchmarks.active_learning
 
-A network learns from few labelled digits and asks for ten more at a time: those of which it knows least by the
-epistemic part of `post.uncertainty`, by the total entropy, or any. Once with scikit-learn's digits, once with as many
-blends of two digits among them, whose label is one of the two at random: of these there is nothing to learn. What is
-not finished after an interruption starts at the next seed.
+A network learns from few labelled digits and asks for ten more at a time: those with the largest epistemic part of
+`post.uncertainty`, those with the largest total entropy, or random ones. The study runs once with scikit-learn's
+digits, and once with as many blends of two digits among them, whose label is one of the two at random: nothing can be
+learnt from these. After an interruption the same command continues with the next seed.
 """
 
 from __future__ import annotations

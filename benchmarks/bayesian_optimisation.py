@@ -1,8 +1,9 @@
 """Bayesian optimisation with networks as surrogates:     python -m benchmarks.bayesian_optimisation
 
-Branin (2 inputs), Hartmann-6, and draws of a random network with 30 inputs, maximised two evaluations at a time. Each
-round every surrogate is fitted to all targets so far, from where it was in the round before, and the next points are
-those of largest `qLogExpectedImprovement`. What is not finished after an interruption starts at the next seed.
+Branin (2 inputs), Hartmann-6, and draws of a random network with 30 inputs are maximised with two evaluations at a
+time. In each round every surrogate is fitted to all targets so far, starting from its state in the previous round, and
+the next points are those with the largest `qLogExpectedImprovement`. After an interruption the same command continues
+with the next seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""GGN products for pytest-benchmark (`make bench`): seconds, one group a network, the gradient among its rows.
+"""GGN products for pytest-benchmark (`make bench`): seconds, one group for each network, the gradient among its rows.
 
-Rows run one after another here, so a drifting machine shows; `python -m benchmarks.products` alternates them.
+Rows run one after another here, so the machine's drift shows; `python -m benchmarks.products` alternates them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Do parallel chains know what is unknown?             python -m benchmarks.chains_out_of_distribution
+"""Do parallel chains detect unknown inputs?            python -m benchmarks.chains_out_of_distribution
 
-After Duffield et al. 2024, whose network is a language model's last layer: here a perceptron is trained on five of
-scikit-learn's digits, and asked about the other five and about its own five turned by 90 degrees. SGD is the sampler
-at temperature 0; serial draws are those of one chain, so many steps apart; parallel ones the last of ten chains. Table
-and figure go into the page (`--page`) and beside it.
+After Duffield et al. 2024, whose network is a language model's last layer. Here a perceptron is trained on five of
+scikit-learn's digits, and then sees the other five, and its own five turned by 90 degrees. SGD is the sampler at
+temperature 0. Serial draws are draws of one chain at a fixed distance in steps; parallel draws are the last draws of
+ten chains. The table and the figure go into the page (`--page`) and next to it.
 """
 
 from __future__ import annotations

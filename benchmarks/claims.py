@@ -1,4 +1,4 @@
-"""Did a claim hold? Differences over seeds, their interval, and a word: what every study of a paper's claims says."""
+"""Did a claim hold? Differences over seeds, their interval, and a verdict, as every study of a paper reports them."""
 
 from __future__ import annotations
 

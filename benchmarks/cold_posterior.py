@@ -1,8 +1,9 @@
 """Is a posterior better when it is colder?          python -m benchmarks.cold_posterior
 
-After Duffield et al. 2024, who classify film reviews: here sequences of tokens drawn from a seed, and a small network
-of convolution and LSTM. Laplace, variational inference and SGHMC at five temperatures beside plain training; the score
-is the log loss of test sequences, and what is chosen (the best temperature) is chosen by that of validation sequences.
+After Duffield et al. 2024, who classify film reviews. Here the data are sequences of tokens drawn from a seed, and the
+network is a small one with a convolution and an LSTM. Laplace, variational inference and SGHMC at five temperatures are
+compared with plain training. The score is the log loss of test sequences; the best temperature is chosen on validation
+sequences.
 """
 
 from __future__ import annotations

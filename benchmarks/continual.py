@@ -1,8 +1,7 @@
-"""Five tasks one after another: what is left of the first ones?     python -m benchmarks.continual
+"""Five tasks one after another: what remains of the first ones?     python -m benchmarks.continual
 
-Split digits: the classes 0 and 1, then 2 and 3, …, each task with two outputs of its own and no data of the earlier
-ones. The weights after each task are those of a penalised training, and the penalty is the posterior of the tasks
-before.
+Split digits: the classes 0 and 1, then 2 and 3, …; each task has two outputs of its own and no data of the earlier
+tasks. The weights after each task come from a penalised training, whose penalty is the posterior of the earlier tasks.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.coverage --output docs/estimators.md --results coverage.jsonl
 
-Dense matrices of prescribed spectrum, so that the truth is known; float64, fixed seeds. The tables go between the two
-comments that name them, as those of benchmarks.report do. The coverage table takes hours of one core: each count is
-printed as it comes and kept in ``--results``, from where the same call goes on. `--runs 20` only tries that everything
-works.
+The matrices are dense with a prescribed spectrum, so that the truth is known; float64, fixed seeds. The tables go
+between the two comments that name them, as in benchmarks.report. The coverage table takes hours of one core: each count
+is printed as soon as it is known and kept in ``--results``, from which the same command continues. `--runs 20` only
+checks that everything works.
 """
 
 from __future__ import annotations

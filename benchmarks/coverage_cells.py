@@ -1,7 +1,7 @@
-"""In what share of runs does a 95 % interval hold: one count for each matrix, estimator and limit.
+"""The share of runs in which a 95 % interval holds: one count for each matrix, estimator and limit.
 
-Every run of every cell has a seed of its own. A cell ends once its count shows that the share is above 90 %; counts are
-kept as JSON lines, and a later call goes on from them.
+Every run of every cell has its own seed. A cell ends once its count shows that the share is above 90 %; counts are
+kept as JSON lines, from which a later call continues.
 """
 
 from __future__ import annotations

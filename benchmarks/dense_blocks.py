@@ -1,7 +1,7 @@
 """Time and memory of a dense posterior over S weights.     python -m benchmarks.dense_blocks
 
-The demo's network of 101,042 weights on 300 digits, S of them at random, float32. Each size runs in a process of its
-own, whose peak resident set is its memory; times are of the processor, on one thread.
+The demo's network with 101,042 weights on 300 digits; S of the weights are chosen at random, float32. Each size runs in
+its own process, whose peak resident set is its memory; times are processor times, on one thread.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Serial chain, parallel chains or an ensemble: who finds the modes of a double well, and how wide they are?
+"""Serial chain, parallel chains or an ensemble: which finds the modes of a double well, and their widths?
 
     python -m benchmarks.double_well
 
 Figure 2 of Duffield et al. 2024, log p(x) = −Σ x⁴/10 + Σ x² in two dimensions: four modes, whose masses are equal and
-whose variance is a quadrature. Each method takes equally many gradients: one long chain, 64 from dispersed starts,
-and gradient ascent with momentum from the same starts (τ = 0); chains by the paper's SGHMC and by BAOA, whose error is
-second order in the step.
+whose variance is a quadrature. Each method uses the same number of gradients: one long chain, 64 chains from dispersed
+starts, and gradient ascent with momentum from the same starts (τ = 0). The chains use the paper's SGHMC and BAOA, whose
+error is of second order in the step.
 """
 
 from __future__ import annotations

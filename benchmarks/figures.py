@@ -1,6 +1,6 @@
 """The scaling figures:   python -m benchmarks.figures operators.json --output docs/figures
 
-Needs matplotlib, which the project's own environment has.
+It needs matplotlib, which the project's environment has.
 """
 
 from __future__ import annotations

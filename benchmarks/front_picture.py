@@ -1,7 +1,7 @@
 """The picture at the top of the README:   python -m benchmarks.front_picture docs/figures/front.png
 
-Left, a small regression network: the error bars of four posteriors open in a gap between the data and beyond them.
-Right, the spectrum of a classifier's GGN with the band over the probes. Needs matplotlib.
+On the left, a small regression network: the error bars of four posteriors open in a gap between the data and beyond
+them. On the right, the spectrum of a classifier's GGN with its band over the probes. It needs matplotlib.
 """
 
 from __future__ import annotations

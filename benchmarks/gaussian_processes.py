@@ -1,9 +1,9 @@
 """What Gaussian processes of networks cost: grouped predictions, gradients in the inputs, rounds of an acquisition.
 
     python -m benchmarks.gaussian_processes             # on a quiet machine
-    python -m benchmarks.gaussian_processes --cpu 1     # processor time, on one with other work
+    python -m benchmarks.gaussian_processes --cpu 1     # processor time, on a machine with other work
 
-Alternating pairs in one process, float64: the ratio of what is measured to what it is measured by.
+Alternating pairs in one process, float64: the ratio of each candidate's time to that of its unit.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""How fast do wide networks become the Gaussian process of their limit?
+"""How fast do wide networks approach the Gaussian process of their limit?
 
     python -m benchmarks.infinite_width
 
-Two hidden layers between four numbers and one, 16 points, float64; weights N(0, 2/fan-in), biases N(0, .5²). First the
-kernels at random weights: the covariance of the outputs given the features, and the empirical tangent kernel, beside
-`InfiniteWidthKernel`. Then predictions at 16 further points, of targets drawn from the limit with noise of variance .1:
-those of repriorisation's T(φ), φ ~ N(0, I), which no chain has corrected; those of the exact posterior, the same draws
-weighted by their evidence; those of a chain in φ; all beside the limit's exact process. Given the hidden weights the
-readout is integrated in closed form everywhere, so that the figures are of the hidden layers alone.
+A network with two hidden layers, four inputs and one output, on 16 points, float64; weights N(0, 2/fan-in), biases
+N(0, .5²). First the kernels at random weights: the covariance of the outputs given the features, and the empirical
+tangent kernel, compared with `InfiniteWidthKernel`. Then predictions at 16 further points, for targets drawn from the
+limit with noise of variance .1: those of repriorisation's T(φ), φ ~ N(0, I), which no chain has corrected; those of the
+exact posterior, from the same draws weighted by their evidence; and those of a chain in φ. All are compared with the
+limit's exact process. The readout is integrated in closed form everywhere, given the hidden weights, so that the
+figures show the hidden layers alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Long runs whose process is killed at random moments, again and again, and what checkpoints cost.
 
-`python -m benchmarks.killed_runs` kills 20 processes in all with SIGKILL: of each run in turn some, one after the
-other, lets a last one end, and compares the bits of its result with those of a run that was not killed. Then it times
-the checkpoint's own calls in draws that take some minutes. Linux.
+`python -m benchmarks.killed_runs` kills 20 processes in all with SIGKILL. It kills some processes of each run, one
+after the other, lets the last one finish, and compares the bits of its result with those of a run that was not killed.
+Then it times the checkpoint calls in draws that take some minutes. Linux only.
 """
 
 from __future__ import annotations

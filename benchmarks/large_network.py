@@ -1,12 +1,12 @@
 """What does near-exact inference cost for a ResNet-18?   python -m benchmarks.large_network
 
-Eleven million weights, group normalisation, ten classes and random images of 3 × 32 × 32, whose first convolution has
-stride 2: a quarter of the usual multiply-adds with the same weights. Each line comes from a process of its own.
+Eleven million weights, group normalisation, ten classes and random images of 3 × 32 × 32. The first convolution has
+stride 2, which takes a quarter of the usual multiply-adds with the same weights. Each line comes from its own process.
 
-Growth: a draw and products from 64 to 4,096 images made anew in every pass, time and peak memory of each. Inference
-from some images: the effective parameters at a first prior precision, for which J Jᵀ is formed; the precision by
-MacKay's update; 8 draws under it, the linear model's mode, and the variances of 64 other images from the draws; time,
-products and peak after each stage.
+Growth: a draw and products with 64 to 4,096 images, which every pass makes anew; time and peak memory of each.
+Inference from some images: the effective parameters at a first prior precision, for which J Jᵀ is formed; the precision
+from MacKay's update; 8 draws for this precision, the linear model's mode, and the variances of 64 other images from the
+draws; time, products and peak after each stage.
 """
 
 from __future__ import annotations

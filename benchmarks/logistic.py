@@ -1,12 +1,12 @@
-"""Logistic regression of a Pyro model: samplers of this library beside Pyro's NUTS.
+"""Logistic regression with a Pyro model: samplers of this library compared with Pyro's NUTS.
 
     .venv-peers/bin/python -m benchmarks.logistic
 
 Scikit-learn's breast cancer data, 569 points and 8 standardised features, weights ~ N(0, 1). The density is a Pyro
-model's; every sampler takes it as `log_posterior`, on all data or on batches of 64, and is judged by the moments of a
+model's; every sampler takes it as `log_posterior`, on all data or on batches of 64. Each is judged by the moments of a
 long NUTS run: the largest error of a mean in posterior standard deviations, the mean ratio of standard deviations, and
 the kernel Stein discrepancy with the full score. The preconditioner is the covariance of the Laplace approximation.
-Pyro is imported where it is used: the table can be made again without it.
+Pyro is imported only where it is used, so that the table can be made again without it.
 """
 
 from __future__ import annotations

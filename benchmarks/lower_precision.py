@@ -1,7 +1,7 @@
-"""Products from tensors in bfloat16 against float32: bytes kept, speed, and error by layer.
+"""Products from tensors in bfloat16 compared with float32: bytes kept, speed, and error by layer.
 
 `python -m benchmarks.lower_precision` measures three networks, and the errors by parameter. One thread, CPU
-time, the lowest of interleaved repetitions, in loss gradients of the same data.
+time: the lowest of interleaved repetitions, in units of loss gradients on the same data.
 """
 
 from __future__ import annotations

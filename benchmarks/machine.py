@@ -1,4 +1,4 @@
-"""The machine and the versions of a measurement, and processes of their own. Needs no torch, for light processes."""
+"""The machine and versions of a measurement, and separate processes. It does not import torch, to stay light."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Predictions of thousands of classes: time and peak memory of a last layer.   python -m benchmarks.many_classes
 
-A linear layer of 512 features and 5,000 classes under each curvature: the variances of all classes at 64 points, and
-the probabilities by the probit link. A covariance of the classes with each other would take 6.4 GB at these points.
-Every row is a process of its own: the peak is its greatest resident set less what it had before the data were there.
+A linear layer with 512 features and 5,000 classes under each curvature: the variances of all classes at 64 points, and
+the probabilities from the probit link. The covariances between the classes would take 6.4 GB at these points. Every row
+is a separate process: its peak is its greatest resident set minus the resident set before the data were created.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""How GGN products of shared data scale with processes of one thread each, and where the rest of the time goes.
+"""How GGN products with shared data scale with processes of one thread each, and where the rest of the time goes.
 
     .venv/bin/python -m benchmarks.many_machines            # CNN and ResNet-18; a quiet machine of two cores
     .venv/bin/python -m benchmarks.many_machines --report   # the page's tables, and the model for up to 64 GPUs
 
-Two processes take turns at the following, so that all figures are from one stretch of time; seconds are medians.
+Two processes take turns at the following, so that all figures come from the same stretch of time; seconds are medians.
 
 - alone: one process, all data, no group, while the other waits.
-- half: one process, half the data, while the other waits. 2 · half / alone − 1 is work that the data do not change.
+- half: one process, half the data, while the other waits. 2 · half / alone − 1 is work independent of the data.
 - ceiling: both processes, half the data each, without a group: what two processes could gain at most on this machine.
 - strong: the same with a group; alone / strong is the gain. weak: all data on each rank.
-- message: the all-reduce of a product by itself. A product is to send as much as the formula says, which is checked;
-  "bytes / formula" is what passed through the loopback device meanwhile, with headers and all else that uses it.
-- a group of one over none: the same product of one process, with and without a group, in turn.
+- message: the all-reduce of a product by itself. A product must send as many bytes as the formula says, which is
+  checked; "bytes / formula" is the traffic of the loopback device meanwhile, with headers and all other users of it.
+- a group of one over none: the same product in one process, with and without a group, in turn.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Reduced posteriors of many points, beside laplace-torch's function-space classes and gpytorch's SVGP.
+"""Reduced posteriors of many points, compared with laplace-torch's function-space classes and gpytorch's SVGP.
 
     .venv-peers/bin/python -m benchmarks.many_points
 
-Errors: 2,000 points of eight inputs, a network of 1,409 weights in float64, trained; the reference is the exact
-posterior under the same prior and noise, whose standard deviations at 500 other points (near: where the data are; far:
-inputs two to three times as large) each method is compared with. Times: 50,000 points, a network of 4,801 weights in
-float32, a process for each method, whose greatest resident set is its own; seconds are of the processor, on one thread.
-laplace-torch is imported where it is used: tables and figure can be made again without it.
+Errors: 2,000 points with eight inputs, and a trained network of 1,409 weights in float64. The reference is the exact
+posterior under the same prior and noise; each method is compared with its standard deviations at 500 other points
+(near: where the data are; far: inputs two to three times as large). Times: 50,000 points, and a network of 4,801
+weights in float32; each method has its own process, whose greatest resident set is its memory; seconds are processor
+times on one thread. laplace-torch is imported only where it is used, so that tables and figure can be made again
+without it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Do products stay within their memory budget?   python -m benchmarks.memory mlp cnn resnet --json memory.json
 
 The bound is `memory_budget` + one batch's forward and backward pass + the vectors. The last two, with the interpreter
-and the data, are the baseline: the peak of a process that does nothing else. All peaks are of processes of their own,
-whose allocator gives large freed blocks back at once: what glibc keeps in its heap instead (it varies from run to run)
-is not held by the library. `--allocator default` leaves it as it is.
+and the data, are the baseline: the peak of a process that does nothing else. All peaks come from separate processes,
+whose allocator returns large freed blocks at once: the library does not hold the blocks that glibc would otherwise keep
+in its heap (their size varies from run to run). `--allocator default` keeps glibc's behaviour.
 
-This process imports no torch: a child's peak starts from the resident set of the process that started it.
+This process does not import torch: a child's peak starts from the resident set of its parent process.
 """
 
 from __future__ import annotations

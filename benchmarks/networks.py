@@ -1,4 +1,4 @@
-"""The networks of the benchmarks at their random start, with random data, all from one seed."""
+"""The networks of the benchmarks at random initial weights, with random data, all from one seed."""
 
 from __future__ import annotations
 

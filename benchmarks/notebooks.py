@@ -1,6 +1,6 @@
 """The notebooks that docs/notebooks.md lists:   python -m benchmarks.notebooks [--all]
 
-A page is the source of its notebook. Its prose becomes cells of Markdown and its sessions cells of code, one for each
+A page is the source of its notebook. Its prose becomes Markdown cells and its sessions become code cells, one for each
 output; a figure that the page saves is shown instead. A program that the page includes becomes a cell that writes it,
 and a command line of torchrun one that runs it. Cells are executed if the code has changed, or with --all.
 """

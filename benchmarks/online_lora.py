@@ -1,10 +1,9 @@
 """Does an adapter keep what it learnt in earlier episodes?            python -m benchmarks.online_lora
 
-After Duffield et al. 2024, who adapt Llama 2 to one book after another: here a two-block GPT-2, built from its
+After Duffield et al. 2024, who adapt Llama 2 to one book after another. Here a two-block GPT-2, built from its
 configuration and trained on sentences of a random language, adapts to four dialects by LoRA on the attention of its
-last block. What is known of earlier dialects is a penalty: the additive Fisher of all of them, or of the last one
-alone; or all that is known is the state of an extended Kalman filter. Table and figure go into the page (`--page`) and
-beside it.
+last block. The knowledge of earlier dialects is a penalty, the additive Fisher of all of them or of the last one alone,
+or the state of an extended Kalman filter. The table and the figure go into the page (`--page`) and next to it.
 """
 
 from __future__ import annotations

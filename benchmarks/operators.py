@@ -1,7 +1,7 @@
 """What do the curvature operators cost?   python -m benchmarks.operators diagonal kfac products --json operators.json
 
-Every figure is the median ratio of alternating runs (`timing.py`); the parts are modules of `benchmarks.parts`. A file
-given by --json is added to: parts that it holds already are replaced.
+Every figure is the median ratio of alternating runs (`timing.py`); the parts are modules of `benchmarks.parts`. Results
+are added to the file given by --json: parts that it already holds are replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process of the memory benchmark: does one thing, then prints its peak. Started by `benchmarks.memory`."""
+"""One process of the memory benchmark, started by `benchmarks.memory`: it runs one task, then prints its peak."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Estimators of other libraries for the benchmark's quantities.
 
-linear_operator and CoLA say nothing of their errors; matfree (0.6 and later) gives a standard error.
+linear_operator and CoLA do not report their errors; matfree (0.6 and later) gives a standard error.
 """
 
 from __future__ import annotations

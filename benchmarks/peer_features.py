@@ -1,6 +1,6 @@
-"""What do other packages have? Each line runs what a cell of README's feature table grants or denies them.
+"""Which features do other packages have? Each line runs the code behind a yes or no in README's feature table.
 
-`.venv-peers/bin/python -m benchmarks.peer_features`: "yes" where it runs and gives what it should, else the error.
+`.venv-peers/bin/python -m benchmarks.peer_features`: "yes" if it runs and gives the right result, else the error.
 """
 
 from __future__ import annotations

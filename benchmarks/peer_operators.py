@@ -1,4 +1,4 @@
-"""Operators of curvlinops on the data of a benchmark; it is installed in an environment of its own."""
+"""Operators of curvlinops on the data of a benchmark; curvlinops is installed in a separate environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Solvers of other libraries on the benchmark's problems, their products counted by wrapping the matrix."""
+"""Solvers of other libraries on the benchmark's problems; wrapping the matrix counts their products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cost of a GGN product, in gradients:   .venv-peers/bin/python -m benchmarks.products
 
-Every figure is the median ratio of alternating runs, with the least and the greatest. Rows that compare two routes
+Every figure is the median ratio of alternating runs, with the smallest and the largest. Rows that compare two routes
 ("against") alternate those two instead of the unit.
 """
 

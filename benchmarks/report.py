@@ -1,7 +1,7 @@
-"""The measured figures into a page:   python -m benchmarks.report operators.json --output docs/benchmarks.md
+"""Write measured figures into a page:  python -m benchmarks.report operators.json --output docs/benchmarks.md
 
-Only what the files hold is written: machine, date and versions are those of the run. The page's own words stay; a table
-goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
+Only the contents of the files are written: machine, date and versions are those of the run. The page's own text stays;
+a table goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Are public results what they were?   python -m benchmarks.same_results --save before.json; ... --compare before.json
+"""Are public results unchanged?   python -m benchmarks.same_results --save before.json; ... --compare before.json
 
-A fixed list of public calls with fixed seeds, in float64 and on one thread: values, reasons and numbers of products. To
-be run before and after a change of structure; every difference is printed, and makes the exit status 1. Values may
-differ by rounding, as sums are taken in another order: relatively by 1e-8, counts and reasons not at all.
+A fixed list of public calls with fixed seeds, in float64 and on one thread: values, reasons and numbers of products.
+Run it before and after a change of structure: it prints every difference, and any difference makes the exit status 1.
+Values may differ by 1e-8 relatively, since rounding depends on the order of sums; counts and reasons must be equal.
 """
 
 from __future__ import annotations

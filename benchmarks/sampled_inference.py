@@ -1,10 +1,11 @@
-"""Draws, prior precision and predictions of a small convolutional network by solving, beside their dense definition.
+"""Draws, prior precision and predictions of a small CNN by solves, compared with their dense definition.
 
     python -m benchmarks.sampled_inference
 
-After Antorán et al. 2023: the path of the prior precision under EM and MacKay's update, from 8 draws and exactly;
-marginal and joint (dyadic) log-likelihoods of test digits; passes over the data that block CG and stochastic gradient
-descent on both losses take to an accuracy of the predictive variances; and the gradient noise of both losses.
+After Antorán et al. 2023: the path of the prior precision under EM and MacKay's update, from 8 draws and exactly; the
+marginal and joint (dyadic) log-likelihoods of test digits; the passes over the data that block CG, and stochastic
+gradient descent on both losses, take to reach an accuracy of the predictive variances; and the gradient noise of both
+losses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What does a step of each sampler cost?   .venv-peers/bin/python -m benchmarks.samplers [--pairs 15] [--no-peers]
 
-In gradients: one of the mean log-likelihood of all 1,024 points of the MLP of `benchmarks.networks` plus the log prior,
-by `loss.backward` on the module itself. A step makes one gradient, draws 670k normal numbers and passes over vectors of
-that length; what the two last cost alone is the row "noise and passes". Each row alternates with its unit; posteriors
-(Duffield et al. 2024) runs in the same turns. Then: SGLD with KFAC's inverse as its preconditioner, its factors
-refreshed every 100 steps, and 16 chains of small networks by vmap beside a loop.
+The unit is one gradient: that of the mean log-likelihood of all 1,024 points of the MLP of `benchmarks.networks` plus
+the log prior, by `loss.backward` on the module itself. A step computes one gradient, draws 670k normal numbers and
+passes over vectors of that length; the row "noise and passes" is the cost of the last two alone. Each row alternates
+with its unit; posteriors (Duffield et al. 2024) runs in the same turns. Then: SGLD with KFAC's inverse as its
+preconditioner, whose factors are refreshed every 100 steps, and 16 chains of small networks by vmap, compared with a
+loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How do time and memory of inference from draws grow with the data?   python -m benchmarks.scale
 
-A process for each number of points, whose batches are drawn anew in every pass, so that none is in memory: products
-with the GGN, 8 draws of the posterior and the linear model's mode, nothing kept between products. The fit of time on
-points and the growth of the peak are printed beside the figures.
+Each number of points has its own process, whose batches are drawn anew in every pass, so that none is kept in memory:
+products with the GGN, 8 draws of the posterior and the linear model's mode, with nothing kept between products. The fit
+of the time to the number of points and the growth of the peak are printed next to the figures.
 """
 
 from __future__ import annotations

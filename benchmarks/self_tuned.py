@@ -2,8 +2,8 @@
 
     python -m benchmarks.self_tuned        # three minutes on one core
 
-A 64-16-10 network on 200 of scikit-learn's digits, from prior precisions over four orders of magnitude, held or tuned
-after every five epochs; accuracy and negative log-likelihood at 800 others.
+A 64-16-10 network on 200 of scikit-learn's digits, from prior precisions over four orders of magnitude, which are fixed
+or tuned after every five epochs; accuracy and negative log-likelihood at 800 other digits.
 """
 
 from __future__ import annotations

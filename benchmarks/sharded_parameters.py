@@ -1,8 +1,8 @@
-"""Peak memory and messages of products where parameters and vectors are sharded over ranks, beside one process.
+"""Peak memory and messages of products with parameters and vectors sharded over ranks, compared with one process.
 
-Run `python -m benchmarks.sharded_parameters`. Each row is a process by itself: its peak of resident
-memory over what it had after the imports. The transformer has four blocks; one process holds all its parameters and
-vectors, a rank its part of them and one layer's at a time.
+Run `python -m benchmarks.sharded_parameters`. Each row is a separate process: its peak resident memory minus the
+resident memory after the imports. The transformer has four blocks; one process holds all its parameters and vectors,
+whereas a rank holds its part of them and one layer at a time.
 """
 
 from __future__ import annotations

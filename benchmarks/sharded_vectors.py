@@ -1,9 +1,9 @@
-"""How the memory of a rank falls when vectors are sharded: a Nyström sketch and a low-rank solve.
+"""How sharded vectors reduce the memory of a rank: a Nyström sketch and a low-rank solve.
 
     .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, one and two processes
 
-It measures, for each number of processes, the largest resident set of a rank above that before the sketch, in bytes of
-D·K numbers, and the bytes that a rank gave to messages. The matrix multiplies whole vectors, and takes little memory.
+For each number of processes, it measures the largest resident set of a rank minus that before the sketch, in units of
+D·K numbers, and the bytes that a rank sends. The matrix multiplies whole vectors, and takes little memory.
 """
 
 from __future__ import annotations

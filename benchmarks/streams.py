@@ -1,14 +1,14 @@
-"""Data that do not fit into memory: throughput beside training, and the peak.   python -m benchmarks.streams
+"""Data that do not fit into memory: throughput compared with training, and the peak.  python -m benchmarks.streams
 
-Points lie in a memory-mapped file, of which the worker of a DataLoader reads a batch while the one before is computed.
+The points are in a memory-mapped file; the worker of a DataLoader reads a batch while the previous one is computed.
 
 Throughput: a training epoch (forward, backward, a step of SGD), a GGN product and KFAC's pass, each over the stream and
-over the same batches held in memory, in turn, in one process. `kept` is time in memory / time over the stream, the part
-of its speed that a computation keeps; a product should keep 0.9 of what training keeps. `overhead` is the difference of
-the two times, microseconds a point.
+over the same batches held in memory, in turn, in one process. `kept` is time in memory / time over the stream, the
+share of its speed that a computation keeps; a product should keep 0.9 of what training keeps. `overhead` is the
+difference of the two times, in microseconds per point.
 
-Memory: a process for N and one for 8 N points does all that streams (products, KFAC, diagonals, a low rank,
-predictions, evidence), and says its peak.
+Memory: one process for N and one for 8 N points runs everything that streams (products, KFAC, diagonals, a low rank,
+predictions, evidence), and prints its peak.
 """
 
 from __future__ import annotations

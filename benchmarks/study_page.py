@@ -1,10 +1,10 @@
-"""The command of a study: measure, keep the raw results beside the code, fill sections of a page, draw figures.
+"""The command of a study: measure, keep the raw results next to the code, fill sections of a page, draw figures.
 
     python -m benchmarks.cold_posterior              # measures: minutes to hours
     python -m benchmarks.cold_posterior --report     # the same tables and figures from benchmarks/measured/, in seconds
 
-A file of `measured/` holds the machine, the options and what was found, as plain JSON: whoever doubts a table can make
-it again, or another one, without running the study.
+A file of `measured/` holds the machine, the options and the results as plain JSON, so that anyone can make a table
+again, or another one, without running the study.
 """
 
 from __future__ import annotations

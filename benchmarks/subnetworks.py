@@ -1,10 +1,10 @@
-"""Which weights matter? Subnetwork inference against cheaper posteriors over all weights (Daxberger et al. 2021).
+"""Which weights matter? Subnetwork inference compared with cheaper posteriors over all weights (Daxberger et al. 2021).
 
     python -m benchmarks.subnetworks
 
 Regression in one dimension with a gap, and the gap splits of scikit-learn's diabetes data (Foong et al. 2019): for each
-feature the middle third of the points is the test part. One prior precision and one noise for all posteriors, chosen
-on a validation part.
+feature the middle third of the points is the test set. All posteriors have one prior precision and one noise, chosen on
+a validation set.
 """
 
 from __future__ import annotations

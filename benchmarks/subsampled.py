@@ -1,4 +1,4 @@
-"""How good is the posterior of m points of N, each with N/m times its weight?
+"""How good is the posterior from m of N points, each with N/m times its weight?
 
     python -m benchmarks.subsampled
 

@@ -1,4 +1,4 @@
-"""Markdown tables and the words around them: what every page of figures is made of."""
+"""Markdown tables and the text around them, for every page of figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Alternating runs of a candidate and the unit in one process, compared pair by pair.
 
-A machine's speed drifts (frequency, other jobs), so a unit timed once at the start is no measure of what runs a minute
-later. Each candidate is timed as A B A B ..., A the unit: both sides of a pair see the same machine.
+A machine's speed drifts (frequency, other jobs), so a unit timed once at the start is no measure for a run a minute
+later. Each candidate is timed as A B A B ..., with A the unit: both sides of a pair run at the same speed.
 """
 
 from __future__ import annotations

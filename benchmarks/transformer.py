@@ -1,4 +1,4 @@
-"""A transformer of 4 layers and width 128, as a classifier of sequences and as a language model."""
+"""A transformer with 4 layers of width 128, as a classifier of sequences and as a language model."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Sampling wide networks on digits with and without repriorisation: after Hron et al. 2022, at a scale that runs here.
+"""Sampling wide networks on digits with and without repriorisation, after Hron et al. 2022, at a smaller scale.
 
     python -m benchmarks.wide_networks --json wide.json     # measure the page's cells: a file that grows cell by cell
     python -m benchmarks.wide_networks --report             # its tables and figures, from benchmarks/measured/
 
-Three hidden layers of GELU, targets one-hot less .1, noise .1² (a variance of .01), weights N(0, 2/fan-in), biases N(0,
-.1²); float32. A cell is one width and one number of points, with T ("readout") and without ("none"): underdamped
-Langevin with a Metropolis correction, the step size tuned to the same acceptance for both, the share of momentum
-refreshed a step 1 − e^−2ε, both started at the same draws T(φ), φ ~ N(0, I), and left to settle down for two fifths of
-the steps that follow. Seconds are of the process, so that other jobs on the machine do not count, and the two kinds of
-step take turns where they are compared. A cell that is in the file is not measured again.
+Three hidden layers of GELU, targets one-hot minus .1, noise .1² (a variance of .01), weights N(0, 2/fan-in), biases
+N(0, .1²); float32. A cell is one width and one number of points, with T ("readout") and without ("none"). The sampler
+is underdamped Langevin with a Metropolis correction. The step size is tuned to the same acceptance for both, and the
+share of momentum refreshed per step is 1 − e^−2ε. Both start at the same draws T(φ), φ ~ N(0, I), and two fifths of the
+following steps are left out as burn-in. Seconds are those of the process, so that other jobs on the machine do not
+count, and the two kinds of step take turns when they are compared. A cell that is in the file is not measured again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Do algorithms stay within the memory budget?   python -m benchmarks.working_memory --budgets 128 256 1024
 
-A network of two million weights and few points: a vector is 8 MB, and every working vector shows. The bound of each is
-what the process had before, the budget, one batch's forward and backward pass, and what was asked for: the result. The
-peak is the process's own, set back before each algorithm (Linux); a process for each budget, whose allocator gives
-large freed blocks back at once, as in `benchmarks.memory`.
+A network with two million weights and few points: a vector is 8 MB, so that every working vector shows. The bound for
+each algorithm is the memory before it, the budget, one batch's forward and backward pass, and the result. The peak is
+that of the process, reset before each algorithm (Linux). Each budget has its own process, whose allocator returns large
+freed blocks at once, as in `benchmarks.memory`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks.operators`, one module each: what an operator costs, and beside what."""
+"""The parts of `benchmarks.operators`, one module each: the cost of an operator, compared with a stated unit."""

@@ -1,4 +1,4 @@
-"""Linearise, then some products: the cost rule's choice beside each engine forced, in times of the best of them."""
+"""Linearise, then some products: the cost rule's choice and each forced engine, relative to the best of them."""
 
 from __future__ import annotations
 

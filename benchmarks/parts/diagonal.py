@@ -1,4 +1,4 @@
-"""The exact diagonal of the GGN, in gradients, beside laplace-torch."""
+"""The exact diagonal of the GGN, in gradients, compared with laplace-torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a part of the benchmark of the operators: rows of times, and rows of peak memory."""
+"""The results of one part of the operator benchmark: rows of times, and rows of peak memory."""
 
 from __future__ import annotations
 

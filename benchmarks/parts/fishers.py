@@ -1,4 +1,4 @@
-"""Products with the Monte-Carlo and the empirical Fisher where outputs are many, beside curvlinops."""
+"""Products with the Monte Carlo and the empirical Fisher for many outputs, compared with curvlinops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tangent kernel's Gram matrix beside contracting the Jacobians of `torch.func`, and in gpytorch."""
+"""The tangent kernel's Gram matrix compared with contracting the Jacobians of `torch.func`, and in gpytorch."""
 
 from __future__ import annotations
 

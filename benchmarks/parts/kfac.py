@@ -1,4 +1,4 @@
-"""Building KFAC and EKFAC, in gradients, beside curvlinops."""
+"""Building KFAC and EKFAC, in gradients, compared with curvlinops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A last layer with a thousand classes: nothing of N × C × D or (C · features)² may be made."""
+"""A last layer with a thousand classes: no array of size N × C × D or (C · features)² may be formed."""
 
 from __future__ import annotations
 

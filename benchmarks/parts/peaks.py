@@ -1,4 +1,4 @@
-"""Peak memory of building the diagonal and KFAC, beside the memory budget."""
+"""Peak memory of building the diagonal and KFAC, compared with the memory budget."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Predictive variances: what a point costs in gradients or forward passes, and with a gradient in the inputs.
+"""Predictive variances: the cost of a point in gradients or forward passes, also with a gradient in the inputs.
 
-A product J U with U (D, 50) takes 50 D multiply-adds a point in each layer that is applied at one position, where a
-gradient takes at most 3 D: of fully connected networks alone it is 17 gradients and more, whatever is done beside it
-(20.9 of the MLP, whose first layer takes 2 D). Likewise of its last layer, beside a forward pass of 669k multiply-adds:
-KFAC rotates 513 features into their eigenbasis, 263k, and low rank 50 takes 50 × 5,130: 1.4 forward passes at least.
+A product J U with U (D, 50) takes 50 D multiply-adds per point in each layer that is applied at one position, whereas a
+gradient takes at most 3 D. For fully connected networks the product alone therefore costs at least 17 gradients,
+whatever else is done (20.9 for the MLP, whose first layer takes 2 D). The last layer is similar, with a forward pass of
+669k multiply-adds: KFAC rotates 513 features into their eigenbasis, 263k, and low rank 50 takes 50 × 5,130: at least
+1.4 forward passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products and damped solves of the structured operators, beside the bare matrix products that they consist of."""
+"""Products and damped solves of the structured operators, compared with the matrix products that they consist of."""
 
 from __future__ import annotations
 

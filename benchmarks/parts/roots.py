@@ -1,6 +1,6 @@
-"""A^-½ b of a matrix that is cheap to multiply by: the basis of Lanczos beside contour quadrature's short recurrences.
+"""A^-½ b for a matrix that is cheap to multiply by: the Lanczos basis, or contour quadrature's short recurrences.
 
-A diagonal of 20,000 entries, so that nothing but the method takes time and memory. Each run has a process of its own.
+The matrix is a diagonal of 20,000 entries, so that only the method takes time and memory. Each run has its own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGN products of transformers, exact and from one sample, beside curvlinops."""
+"""GGN products of transformers, exact and from one sample, compared with curvlinops."""
 
 from __future__ import annotations
 

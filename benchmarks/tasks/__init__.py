@@ -1,1 +1,1 @@
-"""Whole tasks as users run them, each beside the best package that can do it, to the same quality."""
+"""Whole tasks as users run them, each compared with the best package that can do it, to the same quality."""

@@ -1,11 +1,11 @@
-"""Whole tasks beside other packages.
+"""Whole tasks, compared with other packages.
 
     .venv-peers/bin/python -m benchmarks.tasks [toy kfac ...] [--json benchmarks/measured/tasks.json]
 
-Each program runs from a trained network to the answer, with all that it builds. Both run in turn in one process, after
-a run of ours and one of theirs where a task lasts for less than half a minute; the ratio is taken pair by pair. Peak
-memory is that of a process of its own, above what it holds before the program starts. Lines are the statements of the
-program that a user writes. An answer that is not as good as the other's ends the benchmark.
+Each program runs from a trained network to the answer, and builds everything that it needs. Both run in turn in one
+process, after a first run of each if the task lasts less than half a minute; the ratio is taken pair by pair. Peak
+memory is that of a separate process, above its memory before the program starts. Lines are the statements of the
+program that a user writes. An answer that is worse than the other's ends the benchmark.
 """
 
 from __future__ import annotations

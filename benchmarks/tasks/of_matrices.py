@@ -1,4 +1,4 @@
-"""Tasks of linear algebra with the GGN, beside curvlinops with SciPy and linear_operator."""
+"""Linear algebra tasks with the GGN, compared with curvlinops with SciPy and linear_operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of Laplace posteriors, beside laplace-torch: tuned, and asked for predictions."""
+"""Laplace posterior tasks, tuning and predictions, compared with laplace-torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of sampling and filtering, beside posteriors."""
+"""Sampling and filtering tasks, compared with the package posteriors."""
 
 from __future__ import annotations
 

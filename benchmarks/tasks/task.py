@@ -1,4 +1,4 @@
-"""A task, what another package does for it, and how both answers are held to one quality."""
+"""A task, another package's program for it, and the check that both answers have the same quality."""
 
 from __future__ import annotations
 

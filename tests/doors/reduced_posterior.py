@@ -89,7 +89,7 @@ DOORS = [
             "a density without the rest": (
                 lambda: without_rest().log_prob(lin().theta),
                 ValueError,
-                "rank 5 in 31 weights: this Gaussian has no density",
+                "rank 5 in 31 weights, so this Gaussian has no density",
             ),
             "a penalty without the rest": (lambda: without_rest().penalty(lin().theta + 1), RuntimeError, "singular"),
             "the error under another prior": (
