@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LONGEST = 200
-"""How many characters of a wrong value a message shows."""
+"""The number of characters of a wrong value that a message shows at most."""
 IN_WORDS = {
     "(0, inf)": "be positive and finite",
     "(0, inf]": "be positive",
@@ -21,7 +21,7 @@ IN_WORDS = {
 
 
 def shown(given: object) -> str:
-    """Return a value as an error message shows it: an array of numbers by its shape, what is long by its type."""
+    """Return a value as an error message shows it: an array of numbers by its shape, a long value by its type."""
     if isinstance(given, torch.Tensor | np.ndarray) and given.ndim:
         return f"{type(given).__name__} of shape {tuple(given.shape)}"
     text = repr(given)
@@ -29,7 +29,7 @@ def shown(given: object) -> str:
 
 
 def check_tensor(name: str, given: object) -> None:
-    """Raise TypeError for numbers that are not in a tensor, such as those in a list or an array."""
+    """Raise TypeError if numbers are given, but not as a tensor, such as a list or an array."""
     if isinstance(given, np.ndarray | list | tuple | numbers.Number):
         raise TypeError(f"{name} must be a tensor, got {shown(given)}; pass torch.as_tensor({name}).")
 

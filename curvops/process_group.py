@@ -124,7 +124,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """The number of collective calls made so far, and the bytes of their tensors."""
-        self._earlier = 0  # how many before those that this rank waits for
+        self._earlier = 0  # the number of messages before those that this rank waits for
         self._beaten, self._longest, self._meetings = 0.0, 0.0, 0
         self._worked: float | None = None
         self._lost: str | None = None  # why no later call can succeed
@@ -445,7 +445,7 @@ class Ranks:
     def _add_up_with_hash(self, tensor: Tensor, check: Tensor, told: Tensor | None) -> None:
         """Replace a tensor by its sum over ranks, and `check` by that of the hashes, if there is something to check.
 
-        The hash is computed while the first message is under way, and both are waited for together: on a busy processor
+        The hash is computed while the first message is under way. The rank waits for both together: on a busy processor
         each wait may cost a time slice.
         """
         if told is None:

@@ -1,4 +1,4 @@
-"""What objects print: each field in a few words, whatever its size, and tables as text and as HTML."""
+"""The printed forms of objects: each field in a few words, whatever its size, and tables as text and HTML."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 PRINTED = 8
-"""Longer vectors and sequences are described by their size."""
+"""The length of vectors and sequences up to which their entries are printed; longer ones show their size."""
 MOST_ROWS = 20
-"""A table of more columns of a result shows this many."""
+"""The largest number of rows of a table, one for each column of a result."""
 
 
 class Summarised:
@@ -28,7 +28,7 @@ class Summarised:
 
 
 def summary(value: Any) -> str:
-    """Describe a value in a few words, without an address in memory."""
+    """Describe a value in a few words, without a memory address."""
     if isinstance(value, Tensor):
         numbers = value.detach()
         if numbers.ndim == 0:
@@ -53,7 +53,7 @@ def summary(value: Any) -> str:
 
 
 def size_of(value: Tensor) -> str:
-    """Describe a tensor by its dtype and shape, which waits for no device."""
+    """Describe a tensor by its dtype and shape, without waiting for its device."""
     return f"{name_of(value.dtype)} {tuple(value.shape)}"
 
 
@@ -63,7 +63,7 @@ def name_of(dtype: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a number with at most six digits, any other value as it prints."""
+    """Return a float with at most six digits, and any other value as it prints."""
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
@@ -77,13 +77,13 @@ def _several(parts: list[str], count: int, brackets: str) -> str:
 
 
 def _prints_itself(value: Any) -> bool:
-    """Return whether a class says how it prints, on one line; a module's layers take many."""
+    """Return whether a class defines how it prints, on one line; a module takes a line for each layer."""
     return any("__repr__" in vars(kind) for kind in type(value).__mro__[:-1]) and not hasattr(value, "named_modules")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a head, with remarks below: text in columns, or HTML."""
+    """Rows of cells under a head, with remarks below; it prints as text in columns or as HTML."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -96,7 +96,7 @@ class Table:
         return "\n".join([*text, *self.remarks])
 
     def html(self) -> str:
-        """Return the table in HTML, with every cell escaped."""
+        """Return the table as HTML, with every cell escaped."""
         body = "".join(_html_row(row, "td") for row in self.rows)
         below = "".join(f"<p>{escape(remark)}</p>" for remark in self.remarks)
         return f"<table><thead>{_html_row(self.head, 'th')}</thead><tbody>{body}</tbody></table>{below}"
@@ -107,7 +107,7 @@ def _html_row(cells: Sequence[str], tag: str) -> str:
 
 
 class Tabular:
-    """An object that a notebook shows as tables; `__repr__ = Tabular.as_text` prints them, too."""
+    """An object that a notebook shows as tables; `__repr__ = Tabular.as_text` also prints them as text."""
 
     def _tables(self) -> Sequence[Table]:
         raise NotImplementedError
@@ -121,7 +121,7 @@ class Tabular:
 
 
 def by_columns_of(columns: Mapping[str, Sequence[str]], remarks: Sequence[str] = ()) -> Table:
-    """Return the table of a result's columns, the first `MOST_ROWS` of them, numbered."""
+    """Return a table of a result's columns, numbered, at most `MOST_ROWS` of them."""
     count = max(map(len, columns.values()), default=0)
     rows = [(str(i), *(cells[i] for cells in columns.values())) for i in range(min(count, MOST_ROWS))]
     more = [f"… {count} in all."] if count > MOST_ROWS else []

@@ -96,8 +96,8 @@ def train(
             checked_whole(name, number)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "optimizer must make one from parameters, such as torch.optim.Adam or functools.partial(torch.optim.Adam, "
-            f"lr=1e-3), got an instance of {type(optimizer).__name__}."
+            "optimizer must be a function that makes one from parameters, such as torch.optim.Adam or "
+            f"functools.partial(torch.optim.Adam, lr=1e-3), got an instance of {type(optimizer).__name__}."
         )
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
@@ -148,7 +148,7 @@ def _loss_with_gradient(
 ) -> float:
     """Return minus the log posterior of a batch, divided by N, and leave its gradient in the parameters.
 
-    An optimiser with a line search asks for it several times a step.
+    An optimiser with a line search calls it several times per step.
     """
     layout, shard, at = lin.model.layout, lin.passes.shard, (lin.theta.device, lin.theta.dtype)
     assert layout is not None

@@ -82,8 +82,9 @@ def validate(
     data = post.lin.data
     if isinstance(data, Batches) and post.lin.ranks is None and data.are((x, y)):
         raise ValueError(
-            "these are the training data, whose likelihood does not show how well a prior predicts others. Pass data "
-            "that were left out of training, or choose by the evidence, co.evidence.maximize(post), which needs none."
+            "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
+            "data that were left out of training, or choose by the evidence, co.evidence.maximize(post), "
+            "which needs none."
         )
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)

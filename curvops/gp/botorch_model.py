@@ -162,7 +162,7 @@ class LaplaceModel(Model, FantasizeMixin):
             The conditioned model.
 
         Raises:
-            TypeError, ValueError: targets or a noise that do not fit.
+            TypeError, ValueError: the targets or the noise do not fit.
         """
         as_points(self.post.lin, X)
         if Y.ndim < 2 or X.shape[-2] != Y.shape[-2] or Y.shape[-1] != self.num_outputs:

@@ -60,7 +60,7 @@ def inverse_sqrt(
         progress: as in `cg`.
 
     Returns:
-        A FunctionProduct as of `apply_function`, with a reason for each column. SINGULAR says that an eigenvalue is
+        A FunctionProduct as from `apply_function`, with a reason for each column. SINGULAR means that an eigenvalue is
         zero to working precision, and that b has a component along its eigenvector.
 
     Raises:
@@ -110,7 +110,7 @@ def sqrt(
         progress: as in `cg`.
 
     Returns:
-        A FunctionProduct as of `apply_function`, with a reason for each column.
+        A FunctionProduct as from `apply_function`, with a reason for each column.
 
     Raises:
         NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).

@@ -74,7 +74,7 @@ from curvops.summary import name_of, summary
 # To read single entries or the diagonal, unit vectors are multiplied in blocks of this many columns.
 COLUMN_BLOCK = 64
 PARTS = 4
-"""A longer sum prints this many of its terms."""
+"""The number of terms that a longer sum prints."""
 
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Operator(LinearOperator):
     _damped_form: ClassVar[type[ClosedForm] | None] = None
     """The closed form of A + diag(d) for operators of this class, if it has one."""
     _in_formula: ClassVar[str] = ""
-    """How a formula of parts, `_made_of`, stands in another one; empty for an operator that prints as its class."""
+    """The format of `_made_of` inside another formula; empty for an operator that prints with its class."""
 
     @property
     def symmetric(self) -> bool:
@@ -276,7 +276,7 @@ class Operator(LinearOperator):
         """Return the operator on vectors in these layouts; a class that shows its parts applies them to each part."""
         return on_shards.OnShards(self, rows, columns)
 
-    # The printed form: no product, and no number that lies on an accelerator
+    # The printed form takes no product, and reads no number from an accelerator
 
     def __repr__(self) -> str:
         size = " × ".join(map(str, self.shape))
@@ -284,7 +284,7 @@ class Operator(LinearOperator):
         return f"{type(self).__name__}({', '.join(filter(None, facts))})"
 
     def _made_of(self) -> str:
-        """Return in a few words, or as a formula of its parts, what the matrix is made of."""
+        """Return what the matrix is made of, in a few words or as a formula of its parts."""
         return ""
 
     def _as_part(self) -> str:
@@ -824,18 +824,18 @@ class Operator(LinearOperator):
 
 
 def as_part(value: Any) -> str:
-    """Return an operator, ours or another, as a part of a formula."""
+    """Return an operator, of curvops or another library, as a part of a formula."""
     return value._as_part() if isinstance(value, Operator) else type(value).__name__
 
 
 def joined(parts: Sequence[Any], sign: str) -> str:
-    """Return parts of a formula with a sign between them, the first `PARTS` of many."""
+    """Return parts of a formula with a sign between them; of many parts only the first `PARTS`."""
     more = [f"… ({len(parts)} in all)"] if len(parts) > PARTS else []
     return f" {sign} ".join([*map(as_part, parts[:PARTS]), *more])
 
 
 def number_of(value: Tensor, name: str) -> str:
-    """Return a number as it prints; its name for many numbers, and for one that lies on an accelerator."""
+    """Return a number as it prints; return its name for several numbers, or for a number on an accelerator."""
     return summary(value) if value.ndim == 0 and value.device.type == "cpu" else name
 
 

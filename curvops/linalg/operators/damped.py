@@ -341,7 +341,7 @@ class Inverse(UnaryOperator):
 
     Args:
         base: A, symmetric.
-        rtol: the relative residual of each solve; None is that of `solve`.
+        rtol: the relative residual of each solve; None means that of `solve`.
     """
 
     _in_formula: ClassVar[str] = "{}"

@@ -98,8 +98,8 @@ class Dense(Operator):
 
     Args:
         tensor: the matrix, (..., m, n).
-        psd: the promise that the matrix is symmetric positive semi-definite.
-        space: the space of its rows and columns; None is that of plain vectors.
+        psd: a promise that the matrix is symmetric positive semi-definite.
+        space: the space of its rows and columns; None means plain vectors.
         rest: the part of the matrix that rounding to its dtype removed, of the same shape: products ignore it,
             factorisations add it in float64.
         sources: the record of the data behind the matrix.

@@ -47,7 +47,7 @@ class Diagonal(Operator):
 
     Args:
         entries: d, a vector (n,).
-        space: the space of its rows and columns; None is that of plain vectors.
+        space: the space of its rows and columns; None means plain vectors.
         sources: the record of the data behind the matrix.
 
     Raises:

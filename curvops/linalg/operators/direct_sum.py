@@ -136,7 +136,7 @@ class DirectSum(Operator):
         *blocks: the blocks, square operators (p_i, p_i).
         positions: for each block its positions, LongTensors (p_i,) or ranges, or a Partition.
         cache: results shared with another operator of the same matrix.
-        space: the space of its rows and columns; None is that of plain vectors.
+        space: the space of its rows and columns; None means plain vectors.
         sources: the record of the data behind the matrix.
     """
 

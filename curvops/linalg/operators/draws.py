@@ -36,14 +36,14 @@ def draw(
     Args:
         operator: A (n, n), positive semi-definite.
         k: the number of draws.
-        generator: source of the noise.
+        generator: the source of the noise.
         memories: memory budgets for the working vectors; None means those of A's networks.
 
     Returns:
         The draws as columns, (n, k).
 
     Raises:
-        ValueError: A is large, has no root of its own, and is not tagged as positive semidefinite.
+        ValueError: A is large, does not provide a root, and is not tagged as positive semidefinite.
     """
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories

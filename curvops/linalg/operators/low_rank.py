@@ -318,7 +318,7 @@ class LowRank(Operator):
         vectors: U, (n, r), with orthonormal columns.
         values: s, (r,), not negative.
         error: the estimated relative error of the approximation.
-        space: the space of its rows and columns; None is that of plain vectors.
+        space: the space of its rows and columns; None means plain vectors.
         sources: the record of the data behind the matrix.
 
     Raises:

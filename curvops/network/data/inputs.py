@@ -154,7 +154,7 @@ def within(x: Tensor, low: float, strict: bool = False) -> bool:
 
 
 def _conversion(x: object) -> str:
-    """Say how to make inputs of what was given instead."""
+    """Return the advice on how to make inputs from the given object."""
     if hasattr(x, "to_numpy"):
         return "Pass x.to_numpy()."
     if isinstance(x, Dataset | DataLoader):

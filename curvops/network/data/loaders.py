@@ -92,7 +92,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not shuffles and not _leaves_points_out(loader):
         return loader
     plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
-    if not shuffles and (not plain or loader.batch_size is None):  # None: batches by a sampler of one's own
+    if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
         raise ValueError(
             f"this {type(loader).__name__} has drop_last=True, which leaves out the points of a last batch that is not "
             "full, but sums over the data need each point: pass drop_last=False."
@@ -120,7 +120,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _leaves_points_out(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader drops a last batch that is not full, or may do so: not all lengths are known."""
+    """Return whether a loader drops a last batch that is not full, or may do so if its length is unknown."""
     batches: Any = loader if loader.batch_sampler is None else loader.batch_sampler
     if not getattr(batches, "drop_last", False):
         return False

@@ -60,7 +60,7 @@ FUNCTIONS: dict[Callable[..., Tensor], type[nn.Module]] = {
     F.smooth_l1_loss: nn.SmoothL1Loss,
     F.l1_loss: nn.L1Loss,
 }
-"""Functions that average over the points, and the modules with the same options, whose reduction is not used."""
+"""Functions that average over the points, with the modules that have the same options; their reduction is not used."""
 
 
 NAMES = {
@@ -72,7 +72,7 @@ NAMES = {
     "binary": "co.likelihoods.Bernoulli()",
     "poisson": "co.likelihoods.Poisson()",
 }
-"""Words that a user may write, and what is likely to be meant."""
+"""Words that a user may write, and what they probably mean."""
 
 
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:

@@ -38,7 +38,7 @@ class FromDistribution(ByAutograd):
         function: a function from outputs (n, ...) to a distribution of the targets.
 
     Raises:
-        TypeError, ValueError: in its methods, for any other distribution.
+        TypeError, ValueError: its methods raise them for any other distribution.
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:

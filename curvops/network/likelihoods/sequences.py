@@ -23,7 +23,7 @@ class Sequences(Likelihood):
     one per sequence. `co.linearize` wraps any likelihood in this one if the model returns (N, T, C).
 
     Args:
-        likelihood: that of one target.
+        likelihood: the likelihood of one target.
         positions: T, the number of targets per point.
         num_outputs: C, the number of outputs per target.
 

@@ -152,7 +152,7 @@ def _from_globs(parameters: Mapping[str, Tensor], globs: list[str]) -> list[str]
 
 
 def _instead_of(spec: Any, parameters: Mapping[str, Tensor]) -> str:
-    """Say how to write a selection that was given as positions in a list, or as modules or tensors."""
+    """Return the advice on a selection that was given as a list of positions, or as modules or tensors."""
     if isinstance(spec, np.ndarray) or (isinstance(spec, Sequence) and all(isinstance(i, int) for i in spec)):
         return "Pass positions as torch.as_tensor(positions)."
     return f"Modules and tensors are selected by their names: {_some(parameters)}."

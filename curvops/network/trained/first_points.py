@@ -28,11 +28,11 @@ class NoCurvature(UserWarning):
 
 
 class NotLogits(UserWarning):
-    """A warning that a classifier returns probabilities or their logarithms where its likelihood takes logits."""
+    """A warning that a classifier returns probabilities or their logarithms, whereas its likelihood takes logits."""
 
 
 ROUNDING = 64.0
-"""Sums of probabilities within this many eps of 1 are 1."""
+"""Sums of probabilities within this many eps of 1 count as 1."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
@@ -165,7 +165,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 def _warn_of_no_logits(likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> None:
     """Warn if the outputs of a classifier, computed in `dtype`, are a softmax or its logarithm at all first positions.
 
-    Equal rows do not show it: a new head with the logarithms of class frequencies as its bias has them.
+    Equal rows prove nothing: a new head whose bias is the logarithms of the class frequencies has them.
     """
     if not isinstance(likelihood.of_position, Categorical):
         return

@@ -141,9 +141,9 @@ class TangentKernel(UserOperator, Operator):
             The matrix, as BlockRows.
 
         Raises:
-            TypeError: not a mesh.
-            ValueError: a mesh of several dimensions or of other ranks than those of the data, a kernel of two sets of
-                inputs, or a gradient in the inputs or in A.
+            TypeError: `mesh` is not a mesh.
+            ValueError: the mesh has several dimensions or other ranks than the data, the kernel has two sets of
+                inputs, or a gradient in the inputs or in A is required.
         """
         layout = RowLayout.on(mesh, self.shape[-2])
         if not self.psd:
@@ -196,7 +196,7 @@ class TangentKernel(UserOperator, Operator):
             The blocks, (b, points·C, points·C).
 
         Raises:
-            ValueError: the kernel is of two sets of inputs, or `points` does not divide their number.
+            ValueError: the kernel has two sets of inputs, or `points` does not divide their number.
         """
         left = self._args[0]
         outputs = points * left.passes.engines.plan.num_outputs

@@ -183,7 +183,7 @@ class EKFAC(KroneckerCurvature):
     if the second walk is affordable: solves and samples cost the same.
 
     Raises:
-        ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.
+        ValueError: `fisher`, `sharing` or `bias` is unknown, or the selection splits a layer.
 
     Cost to build: that of KFAC, its eigendecompositions, and a second walk with a matrix product for each column (for a
     layer that is applied at one position: one for all columns). A product is four matrix products per layer. Memory:

@@ -60,15 +60,15 @@ class Linearization(TrainedNetwork):
 
         Args:
             x: the inputs; None means the training inputs.
-            differentiable: give products gradients in the inputs.
+            differentiable: whether products have gradients in the inputs.
 
         Returns:
             The operator, (n·C, D).
 
         Raises:
-            ValueError: as in `linearize` for inputs that are not finite or of another form; inputs that require a
-                gradient without `differentiable=True`, or in which J has no gradient (a custom `autograd.Function`, an
-                operation without a second derivative).
+            ValueError: as in `linearize` if inputs are not finite or have another form; if inputs require a
+                gradient without `differentiable=True`, or if J has no gradient in the inputs (a
+                custom `autograd.Function`, an operation without a second derivative).
         """
         check_flag("differentiable", differentiable)
         if x is None:
@@ -92,7 +92,7 @@ class Linearization(TrainedNetwork):
         With `per_token` there is a row for each token of a sequence, (N·T, D).
 
         Args:
-            per_token: one row for each token of a sequence.
+            per_token: whether each token of a sequence has its own row.
 
         Returns:
             The operator, (N, D) or (N·T, D).
@@ -198,7 +198,7 @@ def linearize(
             "likelihood)."
         )
     if memory_budget is not None:
-        memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is a number of bytes, too
+        memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
     if holds_shards(model):
         for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
             if given:

@@ -63,7 +63,7 @@ class ShardedLinearization(ShardedNetwork):
             The DTensor, sharded by rows.
 
         Raises:
-            TypeError, ValueError: other names, shapes, dtypes or placements.
+            TypeError, ValueError: names, shapes, dtypes or placements are not those of the parameters.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"flatten takes a mapping of tensors by name, got {type(tensors).__name__}.")

@@ -78,7 +78,7 @@ class UserOperator(LinearOperator):
         return type(self)(lin, **self.asked, **takes)
 
     def _made_of(self) -> str:
-        """Return what an operator made of tensors does not show, too: its data, and the options of the user's call."""
+        """Also return what the tensors of an operator do not show: its data, and the options of the user's call."""
         words = [super()._made_of()]
         if (sources := self._kwargs.get("sources")) is not None:
             options = (self.asked or {}).items()

@@ -233,7 +233,7 @@ class GaussianPosterior(GaussianWeights):
             The posterior.
 
         Raises:
-            TypeError, ValueError: an operator of another size, dtype or parameters, or neither is given.
+            TypeError, ValueError: an operator has another size, dtype or parameters, or neither is given.
         """
         check_linearization(lin)
         for name, operator in (("covariance", covariance), ("precision", precision)):
@@ -250,13 +250,13 @@ class GaussianPosterior(GaussianWeights):
 
         Args:
             k: the number of draws, at least 1.
-            generator: source of the draws.
+            generator: the source of the draws.
 
         Returns:
             The deviations, (k, D).
 
         Raises:
-            TypeError, ValueError: k is not a whole number of draws, or generator is not one.
+            TypeError, ValueError: k is not a whole number of draws, or generator is not a torch.Generator.
         """
         return self._deviations(k, generator, 1e-3)
 

@@ -17,7 +17,7 @@ class Constant:
     """A schedule with the same value at every step.
 
     Args:
-        value: the value.
+        value: the value at every step.
     """
 
     value: float
@@ -36,7 +36,7 @@ class RobbinsMonro:
         gamma: γ, the exponent.
 
     Raises:
-        TypeError, ValueError: a number of another kind or out of range.
+        TypeError, ValueError: a number is of another kind or out of range.
     """
 
     a: float

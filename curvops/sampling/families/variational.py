@@ -122,7 +122,7 @@ class Variational(Optimizer):
             state: the result of `update` of this method.
 
         Returns:
-            The ending, whose value is the remedy.
+            The ending, whose value says what to do.
         """
         self._check_state(state)
         steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights

@@ -111,13 +111,13 @@ class Reprior:
             method: "slq" or "taylor".
             rtol: the accuracy to reach: relative for "slq", in nats for "taylor".
             max_matvecs: a limit on products; None is none.
-            generator: source of the probes.
+            generator: the source of the probes.
 
         Returns:
             An Estimate in nats.
 
         Raises:
-            ValueError: another form, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
+            ValueError: the form is another one, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
             NotConverged: a solve failed.
         """
         check_choice("method", method, ("slq", "taylor"))
@@ -156,7 +156,7 @@ class Reprior:
 
         Args:
             k: the number of draws.
-            generator: source of the draws.
+            generator: the source of the draws.
 
         Returns:
             T(φ) by parameter name, {name: (k, *shape)}.
@@ -177,7 +177,7 @@ class Reprior:
 
         Args:
             samples: the number of draws.
-            generator: source of the draws.
+            generator: the source of the draws.
 
         Returns:
             An Estimate in nats.
@@ -201,7 +201,7 @@ class Reprior:
                 draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewEffectiveDraws`). At λ = σ²
                 the readout's part is 0 up to rounding.
             samples: the number of draws of N(0, I), if `draws` is None.
-            generator: source of these draws.
+            generator: the source of these draws.
 
         Returns:
             The GradientGap, two Estimates.

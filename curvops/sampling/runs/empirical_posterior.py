@@ -51,14 +51,14 @@ class EmpiricalPosterior(Predictive):
 
         Args:
             k: the number of draws, at least 1.
-            generator: source of the choice.
+            generator: the source of the choice.
             rtol: has no effect, since no solve is needed.
 
         Returns:
             The draws, (k, D).
 
         Raises:
-            TypeError, ValueError: k is not a whole number of draws, or generator is not one.
+            TypeError, ValueError: k is not a whole number of draws, or generator is not a torch.Generator.
         """
         check_accuracy(rtol, generator)
         device = None if generator is None else generator.device
