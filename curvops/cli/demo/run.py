@@ -90,8 +90,8 @@ def run(
     Returns:
         Whether all proofs among the checks passed.
     """
-    output.mkdir(parents=True, exist_ok=True)
     data, stages = digits.load_digits(settings.train), Stages()
+    output.mkdir(parents=True, exist_ok=True)
     test = data.test.first(settings.test)
     outcomes = []
     for s in tqdm(range(seed, seed + seeds), desc="networks", disable=None):
