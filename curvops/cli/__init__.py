@@ -17,12 +17,13 @@ import typer
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     """Print the versions that a bug report needs, and exit."""
     if wanted:
         python = ".".join(map(str, sys.version_info[:3]))
         typer.echo(f"curvops {version('curvops')} (torch {version('torch')}, Python {python})")
         raise typer.Exit
+    return wanted
 
 
 @contextmanager
