@@ -161,7 +161,7 @@ class Checkpoint:
             self._name = ""
 
     def attach(self, name: str, state: Callable[[], Any]) -> Any:
-        """Save this value beside the state from now on; return the value from an earlier run, or None."""
+        """Save this value with the state from now on; return the value from an earlier run, or None."""
         if self.folder is None:
             return None
         self._attached[name] = state

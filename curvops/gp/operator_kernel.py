@@ -79,7 +79,7 @@ class ComposedKernel(OperatorKernel):
         base_kernel: the kernel.
 
     Raises:
-        TypeError: anything but a gpytorch kernel.
+        TypeError: the argument is not a gpytorch kernel.
     """
 
     def __init__(self, base_kernel: Kernel) -> None:

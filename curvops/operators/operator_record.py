@@ -101,7 +101,7 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
         return operator.detached_from_weights() if record["detached"] else operator
     kwargs = {key: value_of_record(value, lin) for key, value in record["kwargs"].items()}
     if name not in TENSOR_OPERATORS:
-        raise ValueError(f"it holds an operator {name}, which this version does not know; upgrade curvops.")
+        raise ValueError(f"it holds an operator {name}, which this version does not have; upgrade curvops.")
     kind = TENSOR_OPERATORS[name]
     if issubclass(kind, LayerBlocks):
         kwargs["progress"] = lin.passes.progress

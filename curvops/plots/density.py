@@ -16,7 +16,7 @@ from curvops.plots import style
 FLOOR = 1e-2
 """How far below the height of a single eigenvalue the y axis ends."""
 DENSITIES = 4
-"""How many densities of a training run are drawn: the first, the last, and some between them."""
+"""The number of densities of a training run that are drawn: the first, the last, and some between them."""
 
 
 def spectral_density(
@@ -118,8 +118,8 @@ def training_spectra(
 
     Args:
         checkpoints: Maps a step of training to the results of `spectral_density` on the linear scale, of `eigsh`, and
-            of `trace`, whose 95 % interval is drawn. Of more than four densities the first, the last and two between
-            them are shown.
+            of `trace`, whose 95 % interval is drawn. If there are more than four densities, the first, the last and
+            two between them are shown.
         bound: A level to compare the eigenvalues with, such as 2/η for gradient descent with learning rate η.
 
     Returns:
@@ -139,7 +139,7 @@ def training_spectra(
     counts = {len(found.values) for found in pairs}
     if len(counts) != 1:
         raise ValueError(
-            "training_spectra needs at least one checkpoint, and equally many eigenvalues at each; got "
+            "training_spectra needs at least one checkpoint, with equally many eigenvalues at each; got "
             f"{len(steps)} checkpoints with {sorted(counts)} eigenvalues."
         )
     if any(density.scale != "linear" for density in densities):

@@ -29,13 +29,13 @@ def reliability(
             the mean confidence and the fraction of correct predictions in each of equally wide bins of (0, 1], and the
             fraction of all points in it. NaN marks a bin without points.
         title: The figure's title.
-        ece: Maps the same names to expected calibration errors in [0, 1], shown beside them.
+        ece: Maps the same names to expected calibration errors in [0, 1], shown next to them.
 
     Returns:
         A figure with a panel for each name.
 
     Raises:
-        TypeError: The curves are no mapping.
+        TypeError: The curves are not a mapping.
     """
     if not isinstance(curves, Mapping):
         raise TypeError(

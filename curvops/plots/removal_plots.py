@@ -1,4 +1,4 @@
-"""Figures of what happens if something is left out: a training point, or weights."""
+"""Figures of the effect of leaving out a training point, or of removing weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from curvops.plots import style
 
 
 def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.ndarray, " N"]]) -> Figure:
-    """Draw predicted changes against those after training without each point, and the line of equality.
+    """Draw predicted changes against the true changes after training without each point, with the line of equality.
 
     The legend gives Pearson's correlation of each prediction with the truth.
 
@@ -24,7 +24,7 @@ def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.nda
         A figure with one panel.
 
     Raises:
-        ValueError: There are no methods, or one predicts another number of changes than there are.
+        ValueError: There are no methods, or the number of predicted changes differs from that of true changes.
     """
     _check("influence", truth, predicted)
     figure, axes = style.panel(6.4, 5.4)
@@ -52,7 +52,7 @@ def pruning(
         A figure with one panel.
 
     Raises:
-        ValueError: There are no rules, or one has another number of errors than there are shares.
+        ValueError: There are no rules, or the number of a rule's errors differs from that of the shares.
     """
     _check("pruning", sparsity, errors)
     figure, axes = style.panel(7.6, 4.6)
@@ -67,7 +67,7 @@ def pruning(
 
 
 def _check(what: str, common: np.ndarray, named: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless there are curves, each as long as the vector that they share."""
+    """Raise ValueError unless there are curves, each as long as the common vector."""
     shapes = {name: np.shape(values) for name, values in named.items()}
     if np.ndim(common) != 1 or not shapes or set(shapes.values()) != {np.shape(common)}:
         raise ValueError(

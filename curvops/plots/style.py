@@ -87,7 +87,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         path: The file; its suffix determines the format (.png, .pdf, .svg), and its folder must exist.
 
     Raises:
-        TypeError: The first argument is no figure.
+        TypeError: The first argument is not a figure.
     """
     if not isinstance(figure, Figure):
         raise TypeError(f"plots.save takes a figure, then a path; got {type(figure).__name__} first.")

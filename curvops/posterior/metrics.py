@@ -46,7 +46,7 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
         The fraction, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
     """
     _check(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
@@ -69,7 +69,7 @@ def nll(
         The mean, a number, or the values, (N,).
 
     Raises:
-        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
     """
     _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
@@ -88,7 +88,7 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
         The score, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
     """
     _check(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
@@ -123,7 +123,7 @@ def reliability_bins(
         The ReliabilityBins, each with (bins,) values.
 
     Raises:
-        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
     """
     _check(probabilities, labels)
     checked_whole("bins", bins)
@@ -153,7 +153,7 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
         The error, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are no probabilities and labels of these shapes, or there are no points.
+        TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
     """
@@ -207,7 +207,7 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
         The entropies, (N,).
 
     Raises:
-        TypeError, ValueError: the argument is no probabilities.
+        TypeError, ValueError: the argument does not hold probabilities.
     """
     _check_probabilities(probabilities)
     pointwise: Tensor = torch.special.entr(probabilities)
@@ -228,7 +228,7 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
         The information, (N,).
 
     Raises:
-        TypeError, ValueError: the argument is no probabilities of at least two draws.
+        TypeError, ValueError: the argument does not hold probabilities of at least two draws.
     """
     if samples.ndim != 3 or samples.shape[0] < 2:
         raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
@@ -266,7 +266,7 @@ def temperature(
         The temperature, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are no finite logits and labels of these shapes, there are no points, or
+        TypeError, ValueError: the arguments are not finite logits and labels of these shapes, there are no points, or
             the bounds are not 0 < least < greatest.
     """
     _check_shapes(logits, labels)

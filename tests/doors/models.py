@@ -375,12 +375,16 @@ DOORS = [
                 "bfloat16 or torch.float32, got torch.float16 .float16 overflows beyond 65504",
             ),
             "whole numbers": (lambda: lower(torch.int8), ValueError, "bfloat16 or torch.float32, got torch.int8"),
-            "the weights' own": (lambda: lower(torch.float32), ValueError, "no lower precision than .* leave it out"),
+            "the weights' own": (
+                lambda: lower(torch.float32),
+                ValueError,
+                "is not of lower precision than .* leave it out",
+            ),
             "above the weights'": (lambda: lower(torch.float64), ValueError, "got torch.float64"),
             "of half weights": (
                 lambda: lower(torch.bfloat16, net().bfloat16()),
                 ValueError,
-                "no lower precision than the weights' torch.bfloat16",
+                "is not of lower precision than the weights' torch.bfloat16",
             ),
             "streamed": (
                 lambda: lower(torch.bfloat16, engine="streamed"),

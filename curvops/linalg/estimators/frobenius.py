@@ -75,7 +75,8 @@ def frobenius_norm(
         An Estimate of ‖A‖_F.
 
     Raises:
-        ValueError: an unknown method, xtrace with a rectangular A, a product that is not finite, or a budget too small.
+        ValueError: the method is unknown, xtrace gets a rectangular A, a product is not finite, or the budget is
+            too small.
     """
     facts = describe(A)
     square = facts.rows == facts.columns

@@ -75,7 +75,7 @@ def lsmr(
     """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; among all minimisers, return the one nearest to x0.
 
     Args:
-        A: (m, n), of any shape and rank; its transposed product is needed, too.
+        A: (m, n), of any shape and rank; its transposed product is also needed.
         B: (m,) or (m, K). The columns share only the block products.
         damp: the square root of a ridge, not negative.
         consistent: require a solution of Ax = b: a minimum with a residual above rtol counts as SINGULAR (as

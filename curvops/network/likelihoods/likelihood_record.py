@@ -41,7 +41,7 @@ def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
 def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Likelihood:
     """Build the likelihood of a record. Raises ValueError for a class of a later version."""
     if record["class"] not in STORED:
-        raise ValueError(f"it holds a likelihood {record['class']}, which this version does not know; upgrade curvops.")
+        raise ValueError(f"it holds a likelihood {record['class']}, which this version does not have; upgrade curvops.")
     arguments = dict(record["arguments"])
     if isinstance(arguments.get("likelihood"), Mapping):
         arguments["likelihood"] = recorded_likelihood(arguments["likelihood"], device)

@@ -122,7 +122,7 @@ def check_compute_dtype(given: Any, dtype: torch.dtype, engine: EngineChoice, pl
             "loses sensitivities below 6e-8)."
         )
     if torch.finfo(given).eps <= torch.finfo(dtype).eps:
-        raise ValueError(f"compute_dtype={given} is no lower precision than the weights' {dtype}: leave it out.")
+        raise ValueError(f"compute_dtype={given} is not of lower precision than the weights' {dtype}: leave it out.")
     if engine not in ("auto", "layerwise"):
         raise ValueError(
             f"compute_dtype={given} rounds the tensors that the layerwise engine keeps, and engine={engine!r} excludes "

@@ -25,7 +25,7 @@ def gram_with_graph(left: Jacobian, right: Jacobian, scales: Mapping[str, Tensor
 
     Args:
         left: J(x), made with `differentiable=True`.
-        right: J(x'), likewise; J(x) itself if x' is x.
+        right: J(x'), made in the same way; J(x) itself if x' is x.
         scales: S = A⁻¹ by parameter name: 0-d if it is constant, otherwise of the parameter's shape.
 
     Cost: that of the matrix without a graph; with the gradient, about three times as much.

@@ -142,7 +142,7 @@ def linearize(
             positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork.
         memory_budget: bytes for the linearisations kept between products, and for the working vectors of algorithms on
             operators made from this one (solvers, bases, sketches, predictions) that have no budget of their own.
-            None means a quarter of the memory that is free on the device at the call. If both need more, each gets
+            None means a quarter of the device memory that is free when this is called. If both need more, each gets
             half. An algorithm always gets the minimum it needs, about a dozen vectors, and its results are not counted.
         engine: "auto" leaves the choice to the cost rule of `lin.plan`; "autodiff" and "layerwise" force one;
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass

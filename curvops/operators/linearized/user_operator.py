@@ -184,6 +184,6 @@ def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
             "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have this "
-            "gradient. For the single noise of a Gaussian likelihood, co.KFAC(lin) and the others have it, too, if "
+            "gradient. For the single noise of a Gaussian likelihood, co.KFAC(lin) and the others also have it if "
             "built while gradients are on, and co.evidence.maximize(post, 'noise') needs none."
         )

@@ -111,7 +111,7 @@ class Systems:
 
     @property
     def memories(self) -> Memories:
-        """The memory budgets that the draws count against, which a structured P does not know."""
+        """The memory budgets that the draws count against; a structured P does not hold them."""
         return frozenset((self.terms.lin.memory,))
 
     @property

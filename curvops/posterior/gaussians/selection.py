@@ -60,7 +60,7 @@ class Ingredients:
 def _marginal(given: Ingredients) -> Tensor:
     precision = GGN(given.lin).add_diagonal(given.prior)
     found = diagonal(precision.inverse(), method="bekas", max_matvecs=MARGINAL_SOLVES, generator=given.generator)
-    return found.value.clamp_min(given.variance)  # [P⁻¹]_dd ≥ 1 / P_dd, whatever the probes say
+    return found.value.clamp_min(given.variance)  # [P⁻¹]_dd ≥ 1 / P_dd, whatever the probes give
 
 
 def _swag(given: Ingredients) -> Tensor:

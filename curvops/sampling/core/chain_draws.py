@@ -66,8 +66,8 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
     They must be finite, and have at least `chains` chains of `each` draws.
 
     Raises:
-        TypeError: anything but floating-point tensors.
-        ValueError: tensors with different numbers of chains or draws, too few of them, or draws that are not finite.
+        TypeError: the draws are not floating-point tensors.
+        ValueError: tensors have different numbers of chains or draws, or too few of them, or draws are not finite.
     """
     if isinstance(draws, Chain) and draws.spread is not None:
         raise ValueError(

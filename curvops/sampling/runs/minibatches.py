@@ -66,7 +66,7 @@ def minibatches(
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(
-            "minibatches needs co.sampling.log_posterior(...), which knows the points of all ranks, got "
+            "minibatches needs co.sampling.log_posterior(...), which has the points of all ranks, got "
             f"{type(log_posterior).__name__}; for your own density pass a DataLoader."
         )
     shard, count = log_posterior.shard, log_posterior.data_size
