@@ -155,6 +155,10 @@ def things() -> Iterator[tuple[str, Any, str]]:
     yield "cholesky", linalg.cholesky(torch.eye(9), 3), "F=float32 (9, 3)"
     yield "quadrature", linalg.spectral_quadrature(torch.eye(9), shift=1.0), "reason="
     yield "evidence", post.log_evidence(), "Evidence("
+    yield "mean", co.gp.LinearizedMean(lin), "LinearizedMean(Linearization(14 weights"
+    yield "model", co.gp.LaplaceModel(post), "LaplaceModel(Laplace(14 weights, KFAC"
+    matrix = co.gp.LinearizedKernel(lin)(torch.ones(3, 3))
+    yield "kernel matrix", matrix, "LazyOperatorKernel(6 × 6, of LinearizedKernel, float32, cpu)"
     yield "deviations", post.deviations(3), "Deviations("
 
 
@@ -176,6 +180,7 @@ TABLES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "P.plan": (lambda: posterior().precision.plan(8), ("solve", "taken")),
     "solution": (lambda: posterior().precision.cg(torch.ones(14, 2)), ("relative residual", "CONVERGED")),
     "eigenpairs": (lambda: ggn().eigsh(2), ("residual", "value")),
+    "evidence": (lambda: posterior().log_evidence(), ("log determinant ratio", "nats", "mode=")),
     "grid": (lambda: co.evidence.grid(posterior(), [0.1, 1.0]), ("log evidence", "0.1", "CONVERGED")),
     "tuning": (
         lambda: co.evidence.maximize(posterior(), "layers").tuning,

@@ -106,6 +106,10 @@ class LaplaceModel(Model, FantasizeMixin):
         """The batch shape of the observations that the model was conditioned on."""
         return torch.broadcast_shapes(*(part.shape[:-2] for seen in self._observed for part in seen[:3]))
 
+    def extra_repr(self) -> str:
+        """Return the posterior, which torch prints among a module's parts."""
+        return repr(self.post)
+
     def forward(self, X: Float[Tensor, "*b q d"]) -> MultivariateNormal:
         """Return the distribution of the outputs at X before the outcome transform, as acquisition functions do."""
         return self._distribution(X)

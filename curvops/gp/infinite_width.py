@@ -138,6 +138,10 @@ class InfiniteWidthKernel(OperatorKernel):
             raise ValueError("this kernel has no biases: pass bias_variance=1.0 when it is made.")
         self._set_value("bias_variance", value)
 
+    def extra_repr(self) -> str:
+        """Return depth, activation and kind, which torch prints among a module's parts."""
+        return f"depth={self.depth}, activation={self.activation!r}, kind={self.kind!r}"
+
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:

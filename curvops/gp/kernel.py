@@ -118,6 +118,10 @@ class LinearizedKernel(OperatorKernel):
         """Return C, the number of the network's outputs; 1 if they are independent."""
         return 1 if self.batch_shape else self.lin.num_outputs
 
+    def extra_repr(self) -> str:
+        """Return the linearisation, which torch prints among a module's parts."""
+        return repr(self.lin)
+
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvops.gp.points import same_points
 from curvops.linalg import Dense, Operator
+from curvops.summary import name_of
 
 
 class OperatorKernel(Kernel):
@@ -119,6 +120,10 @@ def check_points(x1: Tensor, x2: Tensor, diag: bool, last_dim_is_batch: bool) ->
 
 class LazyOperatorKernel(LazyEvaluatedKernelTensor):
     """A kernel matrix that is evaluated on first use; its sums are curvops operators."""
+
+    def __repr__(self) -> str:
+        size = " × ".join(map(str, self.shape))
+        return f"{type(self).__name__}({size}, of {type(self.kernel).__name__}, {name_of(self.dtype)}, {self.device})"
 
     def __add__(self, other: Any) -> LinearOperator:
         return self.evaluate_kernel() + other

@@ -15,10 +15,11 @@ from curvops.linalg import Estimate
 from curvops.posterior.core.priors import PrecisionTerms
 from curvops.posterior.log_evidence.determinants import count_parameters, log_ratio
 from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihood
+from curvops.summary import Table, Tabular
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Evidence(Estimate):
+class Evidence(Estimate, Tabular):
     """The log evidence log p(data) = log_likelihood − ½ (scatter + log_determinant_ratio) in nats, with its parts.
 
     `post.log_evidence()` returns it. Under a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
@@ -59,6 +60,16 @@ class Evidence(Estimate):
 
     __radd__ = __add__
     __rmul__ = __mul__
+
+    def _tables(self) -> list[Table]:
+        ratio = self.log_determinant_ratio
+        parts = [
+            ("log evidence", f"{float(self.value):.6g} ± {float(self.stderr):.2g}"),
+            ("log likelihood", f"{float(self.log_likelihood):.6g}"),
+            ("scatter", f"{float(self.scatter):.6g}"),
+            ("log determinant ratio", f"{float(ratio.value):.6g} ± {float(ratio.stderr):.2g}"),
+        ]
+        return [Table(("", "nats"), parts, [f"At the weights of mode={self.mode!r}; {self.reason.name}."])]
 
     def __repr__(self) -> str:
         whole = super().__repr__().removeprefix("Estimate(").removesuffix(")")
