@@ -484,6 +484,17 @@ class Operator(LinearOperator):
         """Return the exact trace, at no product, if the diagonal is known; otherwise estimate it by `co.linalg.trace`.
 
         With `method=` the result is always an estimate of `co.linalg.trace`, by default with "xtrace".
+
+        Args:
+            method: the method of `co.linalg.trace`; None uses the diagonal if it is known.
+            rtol: as in `co.linalg.trace`.
+            max_matvecs: as in `co.linalg.trace`.
+            generator: the source of the probes.
+            memory_budget: as in `co.linalg.trace`.
+            progress: as in `cg`.
+
+        Returns:
+            An Estimate.
         """
         if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
             return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())

@@ -45,7 +45,16 @@ class BlockRows(Operator):
     def of(cls, matrix: Any, psd: bool = False) -> BlockRows:
         """Make it from a DTensor (m, n) with `Shard(0)` over a one-dimensional device mesh.
 
-        Raises TypeError for anything else, and ValueError for another placement.
+        Args:
+            matrix: the DTensor.
+            psd: the promise that the matrix is symmetric positive semi-definite.
+
+        Returns:
+            The matrix.
+
+        Raises:
+            TypeError: not a DTensor.
+            ValueError: another placement, or not a matrix.
         """
         if not is_dtensor(matrix):
             raise TypeError(f"BlockRows.of takes a DTensor with Shard(0), got {type(matrix).__name__}.")

@@ -184,6 +184,15 @@ class Damped(UnaryOperator):
         under one number for each layer), that form is used if its bound on the condition number is lower. With a
         ``checkpoint`` the sketch is that of the folder, or a new one, as in `nystrom`. Without a ``generator`` it has
         a fixed seed: a solve does not advance torch's generator, and gives the same result each time.
+
+        Args:
+            columns: the number of right-hand sides.
+            generator: the source of the sketch; None has a fixed seed.
+            memory_budget: bytes for the sketch.
+            checkpoint: a folder that keeps the sketch, as in `nystrom`.
+
+        Returns:
+            M, or None.
         """
         cache = self._cache
         with cache.lock:

@@ -366,9 +366,18 @@ class Kronecker(_GroupedBlocks):
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
 
-        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use `add_diagonal`.
-            π
-        is 1 in a group with a zero factor. Raises ValueError unless λ = `shift` is a single positive number.
+        The two cross terms then have equal traces. π is 1 in a group with a zero factor. For A + λ I use `add_diagonal`.
+
+        Args:
+            shift: λ, a single positive number.
+
+        Returns:
+            The damped product.
+
+        Raises:
+            ValueError: the shift is not a single positive number.
+
+        Source: Martens & Grosse 2015, §6.3.
         """
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):

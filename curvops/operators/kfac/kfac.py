@@ -168,6 +168,12 @@ class KFAC(KroneckerCurvature):
         """Return (B + √λ/π I) ⊗ (A + π√λ I) for Kronecker blocks and + λ I for others (Martens & Grosse 2015, §6.3).
 
         The result is Kronecker-factored, but has cross terms that the exact B ⊗ A + λ I does not have.
+
+        Args:
+            shift: λ > 0.
+
+        Returns:
+            The damped operator, block by block.
         """
         damped = [
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
