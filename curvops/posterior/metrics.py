@@ -165,8 +165,7 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
     """Return the area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
 
-    The area is computed in Mann–Whitney form with mid-ranks for
-    ties, in O(N log N).
+    The area is computed in Mann–Whitney form with mid-ranks for ties, in O(N log N).
 
     Args:
         scores: a number for each point, (N,), larger for positive ones.
@@ -217,9 +216,9 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
 def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
     """Return the epistemic uncertainty H(mean_s p_s) − mean_s H(p_s) in nats; between 0 and log C.
 
-    This is the mutual information between the
-    label and the weights (Houlsby et al. 2011): the part of the total uncertainty (the predictive entropy of the mean)
-    that more data could remove. It is 0 if all draws agree. With S draws it is at most log S.
+    This is the mutual information between the label and the weights (Houlsby et al. 2011): the part of the total
+    uncertainty (the predictive entropy of the mean) that more data could remove. It is 0 if all draws agree. With S
+    draws it is at most log S.
 
     Args:
         samples: class probabilities under S ≥ 2 draws of the weights, (S, N, C).

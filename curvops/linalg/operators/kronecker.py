@@ -366,7 +366,8 @@ class Kronecker(_GroupedBlocks):
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
 
-        The two cross terms then have equal traces. π is 1 in a group with a zero factor. For A + λ I use `add_diagonal`.
+        The two cross terms then have equal traces. π is 1 in a group with a zero factor. For A + λ I use
+        `add_diagonal`.
 
         Args:
             shift: λ, a single positive number.
