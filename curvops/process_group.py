@@ -39,18 +39,18 @@ HASHES = 251
 
 
 class RankFailed(RuntimeError):
-    """Another rank raised an error, ended, or did not answer in time: this linearisation can no longer be used.
+    """Raised when another rank failed, ended or was silent for too long: this linearisation can no longer be used.
 
     Every later call that needs the other ranks raises the same error.
     """
 
 
 class RanksDiffer(ValueError):
-    """The ranks of a group were given different models, options, seeds or vectors."""
+    """Raised when the ranks of a group were given different models, options, seeds or vectors."""
 
 
 class WithoutGroup(UserWarning):
-    """A process of several linearises its own data alone, because it was given no process group."""
+    """A warning that a process of several linearises its own data alone, since it was given no process group."""
 
 
 def warn_without_group() -> None:

@@ -126,7 +126,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def folder_of(path: Any) -> Path:
-    """Return the path; raise TypeError for what is not a path, ValueError for an empty one."""
+    """Return the path; raise TypeError if it is not a path, ValueError if it is empty."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be the path of a folder, a str or a Path, got {type(path).__name__}.")
     if not os.fspath(path):

@@ -55,7 +55,7 @@ class DataChanged(RuntimeError):
 
 
 class NoData(ValueError):
-    """The data contain no point."""
+    """Raised when the data contain no point."""
 
 
 @dataclass(frozen=True, eq=False)

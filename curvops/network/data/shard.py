@@ -26,7 +26,7 @@ CHANCE = 1e-6
 
 
 class SharedPoints(UserWarning):
-    """A few points are each on two ranks: either their data repeat them, or they count twice."""
+    """A warning that a few points are each on two ranks: either their data repeat them, or they count twice."""
 
 
 class Shard(Batches):
