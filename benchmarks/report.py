@@ -35,10 +35,10 @@ def speed(result: dict[str, Any]) -> str:
     ten = {n["network"]: n for n in result["networks"] if n["outputs"] == 10}
     columns = result["settings"]["columns"]
     routes = {
-        "one vector, as chosen": ("cached", 1),
+        "one vector, the engine chosen by cost": ("cached", 1),
         "one vector, recorded autodiff": ("autodiff", 1),
         "one vector, streamed": ("streaming", 1),
-        f"a vector in a block of {columns}, as chosen": ("cached", columns),
+        f"a vector in a block of {columns}, same engine": ("cached", columns),
     }
     names = {"mlp": "MLP 784-512-512-10", "cnn": "CNN", "resnet": "ResNet-18"}
     heads = ["GGN product", *(f"{name}, N = {ten[key]['points']:,}" for key, name in names.items())]
@@ -48,8 +48,8 @@ def speed(result: dict[str, Any]) -> str:
     times = [_row(ten[key], "cached", against=other) for key in names]
     block = _row(ten["mlp"], "cached", columns, against=other)
     text = (
-        f"In one process with {other}, whose product with one vector takes {_listed([_median(row) for row in theirs])} "
-        f"gradients, curvops as it chooses is {_listed([_times_as_fast(row) for row in times])} times as fast, and in "
+        f"A product of {other} with one vector takes {_listed([_median(row) for row in theirs])} gradients. Measured "
+        f"in the same process, curvops is {_listed([_times_as_fast(row) for row in times])} times as fast, and in "
         f"blocks of {columns} on the MLP {_times_as_fast(block)} times."
     )
     return f"{table(heads, rows)}\n\n{fill_lines(text, 118)}"
