@@ -373,10 +373,12 @@ def seed_of(generator: torch.Generator | None) -> str | None:
     return None if generator is None else digest([generator.get_state()])
 
 
-def derive_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+def derive_generator(generator: torch.Generator | None, device: torch.device | None = None) -> torch.Generator | None:
     """Return a source of different numbers, derived from the state of the given one, which it leaves unchanged."""
     seed = seed_of(generator)
-    return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
+    if generator is None or seed is None:
+        return None
+    return torch.Generator(device or generator.device).manual_seed(int(seed[:15], 16))
 
 
 def _seed() -> int:

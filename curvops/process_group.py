@@ -5,6 +5,8 @@ The functions that recognise tensors and modules sharded among these processes a
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
 import sys
 import time
@@ -24,8 +26,9 @@ from torch.autograd.function import once_differentiable
 from curvops.fingerprints import fingerprint
 
 R = TypeVar("R")
-TIMEOUT = 60.0
-"""Seconds that a rank waits for the others before it raises `RankFailed`."""
+TIMEOUT, TIMEOUT_VARIABLE = 60.0, "CURVOPS_RANK_TIMEOUT"
+"""Seconds that a rank waits for the others before it raises `RankFailed`; the variable of the environment that gives
+others."""
 LATE = 1.0
 """Seconds after which a waiting rank reports that it waits, and checks whether another one failed."""
 SIGNS = 6
@@ -41,7 +44,8 @@ HASHES = 251
 class RankFailed(RuntimeError):
     """Raised when another rank failed, ended or was silent for too long: this linearisation can no longer be used.
 
-    Every later call that needs the other ranks raises the same error.
+    Every later call that needs the other ranks raises the same error. Ranks wait for each other for a minute, or
+    for the seconds that the environment variable `CURVOPS_RANK_TIMEOUT` holds.
     """
 
 
@@ -66,6 +70,24 @@ def warn_without_group() -> None:
 
 
 _warned: list[bool] = []
+
+
+def given_timeout() -> float:
+    """Return the seconds that a rank waits for another: those of `CURVOPS_RANK_TIMEOUT`, or 60.
+
+    Raises ValueError unless that variable of the environment, where it is set, holds a positive number.
+    """
+    given = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e9:
+        raise ValueError(
+            f"the environment variable {TIMEOUT_VARIABLE} must hold a positive number of seconds, the time for which a "
+            f"rank waits for another, such as 600, got {given!r}."
+        )
+    return seconds
 
 
 def is_dtensor(value: Any) -> bool:
@@ -104,10 +126,9 @@ class Ranks:
 
     Args:
         group: a process group of torch.distributed, with a backend for the tensors' device (gloo, nccl).
-        timeout: seconds to wait for another rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         if not isinstance(group, dist.ProcessGroup) or _is_destroyed(group) or dist.get_rank(group) < 0:
             raise TypeError(
                 "process_group must be a process group of torch.distributed that this process is in and that was not "
@@ -120,7 +141,7 @@ class Ranks:
                 )
             earlier._settle()
         self.group: dist.ProcessGroup = group
-        self.timeout = timeout
+        self.timeout = given_timeout()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.messages = self.bytes_sent = 0
         """The number of collective calls made so far, and the bytes of their tensors."""
@@ -132,8 +153,20 @@ class Ranks:
         self._told_at = time.monotonic()
         self._store: Any = _store_of(group)
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"curvops {self._gather_now(time.time_ns())[0]}", self._store
+            f"curvops {self._begun_together()}", self._store
         )
+
+    def _begun_together(self) -> int:
+        """Return one time for all ranks; raise RanksDiffer where they wait for different times."""
+        times, timeouts = zip(*self._gather_now((time.time_ns(), self.timeout)))
+        for rank, timeout in enumerate(timeouts):
+            if timeout != timeouts[0]:
+                raise RanksDiffer(
+                    f"{TIMEOUT_VARIABLE} gives {timeouts[0]:g} s on rank 0, but {timeout:g} s on rank {rank} (this is "
+                    f"{self.names}): set it to the same on all ranks."
+                )
+        found: int = times[0]
+        return found
 
     @property
     def names(self) -> str:
@@ -172,12 +205,12 @@ class Ranks:
         if torch.is_grad_enabled() and part.requires_grad:
             rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
             return rows
-        return self._lined_up(part, dim, told)[0]
+        return self.line_up_counted(part, dim, told)[0]
 
-    def _lined_up(self, part: Tensor, dim: int, told: Tensor | None = None) -> tuple[Tensor, list[int]]:
-        """Return the rows of all ranks, and the number of rows of each."""
+    def line_up_counted(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> tuple[Tensor, list[int]]:
+        """Return the rows of all ranks, without a gradient, and the number of rows of each."""
         if part.dtype == torch.bool:
-            whole, counts = self._lined_up(part.to(torch.uint8), dim, told)
+            whole, counts = self.line_up_counted(part.to(torch.uint8), dim, told)
             return whole.bool(), counts
         moved = part.detach().movedim(dim, 0).contiguous()
         lengths = moved.new_zeros(self.size, dtype=torch.int64)
@@ -322,7 +355,8 @@ class Ranks:
                 if late:
                     raise RankFailed(
                         f"{self.names} has finished and waits for the others; rank {', '.join(map(str, late))} "
-                        f"did nothing for {patience:.0f} s: it hangs, has ended, or made different calls."
+                        f"did nothing for {patience:.0f} s: it hangs, has ended, or made different calls; "
+                        f"{TIMEOUT_VARIABLE}=seconds lets ranks wait longer."
                     )
                 time.sleep(pause)
                 pause = min(LATE / 4, 2 * pause)
@@ -461,7 +495,7 @@ class Ranks:
 
     def _gather_now(self, value: R) -> list[R]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        whole, counts = self._lined_up(data, 0)
+        whole, counts = self.line_up_counted(data)
         return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
 
     @property
@@ -510,7 +544,7 @@ class Ranks:
         if waited > signs.seen + signs.promised + self.timeout:
             self._lose(
                 f"{self.names} waited {waited:.0f} s for the others; missing: rank {_listed(missing)}. They hang, "
-                "have ended, or made different calls."
+                f"have ended, or made different calls; {TIMEOUT_VARIABLE}=seconds lets ranks wait longer."
             )
 
     def _why_broken(self, error: object) -> str:
@@ -568,7 +602,7 @@ class _LineUp(Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        whole, counts = ranks._lined_up(part.detach(), dim)
+        whole, counts = ranks.line_up_counted(part.detach(), dim)
         ctx.own = dim, sum(counts[: ranks.rank]), counts[ranks.rank]
         return whole
 

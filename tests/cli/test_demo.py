@@ -6,10 +6,7 @@ Tests `demo_checks.py`, `digits.py`, `figures.py`, `network.py`, `report.py`, `r
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +15,8 @@ from typer.testing import CliRunner
 from curvops.cli import app
 from curvops.cli.demo import figures, network, report
 from curvops.cli.demo import run as demo
+from curvops.process_group import WithoutGroup
+from tests.ranks.processes import run_programs
 
 TINY = demo.DemoSize(
     train=100,
@@ -38,9 +37,22 @@ FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(demo, "QUICK", TINY)
-    monkeypatch.setattr(figures, "REGRESSION_STEPS", REGRESSION_STEPS)
-    monkeypatch.setattr(network, "POLISH", POLISH)
+    make_tiny(monkeypatch)
+
+
+def make_tiny(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(demo, "QUICK", TINY)
+    patch.setattr(figures, "REGRESSION_STEPS", REGRESSION_STEPS)
+    patch.setattr(network, "POLISH", POLISH)
+
+
+def printed(output: str) -> tuple[int, str]:
+    """The exit code of the tiny demo, and what it prints."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", WithoutGroup)
+        make_tiny(patch)
+        result = CliRunner().invoke(app, ["demo", "--quick", "--output", output])
+    return result.exit_code, result.stdout
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
@@ -126,24 +138,12 @@ def test_interruption_is_one_line(tiny, monkeypatch, tmp_path):
 def test_two_processes_give_the_numbers_of_one_and_write_once(tmp_path):
     """The data of the posteriors in shards; the networks are trained by each process."""
 
-    def printed(size: int) -> list[str]:
-        program = [
-            str(Path(__file__).with_name("tiny_demo.py")),
-            "demo",
-            "--quick",
-            "--output",
-            str(tmp_path / str(size)),
-        ]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        ran = subprocess.run(
-            [sys.executable, *torchrun, *program], env=variables, capture_output=True, text=True, timeout=240
-        )
-        assert ran.returncode == int("FAIL" in ran.stdout), ran.stderr
-        assert "WithoutGroup" not in ran.stderr
-        return ran.stdout.splitlines()
-
-    (alone, table), (many, other) = ((found, found[: _end_of_tables(found)]) for found in (printed(1), printed(2)))
+    (found,), (other, silent) = (run_programs(size, printed, str(tmp_path / str(size))) for size in (1, 2))
+    assert {code for code, _ in (found, other, silent)} == {int("FAIL" in found[1])}, found
+    (alone, table), (many, other) = (
+        (lines, lines[: _end_of_tables(lines)]) for lines in (found[1].splitlines(), other[1].splitlines())
+    )
+    assert not silent[1]
     assert len(alone) == len(many) and table == other and any(demo.LAPLACE in line for line in table)
     one, two = (json.loads((tmp_path / size / "results.json").read_text()) for size in "12")
     for name in ("settings", "summary", "seeds", "evidence_curve"):

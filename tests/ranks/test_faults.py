@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import curvops as co
-from tests.ranks.processes import run_on_ranks
+from curvops.process_group import TIMEOUT_VARIABLE
+from tests.ranks.processes import run_apart, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, N, data, linearise, seeded
 
 SIZE = 2
+WRONG_TIMES = ("", "soon", "60s", "0", "-1", "nan", "inf", "1e400")
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -108,7 +110,12 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         ),
         "a checkpoint on a file": outcome(lambda: co.low_rank(co.GGN(lin), 2, checkpoint=__file__)),
         "a destroyed group": outcome(lambda: destroyed(group, rank)),
+        "a time to wait": outcome(lambda: within("7.5", linearize).passes.shard.ranks.timeout),
+        "other times to wait": outcome(lambda: within(str(7 + rank), linearize)),
+        "its default": outcome(lambda: linearize().passes.shard.ranks.timeout),
     }
+    for wrong in WRONG_TIMES:
+        found[f"{wrong!r} to wait"] = outcome(lambda wrong=wrong: within(wrong, linearize))
     G, V = co.GGN(lin), torch.ones(lin.num_parameters, 3, dtype=DOUBLE)
     messages, sent = ranks.messages, ranks.bytes_sent
     product = G @ V
@@ -123,6 +130,13 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     found["points of another form"] = outcome(lambda: linearize(data=(x[:, : 4 - rank], y)))
     found["after an error on one"] = outcome(linearize)
     return found
+
+
+def within(seconds: str, call: Callable[[], Any]) -> Any:
+    """What a call returns while this stands in the environment for the time that ranks wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TIMEOUT_VARIABLE, seconds)
+        return call()
 
 
 def taken(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,6 +186,13 @@ REFUSED = {
     "repeated points in order": "120",
     "a checkpoint on a file": "FileExistsError",
     "a destroyed group": "RankFailed: the process group of this linearisation was destroyed",
+    "a time to wait": "7.5",
+    "other times to wait": "RanksDiffer: CURVOPS_RANK_TIMEOUT gives 7 s on rank 0, but 8 s on rank 1",
+    "its default": "60.0",
+    **{
+        f"{wrong!r} to wait": f"ValueError: the environment variable {TIMEOUT_VARIABLE} must hold"
+        for wrong in WRONG_TIMES
+    },
     "a budget below one batch": "True",
     "after an error on all": "True",
     "points of another form": "the model failed on inputs (2, 3)",
@@ -181,7 +202,7 @@ REFUSED = {
 
 
 def test_what_differs_is_named() -> None:
-    for rank, found in run_on_ranks(SIZE, refusals).items():
+    for rank, found in run_apart(SIZE, refusals).items():
         assert not isinstance(found, str), found
         assert found.keys() == REFUSED.keys()
         wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
@@ -222,7 +243,7 @@ ERRORS = {"out of memory": torch.OutOfMemoryError, "is interrupted": KeyboardInt
     ],
 )
 def test_a_rank_that_fails_is_named(how, said) -> None:
-    found = run_on_ranks(SIZE, product_of, how, expected=1 if how == "ends" else SIZE)
+    found = run_apart(SIZE, product_of, how, expected=1 if how == "ends" else SIZE)
     assert said in found[0], found
     own = {"raises": "OSError: the disk is gone", "is interrupted": "interrupted", "out of memory": said}
     assert found.get(1, "it woke up").startswith(own.get(how, "it woke up")), found

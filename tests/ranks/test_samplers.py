@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_apart, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 
@@ -98,9 +98,14 @@ def answers_of_rank(group: Any, size: int) -> dict[str, dict[str, np.ndarray]]:
     return {problem: answers(problem, size, dist.get_rank(group), group) for problem in PROBLEMS[size]}
 
 
+def whole() -> dict[str, dict[str, np.ndarray]]:
+    """The answers of one process."""
+    return {problem: answers(problem) for problem in ("labels", "numbers")}
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, np.ndarray]]:
-    return {problem: answers(problem) for problem in ("labels", "numbers")}
+    return alone(whole)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -224,6 +229,6 @@ def failing_sampler(group: dist.ProcessGroup, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["model", "function of the log posterior"])
 def test_a_rank_whose_model_fails_is_named(how) -> None:
-    found = run_on_ranks(2, failing_sampler, how)
+    found = run_apart(2, failing_sampler, how)
     assert "RankFailed: rank 1 of 2 raised OSError: the disk is gone" in found[0]
     assert found[1] == "OSError: the disk is gone"

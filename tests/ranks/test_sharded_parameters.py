@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import curvops as co
 from curvops import linalg
-from tests.ranks.processes import LONGEST, assert_those_of_one_process, by_problem, run_on_ranks
+from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, answered, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
@@ -93,9 +93,14 @@ def on_rank(group: Any) -> dict[str, Any]:
     return {problem: answered(questions(linearise(problem, mesh), mesh)) for problem in problems}
 
 
+def whole() -> dict[str, Any]:
+    """The answers of one process."""
+    return {problem: answered(questions(linearise(problem))) for problem in PROBLEMS}
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    return {problem: answered(questions(linearise(problem))) for problem in PROBLEMS}
+    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

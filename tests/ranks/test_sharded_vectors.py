@@ -25,7 +25,7 @@ from curvops.linalg.core.vectors import gram
 from curvops.process_group import Ranks, RanksDiffer
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
-from tests.ranks.processes import LONGEST, assert_those_of_one_process, run_on_ranks
+from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_apart, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, linearise, seeded
 
 N = 40
@@ -181,7 +181,6 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     found = answers(lin, Mesh(mesh), SHELVES if size == 2 else OF_THREE_RANKS)
     if size == 2:
         found |= answers(large, Mesh(mesh), (solved_at_large,))
-    failures(mesh)
     return found
 
 
@@ -237,12 +236,16 @@ class Broken(linalg.Operator):
         return block
 
 
-def failures(mesh: Any) -> None:
-    """Tell all ranks of an error on one; the group is of no further use."""
-    b = right_hand_sides(20)
-    block = distribute_tensor(b, mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="no more paper"):
-        cg(Broken(b[:, 0].clone()), block)
+def failure(group: Any) -> str:
+    """What a rank is told where the products of one of them fail, after which the group is of no further use."""
+    mesh, b = init_device_mesh("cpu", (2,)), right_hand_sides(20)
+    with pytest.raises(RuntimeError, match="no more paper") as raised:
+        cg(Broken(b[:, 0].clone()), distribute_tensor(b, mesh, [Shard(0)]))
+    return type(raised.value).__name__
+
+
+def test_all_ranks_are_told_of_an_error_on_one() -> None:
+    assert run_apart(2, failure) == {0: "RankFailed", 1: "RuntimeError"}
 
 
 def costs(mesh: Any, lin: co.Linearization) -> None:
@@ -334,8 +337,9 @@ class Whole(linalg.Operator):
 
 
 def peak_of_rank(group: Any, size: int) -> int:
-    sharded.PANEL_BYTES = 0
-    return peak_of_sketch(init_device_mesh("cpu", (size,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "PANEL_BYTES", 0)
+        return peak_of_sketch(init_device_mesh("cpu", (size,)))
 
 
 def test_the_memory_of_a_rank_falls_with_their_number() -> None:
@@ -345,10 +349,15 @@ def test_the_memory_of_a_rank_falls_with_their_number() -> None:
         assert peak < 0.65 * one, (rank, peak, one)  # half, panels of two columns, and temporaries of 8 MB
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray]:
+def whole() -> dict[str, np.ndarray]:
+    """The answers of one process."""
     small, large = linearise("labels"), linearise("more weights than outputs")
     return answers(small, Mesh()) | answers(large, Mesh(), (solved_at_large,))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return alone(whole)
 
 
 @pytest.mark.parametrize("size", LONGEST)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import curvops as co
-from tests.ranks.processes import assert_those_of_one_process, largest, run_on_ranks
+from tests.ranks.processes import alone, assert_those_of_one_process, largest, run_apart, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
 from tests.ranks.test_faults import outcome
 from tests.ranks.test_samplers import EXACT, STOCHASTIC, own_points
@@ -29,6 +29,11 @@ DATA = [data("labels")]
 
 def density() -> Any:
     return S.log_posterior(linearise("labels"), prior_precision=2.0)
+
+
+def readout(points: Any) -> Any:
+    """The weights of repriorisation, for these points."""
+    return S.reprior(linearise("labels").model.module, points, noise=0.3, likelihood="classification")
 
 
 def of_chains(group: Any) -> Iterator[tuple[str, Any]]:
@@ -59,6 +64,8 @@ def of_chains(group: Any) -> Iterator[tuple[str, Any]]:
             generator=seeded(),
         ),
     )
+    wide = readout(DATA[0])
+    yield "reprior", S.run(chains(S.hmc(wide, 0.1)), wide.params, steps=STEPS, generator=seeded())
     whole = run(chains(S.hmc(f, 0.1)))
     yield "rhat", S.diagnostics.rhat(whole)
     yield "ess", S.diagnostics.ess(whole)
@@ -82,13 +89,20 @@ def answers(group: Any = None) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, np.ndarray]:
-    return answers()
+    return alone(answers)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_chains_are_those_of_one_process(expected, size) -> None:
     found = run_on_ranks(size, answers)
     assert_those_of_one_process(found, expected, size != 2, lambda truth: max(1.0, largest(truth)))
+
+
+def of_shard(group: dist.ProcessGroup) -> Any:
+    """Chains of repriorisation, to which each rank gives its own shard of the data."""
+    wide = readout(own_points("labels", 2, dist.get_rank(group)))
+    many = S.chains(S.hmc(wide, 0.1), K, process_group=group)
+    return S.run(many, wide.params, steps=2, generator=seeded())
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
@@ -109,6 +123,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "rhat of one rank's chains": outcome(lambda: S.diagnostics.rhat(own)),
         "predictions of one rank's chains": outcome(lambda: S.empirical(linearise("labels"), own)),
         "other projections": outcome(lambda: S.diagnostics.random_projections(own, 3, seeded(rank))),
+        "reprior of a shard": outcome(lambda: of_shard(group)),
         "a fit": outcome(lambda: S.chains(S.vi(f, lr=0.1), K, process_group=group).init(f.params, seeded())),
     }
     ranks = many.spread.ranks
@@ -133,6 +148,7 @@ REFUSED = {
     "rhat of one rank's chains": "ValueError: draws hold only the chains of rank ",
     "predictions of one rank's chains": "ValueError: draws hold only the chains of rank ",
     "other projections": "RanksDiffer: the projections, from count and generator",
+    "reprior of a shard": "RanksDiffer: the params to start from",
     "a fit": "ValueError: variational inference makes one fit, not chains",
     "messages": "2 at the start, 4 of a run",
     "own chains": "of 5",
@@ -175,7 +191,7 @@ def failing_chains(group: dist.ProcessGroup, how: str) -> str:
     ],
 )
 def test_a_rank_that_fails_is_named(how, said) -> None:
-    found = run_on_ranks(2, failing_chains, how, expected=1 if how == "ends" else 2)
+    found = run_apart(2, failing_chains, how, expected=1 if how == "ends" else 2)
     assert said in found[0], found
 
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from jaxtyping import Float
 
+from curvops.checkpoint import derive_generator
 from curvops.checks import check_generator, check_limits
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
 from curvops.linalg.core.rounding import ROUNDING_SEEN, require_accuracy
@@ -73,11 +74,18 @@ class Probed:
     limits: Limits = Limits()
 
     def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
-        """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
+        """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance.
+
+        The j-th column is the same however many are drawn at a time.
+        """
         if kind == "signs":
             return random_block(self.facts, k, generator=self.generator)
-        Z = random_block(self.facts, k, "gaussian", self.generator)
+        Z = random_block(self.facts, k, "separate", self.generator)
         return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
+
+    def apart(self) -> Probed:
+        """Return the matrix with a source of other numbers: those of a sketch do not move the probes beside it."""
+        return replace(self, generator=derive_generator(self.generator))
 
     def after(self, matvecs: int) -> Probed:
         """Return the matrix with the limits that remain after ``matvecs`` products."""

@@ -27,6 +27,7 @@ from curvops.checks import check_generator, drawn_seed
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
+NoiseKind: TypeAlias = Literal["rademacher", "gaussian", "separate"]
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 """A function applied to each entry on its own, for example to eigenvalues."""
 CHUNK = 1 << 20
@@ -208,10 +209,13 @@ def as_block(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
 def random_block(
     like: Vectors | Description,
     k: int,
-    kind: Literal["rademacher", "gaussian"] = "rademacher",
+    kind: NoiseKind = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Float[Vectors, "n k"]:
-    """Draw k independent vectors of independent entries with mean 0 and variance 1; ``like`` as for `empty_block`."""
+    """Draw k independent vectors of independent entries, with mean 0 and variance 1; ``like`` as for `empty_block`.
+
+    "separate" is normal, too, each vector by a call of its own: a block has then the numbers of its parts, as signs do.
+    """
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
@@ -224,7 +228,7 @@ def random_block(
 
 
 def random_columns(
-    facts: Description, k: int, kind: Literal["rademacher", "gaussian"], generator: torch.Generator | None
+    facts: Description, k: int, kind: NoiseKind, generator: torch.Generator | None
 ) -> Iterator[Float[Tensor, " n"]]:
     """Yield the columns of a `random_block`, the same numbers, one at a time."""
     n, home = facts.columns, facts.device if generator is None else generator.device

@@ -288,7 +288,7 @@ def _stochastic(
         smallest = P.bounds()[0]
         scale = (bound + size) / smallest if smallest > 0 else 0.0
     elif preconditioner is not None and most:
-        P, size, spent = _preconditioner(excess, mu, most)
+        P, size, spent = _preconditioner(excess.apart(), mu, most)
         scale = bound + size
     whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)

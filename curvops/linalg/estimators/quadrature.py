@@ -109,7 +109,7 @@ def run(
     """
     functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
     half = probed.with_half_memory()  # the sketch uses half and stays in memory with the probes
-    sketch, known = Sketch(half), kept.state
+    sketch, known = Sketch(half.apart()), kept.state
     if known is not None and known["sketch"] is not None:
         sketch.made = from_record(Nystrom, known["sketch"])
     elif rank:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, resumable
+from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
 from curvops.checks import check_choice, checked_number, require_no_graph
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
@@ -114,7 +114,9 @@ def low_rank(
     if checkpoint is not None and method != "nystrom":
         raise ValueError(f'method={method!r} saves no checkpoint; use method="nystrom".')
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device, ranks=ranks_of(op))
-    generator = kept.source("generator", spawn_generator(generator), facts.device)
+    generator = spawn_generator(generator)
+    beside = kept.source("generator of the error's probes", derive_generator(generator), facts.device)
+    generator = kept.source("generator", generator, facts.device)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:
         return aim is not None and check.passes(U, values, aim)
@@ -130,7 +132,7 @@ def low_rank(
                 room -= 2 * probes * vector_bytes(facts)
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
             probed = Probed(multiply, facts, generator)
-            check = _Check(probed, probes)
+            check = _Check(replace(probed, generator=beside), probes)
             check.recall(kept.attach("error", check.state))
             found = approximate(probed, is_psd(op), limit, aim is None, satisfied, kept)
             ended = kept.finish(_Outcome(found, check(found.vectors, found.values, found.matvecs), limit))

@@ -149,11 +149,13 @@ def test_interval_covers(preconditioner):
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
+    """Three intervals of 99.9 %: a false alarm in 300, if the seeds were drawn anew."""
     values = log_spaced(500, 1e6)
     A, exact = symmetric(values), values.log().sum()
     for seed in range(3):
         e = logdet(A, lower_bound=1e-6, rtol=0.01, generator=generator(seed))
-        assert e.reason is Reason.CONVERGED and (e.value - exact).abs() <= 0.02 * exact.abs()
+        low, high = e.interval(0.999)
+        assert e.reason is Reason.CONVERGED and low <= exact <= high
         assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
 
 
