@@ -175,8 +175,11 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
         The area, a number between 0 and 1.
 
     Raises:
+        TypeError: numbers that are not in a tensor.
         ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
     """
+    check_tensor("scores", scores)
+    check_tensor("positive", positive)
     if scores.ndim != 1 or positive.shape != scores.shape:
         raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")
     if not torch.isfinite(scores).all():
@@ -265,14 +268,16 @@ def temperature(
         The temperature, a number.
 
     Raises:
-        TypeError, ValueError: the arguments are not finite logits and labels of these shapes, there are no points, or
-            the bounds are not 0 < least < greatest.
+        TypeError, ValueError: the arguments are not finite logits and labels of these shapes, the logits are
+            probabilities, there are no points, or the bounds are not 0 < least < greatest.
     """
     _check_shapes(logits, labels)
     if not torch.isfinite(logits).all():
         raise ValueError("logits must be finite")
     if not 0 < bounds[0] < bounds[1]:
         raise ValueError(f"bounds must satisfy 0 < lower < upper, not {bounds}")
+    if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
+        raise ValueError("these are probabilities, and temperature takes logits: pass those, or probabilities.log()")
     f = logits.to(torch.float64)
     f = f - f.gather(-1, labels.long()[:, None])
     low, high = f.new_tensor(bounds).log()

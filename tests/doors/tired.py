@@ -133,6 +133,33 @@ DOORS = [
         },
     ),
     Door(
+        "models and scores by a tired user",
+        rows={
+            "a method": (
+                lambda: co.linearize(net().forward, (X, Y), "classification"),
+                TypeError,
+                "Pass the module itself",
+            ),
+            "a class of modules": (
+                lambda: co.linearize(nn.Linear, (X, Y), "classification"),
+                TypeError,
+                "Pass an instance of Linear",
+            ),
+            "weights alone": (
+                lambda: co.linearize(net().state_dict(), (X, Y), "classification"),
+                TypeError,
+                r"model.load_state_dict\(weights\)",
+            ),
+            "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*given '0.1'"),
+            "a temperature of probabilities": (
+                lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
+                ValueError,
+                r"temperature takes logits: pass those, or probabilities.log\(\)",
+            ),
+            "lists of scores": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), TypeError, "scores must be a tensor"),
+        },
+    ),
+    Door(
         "evidence by a tired user",
         rows={
             "the training data as held out": (
@@ -162,6 +189,13 @@ DOORS = [
                 lambda: co.sampling.sgld(lin(), 1e-3),
                 TypeError,
                 r"got Linearization. Pass co.sampling.log_posterior\(lin\)",
+            ),
+            "a dataset as batches": (
+                lambda: co.sampling.run(
+                    co.sampling.sgld(lambda p, b: p.sum(), 1e-3, data_size=1), torch.zeros(2), POINTS, steps=1
+                ),
+                TypeError,
+                r"got TensorDataset. Pass torch.utils.data.DataLoader\(dataset",
             ),
             "a posterior": (lambda: co.sampling.hmc(post(), 1e-3), TypeError, r"Pass co.sampling.log_posterior\(lin\)"),
             "a network": (

@@ -283,5 +283,5 @@ def _warn(found: _Approximation, error: Estimate, aim: float | None, rank: int |
         f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
         f"{'' if aim is None else f' (rtol={aim:g})'}: {cause}.",
         RankTooLow,
-        stacklevel=4,
+        stacklevel=5,
     )

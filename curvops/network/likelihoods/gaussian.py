@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -25,10 +26,13 @@ class Gaussian(Independent):
             output (C,), which may require a gradient.
 
     Raises:
+        TypeError: the noise is neither a number nor a tensor.
         ValueError: the noise is not positive and finite.
     """
 
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:
+        if not isinstance(noise, Tensor | numbers.Real):
+            raise TypeError(f"Gaussian noise is a variance, a number or a tensor; given {noise!r}.")
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(

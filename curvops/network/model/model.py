@@ -444,8 +444,16 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
         if bad:
             raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
         return None, function, tensors
+    hint = ""
+    if isinstance(getattr(source, "__self__", None), nn.Module):
+        hint = " Pass the module itself, not one of its methods."
+    elif isinstance(source, type) and issubclass(source, nn.Module):
+        hint = f" Pass an instance of {source.__name__}, with its trained weights."
+    elif isinstance(source, Mapping):
+        hint = " Load weights into the module, model.load_state_dict(weights), and pass the module."
     raise TypeError(
-        f"model must be an nn.Module or a pair (function(params, inputs), params mapping), got {type(source).__name__}."
+        "model must be an nn.Module or a pair (function(params, inputs), params mapping), got "
+        f"{type(source).__name__}.{hint}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 
 class Feed:
@@ -92,7 +92,10 @@ def _checked(batches: Any) -> Iterable[Any] | None:
             "each step uses all data."
         )
     if isinstance(batches, str) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.")
+        hint = " Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)." * isinstance(
+            batches, Dataset
+        )
+        raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.{hint}")
     return batches
 
 
