@@ -148,9 +148,9 @@ def results_table(found: Mapping[str, Mapping[str, Tensor]]) -> str:
     names = list(found[f"{CHAINS} × SGD"])
     rows = [[method, *(spread(row[name]) if name in row else "–" for name in names)] for method, row in found.items()]
     seeds = len(found["SGD"][names[0]])
-    said = f"Mean ± standard deviation over {seeds} seeds: of the digits known, the points drawn and the starts."
+    said = f"Mean ± standard deviation over {seeds} seeds, which vary the known digits, the points and the starts."
     apart = tables(["method", *names], rows, ["method", *names[:2]], ["method", *names[2:]])
-    return f"{said} Of the unknown digits, AUROC.\n\n{apart}"
+    return f"{said} The second table gives the AUROC of the unknown digits.\n\n{apart}"
 
 
 def claims(found: Mapping[str, Mapping[str, Tensor]]) -> str:

@@ -226,7 +226,7 @@ def results_table(found: Losses) -> str:
         cells = [spread(losses[0]) if name in ("MLE", "MAP") else spread(row) for row in losses]
         rows.append([name, *cells])
     seeds = found["MAP"].shape[-1]
-    said = f"Nats a test sequence, mean ± standard deviation over {seeds} starts."
+    said = f"Nats per test sequence, mean ± standard deviation over {seeds} starts."
     return f"{said}\n\n{table(['method', *(f'τ = {temperature:g}' for temperature in TEMPERATURES)], rows)}"
 
 

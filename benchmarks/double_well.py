@@ -134,7 +134,7 @@ def report(found: dict[str, Any]) -> str:
         rows.append([name, *cells, spread(row["variance"])])
     heads = ["method", "modes found, of 4", "largest error of a mode's share", f"variance in a mode ({width():.3f})"]
     seeds = len(found["ensemble"]["variance"])
-    said = f"The largest error: mean over {seeds} seeds; the variance: mean ± standard deviation over them."
+    said = f"The largest error is the mean over {seeds} seeds; the variance is the mean ± standard deviation over them."
     return f"{said}\n\n{table(heads, rows)}"
 
 

@@ -133,8 +133,9 @@ def memory_table(result: dict[str, Any]) -> str:
         rows.append([*_name(row), *sizes, row["engine"], verdict])
     header = ["network", "C", "K", "batches", "budget", "baseline", "bound", "peak", "served by", "within the bound"]
     text = (
-        "Resident set at its peak, MiB, each in a process of its own. *Baseline*: the interpreter with its libraries, "
-        "network, data and vectors, and one batch's forward and backward pass. *Bound*: baseline plus memory budget."
+        "Peak resident set in MiB, each in a separate process. *Baseline* is the interpreter with its libraries, "
+        "network, data and vectors, and one batch's forward and backward pass. *Bound* is the baseline plus the memory "
+        "budget."
     )
     apart = tables(
         header,

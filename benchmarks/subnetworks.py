@@ -236,7 +236,7 @@ def results_tables(name: str, found: Found) -> str:
             parts += [table(list(BASELINES), rows)]
     inert = [f"{100 * float(found[key('variance', share)]['inert'].mean()):.0f} %" for share in SHARES]
     parts += [
-        "Weights without curvature among those that *variance* picks: "
+        "Share of weights without curvature among those that *variance* picks: "
         + ", ".join(f"{own} of the first {share}" for own, share in zip(inert, shares))
         + "."
     ]
