@@ -409,7 +409,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     ),
     "evidence.grid": lambda w: co.evidence.grid(w.post, [0.5, 1.0, 2.0], generator=w.generator()),
     "evidence.validate": lambda w: (
-        co.evidence.validate(w.post, w.x, w.labels[:5], generator=w.generator()).prior_precision
+        co.evidence.validate(w.post, w.x + 0.1, w.labels[:5], generator=w.generator()).prior_precision
     ),
     "evidence.train": lambda w: (
         co.evidence.train(
