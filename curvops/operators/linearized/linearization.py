@@ -124,11 +124,12 @@ def linearize(
             (N, C), or (N, ..., C) if a point has several positions (tokens of a sequence, pixels of an image). Targets
             are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in weights (N,
             ...).
-        data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (one that shuffles or drops its last batch is
-            read in the order of its dataset, each point once) or any iterable of (inputs, targets) that can be read again. Inputs may be a
-            tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each item may also be
-            a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose "labels" are the
-            targets and everything else the inputs. Weights, (N,) or one per position, multiply log-likelihoods.
+        data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (one that shuffles or drops its last batch is read
+            in the order of its dataset, each point once) or any iterable of (inputs, targets) that can be read again.
+            Inputs may be a tensor, a tuple or a mapping. Floating-point data are cast to the parameters' dtype. Each
+            item may also be a mapping {"inputs": ..., "targets": ..., "weights": ...}, or a Hugging Face batch, whose
+            "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
+            log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
             `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
@@ -186,8 +187,9 @@ def linearize(
             the environment variable CURVOPS_RANK_TIMEOUT holds.
 
     Warns with `NoCurvature` if every curvature is zero under the likelihood, with `NotLogits` if a classifier returns
-    probabilities or their logarithms, and with `LowerPrecision` of the error that compute_dtype makes. Costs one pass over the data and a few passes over two points, about twenty for the first
-    network of a structure; its derivatives are then known to be right, and are not checked again.
+    probabilities or their logarithms, and with `LowerPrecision` of the error that compute_dtype makes. Costs one pass
+    over the data and a few passes over two points, about twenty for the first network of a structure; its derivatives
+    are then known to be right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
