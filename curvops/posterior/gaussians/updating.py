@@ -111,9 +111,9 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
         warnings.warn(
             "these weights are not a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode). Train further, with weight decay = prior "
-            "precision / N on a mean loss, or choose the prior precision that training used (check_mode=False skips "
-            "this).",
+            f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
+            "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
+            "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
             NotAMode,
             stacklevel=3,
         )
