@@ -1,4 +1,4 @@
-"""Are the influence scores of kronfluence ours?     python -m benchmarks.peer_influence
+"""Are the influence scores of kronfluence equal to ours?     python -m benchmarks.peer_influence
 
 It needs `pip install --no-deps kronfluence==1.0.1`, in an environment with accelerate, einconv, einops and opt_einsum.
 Its scores are compared with those of `co.KFAC` and `co.EKFAC`: with the empirical Fisher, where they are equal, and

@@ -27,8 +27,8 @@ from curvops.fingerprints import fingerprint
 
 R = TypeVar("R")
 TIMEOUT, TIMEOUT_VARIABLE = 60.0, "CURVOPS_RANK_TIMEOUT"
-"""Seconds that a rank waits for the others before it raises `RankFailed`; the variable of the environment that gives
-others."""
+"""The seconds that a rank waits for the others before it raises `RankFailed`, and the environment variable that changes
+them."""
 LATE = 1.0
 """Seconds after which a waiting rank reports that it waits, and checks whether another one failed."""
 SIGNS = 6
@@ -45,7 +45,7 @@ class RankFailed(RuntimeError):
     """Raised when another rank failed, ended or was silent for too long: this linearisation can no longer be used.
 
     Every later call that needs the other ranks raises the same error. Ranks wait for each other for a minute, or
-    for the seconds that the environment variable `CURVOPS_RANK_TIMEOUT` holds.
+    for the seconds in the environment variable `CURVOPS_RANK_TIMEOUT`.
     """
 
 
@@ -75,7 +75,7 @@ _warned: list[bool] = []
 def given_timeout() -> float:
     """Return the seconds that a rank waits for another: those of `CURVOPS_RANK_TIMEOUT`, or 60.
 
-    Raises ValueError unless that variable of the environment, where it is set, holds a positive number.
+    Raises ValueError if the environment variable is set to anything but a positive number.
     """
     given = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT))
     try:
@@ -157,7 +157,7 @@ class Ranks:
         )
 
     def _begun_together(self) -> int:
-        """Return one time for all ranks; raise RanksDiffer where they wait for different times."""
+        """Return one time for all ranks; raise RanksDiffer if they wait for different times."""
         times, timeouts = zip(*self._gather_now((time.time_ns(), self.timeout)))
         for rank, timeout in enumerate(timeouts):
             if timeout != timeouts[0]:

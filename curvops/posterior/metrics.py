@@ -175,7 +175,7 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
         The area, a number between 0 and 1.
 
     Raises:
-        TypeError: numbers that are not in a tensor.
+        TypeError: the numbers are not in a tensor.
         ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
     """
     check_tensor("scores", scores)
@@ -277,7 +277,9 @@ def temperature(
     if not 0 < bounds[0] < bounds[1]:
         raise ValueError(f"bounds must satisfy 0 < lower < upper, not {bounds}")
     if len(logits) > 1 and bool((logits > 0).all() & ((logits.double().sum(-1) - 1).abs() <= 1e-5).all()):
-        raise ValueError("these are probabilities, and temperature takes logits: pass those, or probabilities.log()")
+        raise ValueError(
+            "these are probabilities, but temperature takes logits: pass the logits, or probabilities.log()."
+        )
     f = logits.to(torch.float64)
     f = f - f.gather(-1, labels.long()[:, None])
     low, high = f.new_tensor(bounds).log()

@@ -154,7 +154,7 @@ DOORS = [
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 ValueError,
-                r"temperature takes logits: pass those, or probabilities.log\(\)",
+                r"temperature takes logits: pass the logits, or probabilities.log\(\)",
             ),
             "lists of scores": (lambda: metrics.auroc([0.1, 0.2], [0, 1]), TypeError, "scores must be a tensor"),
         },

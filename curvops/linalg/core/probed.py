@@ -84,7 +84,7 @@ class Probed:
         return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
 
     def apart(self) -> Probed:
-        """Return the matrix with a source of other numbers: those of a sketch do not move the probes beside it."""
+        """Return the matrix with a separate source of random numbers, so that a sketch does not change the probes."""
         return replace(self, generator=derive_generator(self.generator))
 
     def after(self, matvecs: int) -> Probed:

@@ -214,7 +214,7 @@ def random_block(
 ) -> Float[Vectors, "n k"]:
     """Draw k independent vectors of independent entries, with mean 0 and variance 1; ``like`` as for `empty_block`.
 
-    "separate" is normal, too, each vector by a call of its own: a block has then the numbers of its parts, as signs do.
+    "separate" is also normal, with one call for each vector: a block then has the numbers of its parts, as signs do.
     """
     check_generator(generator)
     home = like.device if generator is None else generator.device

@@ -27,7 +27,7 @@ class BlockRows(Operator):
     Args:
         own: the rows of this rank, (m_rank, n).
         layout: the rows of all ranks.
-        psd: the promise that the matrix is symmetric positive semi-definite.
+        psd: a promise that the matrix is symmetric positive semi-definite.
 
     Raises:
         ValueError: `own` is not a matrix with as many rows as the layout gives this rank.
@@ -47,14 +47,14 @@ class BlockRows(Operator):
 
         Args:
             matrix: the DTensor.
-            psd: the promise that the matrix is symmetric positive semi-definite.
+            psd: a promise that the matrix is symmetric positive semi-definite.
 
         Returns:
             The matrix.
 
         Raises:
-            TypeError: not a DTensor.
-            ValueError: another placement, or not a matrix.
+            TypeError: the argument is not a DTensor.
+            ValueError: the DTensor has another placement, or is not a matrix.
         """
         if not is_dtensor(matrix):
             raise TypeError(f"BlockRows.of takes a DTensor with Shard(0), got {type(matrix).__name__}.")

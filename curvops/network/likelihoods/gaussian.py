@@ -32,7 +32,7 @@ class Gaussian(Independent):
 
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:
         if not isinstance(noise, Tensor | numbers.Real):
-            raise TypeError(f"Gaussian noise is a variance, a number or a tensor; given {noise!r}.")
+            raise TypeError(f"Gaussian noise must be a variance, as a number or a tensor, got {noise!r}.")
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(

@@ -183,8 +183,8 @@ def linearize(
             nothing or mixes dtypes; or compute_dtype is not below the weights' dtype, is given with an engine or a
             model without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
         RanksDiffer: the ranks were given different models, likelihoods, options or versions, or the same data.
-        RankFailed: another rank raised an error, ended, or did not answer within a minute, or within the seconds that
-            the environment variable CURVOPS_RANK_TIMEOUT holds.
+        RankFailed: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
+            environment variable CURVOPS_RANK_TIMEOUT).
 
     Warns with `NoCurvature` if every curvature is zero under the likelihood, with `NotLogits` if a classifier returns
     probabilities or their logarithms, and with `LowerPrecision` of the error that compute_dtype makes. Costs one pass
