@@ -102,7 +102,13 @@ def text(found: Any) -> str:
         cells += [f"{one[kind]:.2f}" for kind in ("float32", "bfloat16", "streamed")]
         rows.append([name, *cells])
     gradients = tables(heads, rows, ["network", "float32", "bfloat16", "streamed"])
-    return f"{tables(heads, rows, heads[:6])}\n\nGradients a product, for one vector:\n\n{gradients}"
+    shares = [f"{one['bfloat16'] / one['streamed']:.2f}" for one, _ in of_network.values()]
+    spread = [f"{name} {min(e.values()):.0e} to {max(e.values()):.0e}" for name, e in found["errors"].items()]
+    return (
+        f"{tables(heads, rows, heads[:6])}\n\nGradients a product, for one vector:\n\n{gradients}\n\n"
+        f"From tensors in bfloat16 a product takes {', '.join(shares)} of the time of a streamed one. The relative "
+        f"errors of its parts, parameter by parameter: {', '.join(spread)}."
+    )
 
 
 STUDY = Study(

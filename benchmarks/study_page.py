@@ -73,7 +73,7 @@ class Study:
                 return
         if not arguments.report:
             chosen = {option: getattr(arguments, option) for option in self.options}
-            machine = facts(torch.get_num_threads())
+            machine = facts(chosen.get("threads", torch.get_num_threads()))
             keep(self.name, {"machine": machine, "options": chosen, "found": self.measure(**chosen)})
             shutil.rmtree(MEASURED / f"{self.name}.parts", ignore_errors=True)
         kept = measured(self.name)
