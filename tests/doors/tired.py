@@ -150,7 +150,7 @@ DOORS = [
                 TypeError,
                 r"model.load_state_dict\(weights\)",
             ),
-            "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*given '0.1'"),
+            "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*got '0.1'"),
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 ValueError,
