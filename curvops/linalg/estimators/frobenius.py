@@ -77,6 +77,8 @@ def frobenius_norm(
     Raises:
         ValueError: the method is unknown, xtrace gets a rectangular A, a product is not finite, or the budget is
             too small.
+
+    Source: after XTrace, Epperly, Tropp & Webber 2024.
     """
     facts = describe(A)
     square = facts.rows == facts.columns

@@ -93,6 +93,8 @@ def apply_function(
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
+
+    Source: Ilić, Turner & Simpson 2010.
     """
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     require_accuracy(A, rtol)

@@ -65,6 +65,8 @@ def inverse_sqrt(
 
     Raises:
         NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
+
+    Source: Ilić, Turner & Simpson 2010 (Lanczos); Hale, Higham & Trefethen 2008 and Pleiss et al. 2020 (contour).
     """
     return _root(
         A,
@@ -114,6 +116,8 @@ def sqrt(
 
     Raises:
         NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
+
+    Source: as `inverse_sqrt`.
     """
     return _root(
         A,

@@ -453,6 +453,8 @@ def laplace(
     A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
     Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
     cost nothing here.
+
+    Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
     """
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)

@@ -229,6 +229,8 @@ def wasserstein(
     Raises:
         TypeError, ValueError: `post` is not a posterior, the method is unknown, or indices are out of range or
             repeated.
+
+    Source: Daxberger et al. 2021.
     """
     check_posterior(post, "wasserstein")
     check_generator(generator)

@@ -50,6 +50,8 @@ def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Esti
             than four draws, or the scale is not positive.
 
     Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
+
+    Source: Liu, Lee & Jordan 2016; Gorham & Mackey 2017.
     """
     points, slopes = checked_draws(draws), checked_draws(scores, "scores")
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):

@@ -53,6 +53,8 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
             or count is not a positive whole number.
 
     Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
+
+    Source: Hron et al. 2022.
     """
     count = checked_count(count)
     check_generator(generator)
