@@ -92,9 +92,7 @@ def apply_function(
     once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak, nor an
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
-    Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
-
-    Source: Ilić, Turner & Simpson 2010.
+    Source: Lanczos with full reorthogonalisation; the estimate of the error from Ilić, Turner & Simpson 2010.
     """
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     require_accuracy(A, rtol)
