@@ -34,6 +34,33 @@ def test_groups_of_blocks_by_name_and_by_position():
     torch.testing.assert_close(everything.to_dense(), G, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("curvature", [co.GGN, co.EmpiricalFisher, co.BlockDiagonal, co.KFAC, co.EKFAC, co.DiagonalGGN])
+@pytest.mark.parametrize("size", [1, 7, 25])
+def test_the_block_of_an_inverse_is_the_saliency_of_a_set_of_weights(curvature, size):
+    """The least increase ½ δᵀPδ with δ_S = −θ_S: by [P⁻¹]_SS, by the kept weights' own block, and by its Lagrangian."""
+    lin = linearized()
+    G, prior = curvature(lin), torch.linspace(0.2, 1, 26, dtype=torch.float64)
+    if curvature in (co.KFAC, co.EKFAC):
+        prior = torch.tensor(0.3, dtype=torch.float64)
+    P, theta = G.add_diagonal(prior), lin.theta
+    removed = torch.randperm(26, generator=torch.Generator().manual_seed(size))[:size]
+    kept = torch.ones(26, dtype=torch.bool)
+    kept[removed] = False
+    E = torch.eye(26, dtype=torch.float64)[:, removed]
+    A = torch.cat([torch.cat([P.to_dense(), E], 1), torch.cat([E.mT, E.new_zeros(size, size)], 1)])
+    step = torch.linalg.solve(A, torch.cat([E.new_zeros(26), -theta[removed]]))[:26]
+    least = step @ P.to_dense() @ step / 2
+    by_inverse = theta[removed] @ co.Subnetwork(P.inverse(), removed).solve(theta[removed]) / 2
+    torch.testing.assert_close(by_inverse, least, rtol=1e-10, atol=0)
+    if size == 1:
+        torch.testing.assert_close(
+            theta[removed[0]] ** 2 / P.inverse().diagonal()[removed[0]] / 2, least, rtol=1e-10, atol=0
+        )
+    right = (P @ (theta * ~kept))[kept]
+    adapted = co.Subnetwork(P, kept).solve(right)
+    torch.testing.assert_close(adapted, step[kept], rtol=1e-10, atol=1e-12)
+
+
 def test_heuristic_damping_stays_kronecker_factored():
     K = co.KFAC(linearized())
     damped = K.heuristic_damping(0.3)

@@ -110,6 +110,42 @@ def test_influence_is_the_first_order_change_of_a_test_loss() -> None:
     torch.testing.assert_close(lin.gradients() @ P.solve(g), -slope, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_with_its_leverage_influence_on_a_linear_model_is_leaving_a_point_out(outputs: int) -> None:
+    """P₋ₙ⁻¹ gₙ = P⁻¹ Jₙᵀ (I − Hₙ Sₙ)⁻¹ rₙ by Woodbury: the outputs share weights, so that Sₙ is no multiple of I."""
+    mixing = normal(3, outputs, seed=5)
+
+    def function(values: Any, x: Tensor) -> Tensor:
+        return (x * values["w"]) @ mixing + values["b"]
+
+    x, y, noise, prior = normal(9, 3), normal(9, outputs, seed=2), torch.tensor([0.5, 0.8]).double()[:outputs], 0.3
+    rows = torch.stack([torch.cat([point[:, None] * mixing, torch.eye(outputs)]) for point in x]).mT  # (N, C, D)
+
+    def fitted(kept: Tensor) -> Tensor:
+        J, t = rows[kept].flatten(0, 1), (y[kept] / noise).flatten()
+        H = (1 / noise).repeat(len(kept))
+        return torch.linalg.solve(
+            J.mT @ (H[:, None] * J) + prior * torch.eye(J.shape[1], dtype=torch.float64), J.mT @ t
+        )
+
+    theta = fitted(torch.arange(9))
+    model = function, {"w": theta[:3], "b": theta[3:]}
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+    x_new = normal(4, 3, seed=3)
+    J_new, post = lin.jacobian(x_new), co.laplace(lin, prior_precision=prior)
+    S, H, r = post.predict(x).covariance_matrix, torch.diag(1 / noise), (lin.outputs() - y) / noise
+    r = torch.linalg.solve(torch.eye(outputs) - H @ S, r.unsqueeze(-1))
+    moves = (J_new @ post.precision.inverse() @ lin.jacobian().mT).to_dense().unflatten(1, (9, outputs))
+    for n in range(9):
+        without = fitted(torch.tensor([k for k in range(9) if k != n]))
+        torch.testing.assert_close(moves[:, n] @ r[n, :, 0], J_new @ (without - theta), rtol=1e-10, atol=1e-12)
+    if outputs == 1:  # the influence over one minus the leverage
+        influence = (lin.gradients() @ post.precision.inverse() @ J_new.mT).to_dense()
+        leverage = post.predict(x).variance / noise
+        expected = torch.stack([moves[:, n] @ r[n, :, 0] for n in range(9)])
+        torch.testing.assert_close(influence / (1 - leverage), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_conversion_keeps_the_rows() -> None:
     lin, expected = weighted()
     torch.testing.assert_close(lin.gradients().to(torch.float32).to_dense(), expected.float(), rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite, warn_of_rounding
+from curvops.linalg.solvers.solve import Promises
 
 
 class DenseForm(ClosedForm):
@@ -127,6 +128,9 @@ class Dense(Operator):
     @property
     def _is_formed(self) -> bool:
         return True
+
+    def promises(self) -> Promises:
+        return super().promises()._replace(at_hand=True)
 
     @property
     def tensor(self) -> Tensor:

@@ -70,6 +70,8 @@ class Promises(NamedTuple):
 
     symmetric: bool
     definite: bool
+    at_hand: bool = False
+    """Whether the matrix exists and need not be formed."""
 
 
 @runtime_checkable
@@ -128,7 +130,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         longest=longest(A),
         itemsize=A.dtype.itemsize,
         closed_form=form,
-        at_hand=isinstance(A, Tensor),
+        at_hand=isinstance(A, Tensor) or known.at_hand,
         symmetric=known.symmetric,
         definite=known.definite,
         recorded=whole and informed and carries_graph(to_linear_operator(A).representation()),

@@ -45,6 +45,8 @@ TABLE = {
     "inverse": (Known(POSITIVE, is_psd=True).inverse(), "closed form"),
     "small": (Known(POSITIVE[:100, :100], is_symmetric=False), "dense"),
     "tensor": (SKEWED, "dense"),
+    "tensor as an operator": (Dense(SKEWED), "dense"),
+    "tensor that is semidefinite": (Dense(POSITIVE, psd=True), "dense"),
     "semidefinite": (Known(POSITIVE, is_psd=True), "cg"),
     "curvature and prior": (Known(INDEFINITE).add_diagonal(4.0), "cg"),
     "symmetric": (Known(INDEFINITE), "minres"),
