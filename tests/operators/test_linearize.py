@@ -222,3 +222,13 @@ def test_batches_of_the_zoo_are_the_whole() -> None:
     _, inputs = ZOO["mapping_inputs"].build()
     parts = [part for part, _ in batches(inputs)]
     assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
+
+
+@pytest.mark.parametrize(("ours", "given"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_data_of_another_precision_are_cast_to_that_of_the_weights(ours: torch.dtype, given: torch.dtype) -> None:
+    model, x, v = net().to(ours), X.to(given), torch.ones(51, dtype=ours)
+    lin, cast = (co.linearize(model, (inputs, Y), "classification") for inputs in (x, x.to(ours)))
+    assert torch.equal(co.GGN(lin) @ v, co.GGN(cast) @ v) and torch.equal(lin.predict(x), lin.predict(x.to(ours)))
+    assert lin.predict(x).dtype == ours
+    arrays = co.linearize(model, (x.numpy(), Y.numpy()), "classification")
+    assert torch.equal(arrays.predict(x.numpy()), lin.predict(x))
