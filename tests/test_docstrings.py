@@ -53,7 +53,7 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 def sections(text: str) -> dict[str, set[str]]:
     """The kinds of sections of a docstring, with the names that each describes."""
-    parsed = griffe.Docstring(text, lineno=1, parser=griffe.Parser.google).parse(warnings=False)
+    parsed = griffe.Docstring(text, lineno=1, parser=griffe.Parser.google).parsed
     return {
         section.kind.value: {getattr(each, "name", "").lstrip("*") for each in section.value}
         if isinstance(section.value, list)
