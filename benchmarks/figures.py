@@ -1,4 +1,4 @@
-"""The scaling figures:   python -m benchmarks.figures operators.json --output docs/figures
+"""The scaling figures:   python -m benchmarks.figures benchmarks/measured/operators.json --output docs/figures
 
 It needs matplotlib, which the project's environment has.
 """

@@ -1,4 +1,4 @@
-"""Do products stay within their memory budget?   python -m benchmarks.memory mlp cnn resnet --json memory.json
+"""Do products stay within their memory budget?   python -m benchmarks.memory
 
 The bound is `memory_budget` + one batch's forward and backward pass + the vectors. The last two, with the interpreter
 and the data, are the baseline: the peak of a process that does nothing else. All peaks come from separate processes,
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import cores, facts, run_apart
-from benchmarks.report import memory_table
+from benchmarks.report import MEASURED, PAGE, fill, memory_table
 from benchmarks.tables import MIB
 
 
@@ -56,16 +56,15 @@ def main() -> None:
     parser.add_argument("--engine", default="auto", choices=["auto", "autodiff", "layerwise"])
     parser.add_argument("--allocator", default="prompt", choices=["prompt", "default"])
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=MEASURED / "memory.json", metavar="FILE")
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     result: dict[str, Any] = {"kind": "memory", "machine": facts(options.threads), "settings": settings, "rows": []}
     for network in options.networks:
         for outputs in options.outputs:
             result["rows"] += measure(network, outputs, options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(memory_table(result))
+    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fill(PAGE, "memory", memory_table(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What do the curvature operators cost?   python -m benchmarks.operators diagonal kfac products --json operators.json
+"""What do the curvature operators cost?   python -m benchmarks.operators diagonal kfac products
 
 Every figure is the median ratio of alternating runs (`timing.py`); the parts are modules of `benchmarks.parts`. Results
 are added to the file given by --json: parts that it already holds are replaced.
@@ -35,6 +35,7 @@ from benchmarks.parts import (
     transformers,
 )
 from benchmarks.parts.figures import Figures, Settings
+from benchmarks.report import MEASURED, PAGE, fill
 
 PARTS: dict[str, Callable[[Figures], None]] = {
     "choice": choice.measure,
@@ -60,14 +61,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="pairs of alternating runs behind a median")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=MEASURED / "operators.json", metavar="FILE")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")  # other packages'
     result: dict[str, Any] = {"kind": "operators", "parts": {}}
-    if arguments.json is not None and arguments.json.exists():
+    if arguments.json.exists():
         result = json.loads(arguments.json.read_text())
     for name in arguments.parts:
         print(name, file=sys.stderr)
@@ -76,9 +77,8 @@ def main() -> None:
         PARTS[name](figures)
         result["parts"][name] = {"machine": machine, "pairs": arguments.pairs, **figures.as_json()}
         gc.collect()
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n\n".join(part_tables(result["parts"][name]) for name in arguments.parts))
+        arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        fill(PAGE, f"operators: {name}", part_tables(result["parts"][name]))
 
 
 if __name__ == "__main__":

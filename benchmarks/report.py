@@ -1,4 +1,4 @@
-"""Write measured figures into a page:  python -m benchmarks.report operators.json --output docs/benchmarks.md
+"""Write the figures of `benchmarks.operators` and `benchmarks.memory` into their page:   python -m benchmarks.report
 
 Only the contents of the files are written: machine, date and versions are those of the run. The page's own text stays;
 a table goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
@@ -17,6 +17,8 @@ from benchmarks.operators_tables import part_tables
 from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tables, within
 
 UNIT = "gradient"
+MEASURED = Path(__file__).parent / "measured"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 def products_tables(result: dict[str, Any]) -> str:
@@ -192,19 +194,14 @@ def _inverse(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Read the files, write their tables into the page (or print them)."""
+    """Read the files, write their tables into the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="what --json of the benchmarks wrote")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="a page; default: print")
+    kept = [MEASURED / f"{name}.json" for name in ("operators", "memory")]
+    parser.add_argument("files", type=Path, nargs="*", default=kept, help="what the two benchmarks wrote")
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page")
     arguments = parser.parse_args()
-    found = sections(json.loads(file.read_text()) for file in arguments.files)
-    if arguments.output is None:
-        print("\n\n".join(found.values()))
-        return
-    page = arguments.output.read_text()
-    for name, text in found.items():
-        page = filled(page, name, text)
-    arguments.output.write_text(page)
+    for name, text in sections(json.loads(file.read_text(encoding="utf-8")) for file in arguments.files).items():
+        fill(arguments.output, name, text)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import facts
-from benchmarks.report import fill
+from benchmarks.report import MEASURED, fill
 from benchmarks.tables import machine_line
 
 if TYPE_CHECKING:  # processes whose memory is measured load this module, too
     from matplotlib.figure import Figure
-
-MEASURED = Path(__file__).parent / "measured"
 
 Found = Any
 """A tree of mappings by text and sequences, with numbers, text and tensors."""
