@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops.network.data.batches import NoData, Reading, as_batches, as_source, items_of, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods import Categorical, FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
@@ -31,6 +31,7 @@ class NotLogits(UserWarning):
     """A warning that a classifier returns probabilities or their logarithms, whereas its likelihood takes logits."""
 
 
+WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 ROUNDING = 64.0
 """Sums of probabilities within this many eps of 1 count as 1."""
 
@@ -46,7 +47,7 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
     else:
         layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
-    _warn_of_no_logits(likelihood, layout.rows(outputs), outputs.dtype)
+    _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
     return likelihood, layout, outputs
 
 
@@ -162,36 +163,46 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     )
 
 
-def _warn_of_no_logits(likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> None:
-    """Warn if the outputs of a classifier, computed in `dtype`, are a softmax or its logarithm at all first positions.
-
-    Equal rows prove nothing: a new head whose bias is the logarithms of the class frequencies has them.
-    """
-    if not isinstance(likelihood.of_position, Categorical):
-        return
-    rows = f.unflatten(1, (-1, likelihood.output_shape[-1])) if isinstance(likelihood, Sequences) else f
-    rows = rows.flatten(0, -2).double()
-    if bool((rows == rows[:1]).all()):
-        return
-    slack = min(ROUNDING * torch.finfo(dtype).eps, 1e-2)
-    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
-        what = (
-            "probabilities: each row is at least 0 and sums to 1. The likelihood takes their softmax, which is nearly "
-            "uniform, so that curvature, posterior and predictions are not those of your classifier"
-        )
-    elif bool((rows <= 0).all() & (rows.logsumexp(-1).abs() <= slack).all()):
-        what = (
-            "log-probabilities: the exponentials of each row sum to 1. Likelihood and curvature are those of the "
-            "logits, but variances of outputs and link='probit' are not"
-        )
-    else:
+def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> None:
+    """Warn if the outputs at the first points, computed in `dtype`, are probabilities or their logarithms."""
+    last, what = "softmax", None
+    if isinstance(likelihood.of_position, Categorical):
+        rows = f.unflatten(1, (-1, likelihood.output_shape[-1])) if isinstance(likelihood, Sequences) else f
+        what = _normalised(rows.flatten(0, -2).double(), min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
+    elif isinstance(likelihood.of_position, Bernoulli) and isinstance(_last_module(model.module), nn.Sigmoid):
+        last, what = "sigmoid", f"probabilities: the model ends with a sigmoid. The likelihood takes another, {WRONG}"
+    if what is None:
         return
     warnings.warn(
-        f"the outputs at the first points are {what}. Return the logits: leave out the model's last softmax, as in "
+        f"the outputs at the first points are {what}. Return the logits: leave out the model's last {last}, as in "
         "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
         NotLogits,
         stacklevel=5,
     )
+
+
+def _normalised(rows: Tensor, slack: float) -> str | None:
+    """Say in which way rows are a softmax or its logarithm, all of them to this slack; None if they are not.
+
+    Equal rows prove nothing: a new head whose bias is the logarithms of the class frequencies has them.
+    """
+    if bool((rows == rows[:1]).all()):
+        return None
+    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() <= slack).all()):
+        return f"probabilities: each row is at least 0 and sums to 1. The likelihood takes their softmax, {WRONG}"
+    if bool((rows <= 0).all() & (rows.logsumexp(-1).abs() <= slack).all()):
+        return (
+            "log-probabilities: the exponentials of each row sum to 1. Likelihood and curvature are those of the "
+            "logits, but variances of outputs and link='probit' are not"
+        )
+    return None
+
+
+def _last_module(module: nn.Module | None) -> nn.Module | None:
+    """Return the module that makes the outputs of an nn.Sequential, and any other module itself."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = list(module.children())[-1]
+    return module
 
 
 def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:

@@ -189,6 +189,16 @@ def test_logits_and_other_likelihoods_do_not_warn_of_probabilities(
         co.linearize(model, (X, y), likelihood)
 
 
+def test_a_sigmoid_at_the_end_warns_where_one_more_is_taken() -> None:
+    events = (X[:, :3] > 0).float()
+    for likelihood in (co.likelihoods.Bernoulli(), nn.BCEWithLogitsLoss()):
+        with pytest.warns(co.NotLogits, match="ends with a sigmoid.*last sigmoid"):
+            co.linearize(nn.Sequential(net(), nn.Sequential(nn.Sigmoid())), (X, events), likelihood)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", co.NotLogits)
+        co.linearize(nn.Sequential(net(), nn.Sigmoid(), nn.Linear(3, 3)), (X, events), co.likelihoods.Bernoulli())
+
+
 def test_a_sampler_warns_of_probabilities_too() -> None:
     log_posterior = co.sampling.log_posterior(ended_by(nn.Softmax(-1)), "classification", data_size=7)
     with pytest.warns(co.NotLogits, match="probabilities"):
