@@ -33,6 +33,7 @@ INPUT_AND_OUTPUT = re.compile(r"((?:^(?:>>>|\.\.\.)(?: .*)?\n)+)((?:^(?!>>>).*\n
 DIRECTIVE = re.compile(r" +# doctest: .*$", re.MULTILINE)
 INCLUDED = re.compile(r'--8<-- "docs/(\S+\.py)"\n')
 WHERE_A_WARNING_AROSE = re.compile(r"/\S*/ipykernel_\S+?:\d+: ")
+WARNING_OF_ANOTHER_PACKAGE = re.compile(r"^/\S*/site-packages/.*\n(?:  .*\n)?", re.MULTILINE)
 COLOURS = 64
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}"
 
@@ -139,11 +140,18 @@ def execute(notebook: Any) -> None:
         NotebookClient(notebook, **options).execute(env=os.environ | {"PATH": PROGRAMS + os.environ["PATH"]})
     notebook.metadata.pop("language_info", None)
     for cell in code_cells(notebook):
-        for output in cell.outputs:
-            if "text" in output:
-                output.text = WHERE_A_WARNING_AROSE.sub("", output.text)
-            if "image/png" in output.get("data", {}):
-                output.data["image/png"] = shrunk(output.data["image/png"])
+        cell.outputs = [output for output in map(_kept, cell.outputs) if output.get("text") != ""]
+
+
+def _kept(output: Any) -> Any:
+    """Return an output without the paths of this machine, and its picture with fewer colours."""
+    if output.output_type == "error":
+        output.traceback = [f"{output.ename}: {output.evalue}"]
+    elif output.output_type == "stream":
+        output.text = WHERE_A_WARNING_AROSE.sub("", WARNING_OF_ANOTHER_PACKAGE.sub("", output.text))
+    elif "image/png" in output.data:
+        output.data["image/png"] = shrunk(output.data["image/png"])
+    return output
 
 
 def shrunk(png: str) -> str:
