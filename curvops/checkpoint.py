@@ -26,11 +26,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -355,7 +357,15 @@ def _numbers(value: Any) -> Any:
         return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
     if isinstance(value, torch.Generator):
         return seed_of(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else in_full(value)
+
+
+def in_full(value: Any) -> str:
+    """Return a text with all digits of a value, and the address of an operator: printed forms are for people."""
+    if is_dataclass(value) and not isinstance(value, type):
+        told = (f"{each.name}={in_full(getattr(value, each.name))}" for each in fields(value) if each.repr)
+        return f"{type(value).__qualname__}({', '.join(told)})"
+    return object.__repr__(value) if isinstance(value, LinearOperator) else repr(value)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
+from curvops import storage
 from curvops.sampling.runs.divergence import largest_curvature
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
@@ -114,6 +115,26 @@ def test_a_run_with_another_preconditioner_is_another_problem(tmp_path: Path) ->
         sampler = S.sgld(f, 0.1, preconditioner=D)
         with pytest.raises(ValueError, match="preconditioner") if refused else nullcontext():
             S.run(sampler, f.params, loader, steps=3, generator=seeded(3), checkpoint=tmp_path)
+
+
+def test_a_sampler_is_identified_by_its_numbers_not_by_how_it_prints(tmp_path: Path) -> None:
+    def density(theta: Any, batch: Any) -> torch.Tensor:
+        return -0.5 * theta.square().sum()
+
+    start = torch.ones(3, dtype=torch.float64)
+
+    def ran(f: Any, scale: float) -> Any:
+        sampler = S.sgld(f, 0.1, data_size=10, preconditioner=scale)
+        return S.run(sampler, start, steps=3, generator=seeded(3), checkpoint=tmp_path)
+
+    first = ran(density, 1.0)
+    _, kept = storage.load(tmp_path, "checkpoint", 3)
+    # The texts of version 0.1, which leaves out functions.
+    own = {name: text for name, text in kept["problem"].items() if name.startswith("the sampler's")}
+    assert own["the sampler's metric"] == "Isotropic(scale=1.0)" and "the sampler's density" not in own
+    assert torch.equal(ran(lambda theta, batch: density(theta, batch), 1.0).theta, first.theta)
+    with pytest.raises(ValueError, match=re.escape("Isotropic(scale=1.000000001)")):
+        ran(density, 1.0 + 1e-9)
 
 
 def test_an_optimiser_follows_a_step_size_that_replaces_its_own() -> None:

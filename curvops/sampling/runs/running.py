@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, digest, in_full, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
@@ -236,7 +236,7 @@ def _options(sampler: Transition) -> dict[str, str]:
     """
     found = {"method": type(sampler).__name__}
     for each in fields(sampler):
-        text = repr(getattr(sampler, each.name))
+        text = in_full(getattr(sampler, each.name))
         if " at 0x" not in text:
             found[each.name] = text
     if isinstance(sampler.metric, OperatorMetric):
