@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Real
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
 from curvops.plots import style
@@ -69,7 +68,7 @@ def spectral_density(
             "spectral_density needs the result of curvops.linalg.spectral_density(A), or grid, density, low, high and "
             "bandwidth."
         )
-    x, density, low, high = (_array(part) for part in arrays)
+    x, density, low, high = (style.as_array(part) for part in arrays)
     shapes = [part.shape for part in (x, density, low, high)]
     if len(set(shapes)) > 1 or x.ndim != 1 or not len(x):
         raise ValueError(f"grid, density, low and high must be vectors of one length, got {shapes}.")
@@ -90,7 +89,7 @@ def spectral_density(
     axes.set_yscale("log")
     axes.set_ylim(floor, 3 * peak)
     if top is not None and len(top):
-        at = (_array(top), np.full(len(top), 0.035))
+        at = (style.as_array(top), np.full(len(top), 0.035))
         marks: dict[str, Any] = {
             "linestyle": "none",
             "marker": "|",
@@ -126,15 +125,18 @@ def training_spectra(
         A figure with two panels.
 
     Raises:
-        TypeError: A checkpoint is not a density, eigenpairs and an estimate.
+        TypeError: A step is not a number, or its results are not a density, eigenpairs and an estimate.
         ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
     """
-    steps, kinds = sorted(checkpoints), (SpectralDensity, Eigenpairs, Estimate)
-    for step in steps:
-        given = tuple(type(part) for part in checkpoints[step])
-        if given != kinds:
-            names = [tuple(kind.__name__ for kind in each) for each in (kinds, given)]
-            raise TypeError(f"training_spectra needs {{step: {names[0]}}}, got {names[1]} at step {step}.")
+    kinds = SpectralDensity, Eigenpairs, Estimate
+    wanted = f"training_spectra needs {{step: ({', '.join(kind.__name__ for kind in kinds)})}}"
+    if not isinstance(checkpoints, Mapping):
+        raise TypeError(f"{wanted}, got {type(checkpoints).__name__}.")
+    for step, parts in checkpoints.items():
+        given = [type(part).__name__ for part in parts] if isinstance(parts, Sequence) else type(parts).__name__
+        if not isinstance(step, int | float) or given != [kind.__name__ for kind in kinds]:
+            raise TypeError(f"{wanted}, got {given} at step {step!r}.")
+    steps = sorted(checkpoints)
     densities, pairs, traces = zip(*(checkpoints[step] for step in steps)) if steps else ((), (), ())
     counts = {len(found.values) for found in pairs}
     if len(counts) != 1:
@@ -150,7 +152,9 @@ def training_spectra(
     peak = max(float(densities[i].density.max()) for i in shown)
     floor = 1e-5 * peak
     for i, look in zip(shown, style.looks(map(str, shown)).values()):
-        x, middle, low, high = (_array(getattr(densities[i], part)) for part in ("grid", "density", "lower", "upper"))
+        x, middle, low, high = (
+            style.as_array(getattr(densities[i], part)) for part in ("grid", "density", "lower", "upper")
+        )
         edges = np.maximum(low, floor), np.clip(high, floor, 10 * peak)
         left.fill_between(x, *edges, color=look.color, alpha=style.BAND, linewidth=0)
         left.plot(x, np.where(middle >= floor, middle, np.nan), linewidth=1.6, label=f"step {steps[i]:,}", **look.line)
@@ -158,7 +162,7 @@ def training_spectra(
     left.set_ylim(floor, 3 * peak)
     left.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(left, "eigenvalue λ", "density (per unit of λ)", "Density, with its band over probes")
-    for k, top in enumerate(np.stack([_array(found.values) for found in pairs], 1)):
+    for k, top in enumerate(np.stack([style.as_array(found.values) for found in pairs], 1)):
         name = "largest eigenvalue" if k == 0 else "those below it" if k == 1 else None
         right.plot(
             steps, top, color=style.COLOURS[1], marker="o", markersize=4, alpha=1 if k == 0 else 0.45, label=name
@@ -172,8 +176,3 @@ def training_spectra(
     right.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(right, "step of training", "eigenvalue λ, trace", "Largest eigenvalues and trace")
     return figure
-
-
-def _array(values: Any) -> np.ndarray:
-    """Return numbers as an array; a tensor may be on any device."""
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

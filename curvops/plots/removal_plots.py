@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Real
@@ -24,14 +25,17 @@ def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.nda
         A figure with one panel.
 
     Raises:
-        ValueError: There are no methods, or the number of predicted changes differs from that of true changes.
+        TypeError: The predictions are not named.
+        ValueError: There are no methods, the number of predicted changes differs from that of true changes, or one of
+            them is not finite.
     """
-    _check("influence", truth, predicted)
+    truth, predicted = _checked("influence", truth, predicted)
     figure, axes = style.panel(6.4, 5.4)
     ends = np.array([np.min(truth), np.max(truth)])
     axes.plot(ends, ends, label="equal", **style.REFERENCE)
     for (name, look), values in zip(style.looks(predicted).items(), predicted.values()):
-        label = f"{name}, correlation {np.corrcoef(truth, values)[0, 1]:.2f}"
+        varies = np.ptp(truth) > 0 and np.ptp(values) > 0
+        label = f"{name}, correlation {np.corrcoef(truth, values)[0, 1]:.2f}" if varies else name
         axes.plot(truth, values, linestyle="none", markersize=5, alpha=0.7, label=label, **look.dots)
     style.dress(axes, "change after training without the point", "predicted change", "Influence of each training point")
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper left")
@@ -52,9 +56,11 @@ def pruning(
         A figure with one panel.
 
     Raises:
-        ValueError: There are no rules, or the number of a rule's errors differs from that of the shares.
+        TypeError: The errors are not named.
+        ValueError: There are no rules, one has another number of errors than there are shares, or a number is not
+            finite.
     """
-    _check("pruning", sparsity, errors)
+    sparsity, errors = _checked("pruning", sparsity, errors)
     figure, axes = style.panel(7.6, 4.6)
     for (name, look), values in zip(style.looks(errors).items(), errors.values()):
         axes.plot(sparsity, values, markersize=5, linewidth=1.8, label=name, **look._asdict())
@@ -66,10 +72,15 @@ def pruning(
     return figure
 
 
-def _check(what: str, common: np.ndarray, named: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless there are curves, each as long as the common vector."""
-    shapes = {name: np.shape(values) for name, values in named.items()}
-    if np.ndim(common) != 1 or not shapes or set(shapes.values()) != {np.shape(common)}:
-        raise ValueError(
-            f"{what} draws a vector against named vectors of equal length, got {np.shape(common)} and {shapes}."
-        )
+def _checked(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a vector and named vectors of its length as arrays, or raise TypeError or ValueError."""
+    if not isinstance(named, Mapping):
+        raise TypeError(f"{what} draws a vector against {{name: vector}}, got {type(named).__name__} for the latter.")
+    vector, arrays = style.as_array(common), {name: style.as_array(values) for name, values in named.items()}
+    shapes = {name: values.shape for name, values in arrays.items()}
+    if vector.ndim != 1 or not vector.size or not shapes or set(shapes.values()) != {vector.shape}:
+        raise ValueError(f"{what} draws a vector against named vectors of equal length, got {vector.shape}, {shapes}.")
+    for name, values in {"the vector": vector, **arrays}.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{what} needs finite numbers, and {name} has others.")
+    return vector, arrays

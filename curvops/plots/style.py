@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # also differ, for print without colour.
@@ -77,6 +79,11 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
         name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(dict.fromkeys(names))
     }
+
+
+def as_array(values: Any) -> np.ndarray:
+    """Return numbers as an array; a tensor may be on any device and require a gradient."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -78,8 +78,11 @@ DOORS = [
             "values alone": (
                 lambda: plots.training_spectra({0: (*spectrum()[:1], GRID, *spectrum()[2:])}),
                 TypeError,
-                "'SpectralDensity', 'Eigenpairs', 'Estimate'.*'ndarray'.* at step 0",
+                "SpectralDensity, Eigenpairs, Estimate.*'ndarray'.* at step 0",
             ),
+            "a list": (lambda: plots.training_spectra([spectrum()]), TypeError, "got list"),
+            "a density alone": (lambda: plots.training_spectra({0: spectrum()[0]}), TypeError, "got SpectralDensity"),
+            "names for steps": (lambda: plots.training_spectra({"a": spectrum()}), TypeError, "at step 'a'"),
             "other numbers of eigenvalues": (
                 lambda: plots.training_spectra({0: spectrum(), 1: spectrum(k=3)}),
                 ValueError,
@@ -99,9 +102,11 @@ DOORS = [
             "another number of points": (
                 lambda: plots.influence(GRID, {"GGN": GRID[1:]}),
                 ValueError,
-                r"equal length, got \(5,\) and .*GGN.*\(4,\)",
+                r"equal length, got \(5,\), .*GGN.*\(4,\)",
             ),
             "a matrix": (lambda: plots.influence(np.eye(3), {"GGN": np.eye(3)}), ValueError, "draws a vector"),
+            "no names": (lambda: plots.influence(GRID, GRID), TypeError, "got ndarray for the latter"),
+            "not a number": (lambda: plots.influence(GRID, {"GGN": GRID * np.nan}), ValueError, "and GGN has others"),
             "errors of other shares": (lambda: plots.pruning(GRID, {"OBS": GRID[1:]}), ValueError, "equal length"),
         },
     ),
