@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from curvops.cli import app
 from curvops.cli.demo import figures, network, report
 from curvops.cli.demo import run as demo
+from curvops.posterior import NotAMode
 from curvops.process_group import WithoutGroup
+from tests import shape_checks
 from tests.ranks.processes import run_programs
 
 TINY = demo.DemoSize(
@@ -46,23 +48,31 @@ def make_tiny(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(network, "POLISH", POLISH)
 
 
-def printed(output: str) -> tuple[int, str]:
-    """The exit code of the tiny demo, and what it prints."""
+def printed(output: str) -> tuple[int, str, str]:
+    """The exit code of the tiny demo, and what it prints and reports."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error", WithoutGroup)
+        warnings.simplefilter("ignore", NotAMode)
         make_tiny(patch)
+        patch.setattr(shape_checks, "CALLS", 0)  # as for a user
         result = CliRunner().invoke(app, ["demo", "--quick", "--output", output])
-    return result.exit_code, result.stdout
+    return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
-def test_table_numbers_and_figures(tiny, tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
-    assert result.exit_code == int("FAIL" in result.stdout), result.output
-    began = [line[10:].strip() for line in result.stderr.splitlines() if line[:7].strip().replace(".", "").isdigit()]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of the tiny demo in this process, and what it printed and reported."""
+    folder = tmp_path_factory.mktemp("demo")
+    code, *said = printed(str(folder))
+    assert code == int("FAIL" in said[0]), said
+    return folder, *said
+
+
+def test_table_numbers_and_figures(alone):
+    folder, text, reported = alone
+    began = [line[10:].strip() for line in reported.splitlines() if line[:7].strip().replace(".", "").isdigit()]
     assert began[:2] == ["network 1 of 1", "train, save, load"] and "figure: evidence and validation" in began
-    assert result.stdout.rstrip().endswith(f"{demo.MAP}'s entropy.")
+    assert text.rstrip().endswith(f"{demo.MAP}'s entropy.")
     for name in (
         demo.MAP,
         demo.SCALED,
@@ -73,8 +83,8 @@ def test_table_numbers_and_figures(tiny, tmp_path):
         "6 and 9",
         "log evidence",
     ):
-        assert name in result.stdout
-    numbers = json.loads((tmp_path / "results.json").read_text())
+        assert name in text
+    numbers = json.loads((folder / "results.json").read_text())
     found = {check["name"]: check for check in numbers["checks"]}
     assert found["exact variances"]["numbers"]["worst_relative_error"] <= 1e-3
     assert numbers["summary"][demo.MAP]["auroc_epistemic"] is None
@@ -82,8 +92,8 @@ def test_table_numbers_and_figures(tiny, tmp_path):
     row = numbers["seeds"][0]["rows"][demo.SUBNETWORK]["by_angle"]["45"]
     assert row["aleatoric"] > 0 and row["epistemic"] >= 0
     for figure in FIGURES:
-        assert (tmp_path / f"{figure}.png").stat().st_size > 5000
-    assert (tmp_path / "network-0.safetensors").exists()
+        assert (folder / f"{figure}.png").stat().st_size > 5000
+    assert (folder / "network-0.safetensors").exists()
 
 
 def of_nll(upright: float, rotated: float = 2.0, auroc: float = 0.75, posterior: bool = True) -> report.Row:
@@ -135,25 +145,23 @@ def test_interruption_is_one_line(tiny, monkeypatch, tmp_path):
     assert len(result.output.strip().splitlines()) == 1
 
 
-def test_two_processes_give_the_numbers_of_one_and_write_once(tmp_path):
+def test_two_processes_give_the_numbers_of_one_and_write_once(alone, tmp_path):
     """The data of the posteriors in shards; the networks are trained by each process."""
 
-    (found,), (other, silent) = (run_programs(size, printed, str(tmp_path / str(size))) for size in (1, 2))
-    assert {code for code, _ in (found, other, silent)} == {int("FAIL" in found[1])}, found
-    (alone, table), (many, other) = (
-        (lines, lines[: _end_of_tables(lines)]) for lines in (found[1].splitlines(), other[1].splitlines())
+    (folder, text, _), (found, silent) = alone, run_programs(2, printed, str(tmp_path))
+    assert found[0] == silent[0] == int("FAIL" in text), found
+    (few, table), (many, other) = (
+        (lines, lines[: _end_of_tables(lines)]) for lines in (text.splitlines(), found[1].splitlines())
     )
     assert not silent[1]
-    assert len(alone) == len(many) and table == other and any(demo.LAPLACE in line for line in table)
-    one, two = (json.loads((tmp_path / size / "results.json").read_text()) for size in "12")
+    assert len(few) == len(many) and table == other and any(demo.LAPLACE in line for line in table)
+    one, two = (json.loads((each / "results.json").read_text()) for each in (folder, tmp_path))
     for name in ("settings", "summary", "seeds", "evidence_curve"):
         assert _near(one[name], two[name]), name
     # In single precision a solve of other rounding may take a step more or less.
     for first, second in zip(one["stages"], two["stages"], strict=True):
         assert abs(first["products"] - second["products"]) <= 0.05 * first["products"], first
-    assert sorted(each.name for each in (tmp_path / "1").iterdir()) == sorted(
-        each.name for each in (tmp_path / "2").iterdir()
-    )
+    assert sorted(each.name for each in folder.iterdir()) == sorted(each.name for each in tmp_path.iterdir())
 
 
 def _end_of_tables(lines: list[str]) -> int:
