@@ -17,7 +17,7 @@ from curvops.checks import check_accuracy, check_flag, drawn_seed
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
-from curvops.network.data.inputs import Inputs, normalise
+from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
@@ -79,8 +79,10 @@ def validate(
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
         x, y = _held_out_data(x, post)
-    data = post.lin.data
-    if isinstance(data, Batches) and post.lin.ranks is None and data.are((x, y)):
+    data, y = post.lin.data, tensor_of(y)
+    if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
+        raise ValueError("the held-out data hold no points.")
+    if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
         raise ValueError(
             "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
             "data that were left out of training, or choose by the evidence, co.evidence.maximize(post), "

@@ -151,6 +151,7 @@ DOORS = [
                 r"model.load_state_dict\(weights\)",
             ),
             "a noise in words": (lambda: co.likelihoods.Gaussian(noise="0.1"), TypeError, "a variance.*got '0.1'"),
+            "a flag as noise": (lambda: co.likelihoods.Gaussian(noise=True), TypeError, "a variance.*got True"),
             "a temperature of probabilities": (
                 lambda: metrics.temperature(X[:, :3].softmax(-1), Y),
                 ValueError,
@@ -172,6 +173,12 @@ DOORS = [
                 ValueError,
                 "these are the training data",
             ),
+            "too few held-out targets": (
+                lambda: co.evidence.validate(post(), X, Y[:2]),
+                ValueError,
+                f"there are {len(X)} inputs, but 2 targets",
+            ),
+            "no held-out points": (lambda: co.evidence.validate(post(), X[:0], Y[:0]), ValueError, "hold no points"),
             "no draws": (lambda: co.evidence.mackay(post(), samples=0), ValueError, "samples must be at least 1"),
             "an optimiser": (
                 lambda: co.evidence.train(

@@ -192,13 +192,16 @@ class Batches:
         """The fingerprints of the points; they stay the same for data moved to another device or dtype."""
         return DataPrints(*self._sums.tolist())
 
-    def are(self, item: object) -> bool:
-        """Return whether all points are those of (inputs, targets), in any order; False if they have weights."""
-        if self.weighted:
+    def are(self, inputs: object, targets: object) -> bool:
+        """Return whether all points are those of these inputs and targets, in any order; False if they have weights.
+
+        Other numbers of points are told apart before anything is read or moved.
+        """
+        x, y = normalise(inputs), tensor_of(targets)
+        if self.weighted or not isinstance(y, Tensor) or not y.ndim or {num_points(x), len(y)} != {self.num_data}:
             return False
-        batch = self._reading.read(item)
-        prints = point_prints([tensor for _, tensor in batch.named_tensors()])
-        return batch.num_points == self.num_data and int(prints.sum()) == self.prints.contents
+        batch = self._reading.read((x, y))
+        return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
 
     @property
     def print_of_batches(self) -> int:

@@ -7,11 +7,12 @@ import math
 import numbers
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.inputs import require_finite, within
+from curvops.network.data.inputs import require_finite, tensor_of, within
 from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
 from curvops.summary import summary
 
@@ -22,16 +23,17 @@ class Gaussian(Independent):
     Targets have the outputs' shape (n, C). A different known variance per point is a sample weight.
 
     Args:
-        noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor, 0-d or one entry per
-            output (C,), which may require a gradient.
+        noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
+            per output (C,); a tensor may require a gradient.
 
     Raises:
         TypeError: the noise is neither a number nor a tensor.
         ValueError: the noise is not positive and finite.
     """
 
-    def __init__(self, noise: float | int | Tensor = 1.0) -> None:
-        if not isinstance(noise, Tensor | numbers.Real):
+    def __init__(self, noise: float | int | Tensor | np.ndarray = 1.0) -> None:
+        noise = tensor_of(noise)
+        if isinstance(noise, bool) or not isinstance(noise, Tensor | numbers.Real):
             raise TypeError(f"Gaussian noise must be a variance, as a number or a tensor, got {noise!r}.")
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):

@@ -5,6 +5,7 @@ Tests `bernoulli.py`, `heteroscedastic.py`, `poisson.py`.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,12 @@ def test_heteroscedastic_is_torchs_loss() -> None:
     f, y = normal(N, C), normal(N, 2, seed=1)
     expected = gaussian_nll_loss(f[:, :2], y, f[:, 2:].exp(), full=True, eps=0, reduction="none").sum(-1)
     torch.testing.assert_close(-HeteroscedasticGaussian().log_prob(f, y), expected, **TIGHT)
+
+
+def test_a_noise_may_be_an_array() -> None:
+    for given in (np.array(0.5), np.array([0.5, 2.0], dtype=np.float32)):
+        noise = Gaussian(given).noise
+        assert np.array_equal(noise.numpy(), given) and noise.numpy().dtype == given.dtype
 
 
 def test_the_heteroscedastic_fisher_is_positive_where_the_hessian_is_not() -> None:
