@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gaussian_nll_loss, poisson_nll_loss
 
-from curvops.network.likelihoods import Bernoulli, HeteroscedasticGaussian, Likelihood, Poisson, as_likelihood
+from curvops.network.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson, as_likelihood
 from tests.network.definitions import (
     TIGHT,
     autograd_gradient,
