@@ -30,12 +30,7 @@ class Summarised:
 def summary(value: Any) -> str:
     """Describe a value in a few words, without a memory address."""
     if isinstance(value, Tensor):
-        numbers = value.detach()
-        if numbers.ndim == 0:
-            return shown(numbers.item())
-        if numbers.ndim == 1 and len(numbers) <= PRINTED:
-            return f"[{', '.join(shown(x) for x in numbers.tolist())}]"
-        return size_of(value)
+        return size_of(value) if value.ndim > 1 or value.numel() > PRINTED else _entries(value)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, tuple) and value and all(isinstance(item, Enum) for item in value):
@@ -55,6 +50,14 @@ def summary(value: Any) -> str:
 def size_of(value: Tensor) -> str:
     """Describe a tensor by its dtype and shape, without waiting for its device."""
     return f"{name_of(value.dtype)} {tuple(value.shape)}"
+
+
+def _entries(vector: Tensor) -> str:
+    try:
+        entries = vector.detach().tolist()
+    except RuntimeError:  # without numbers: on the meta device, or inside a transform such as vmap
+        return size_of(vector)
+    return f"[{', '.join(map(shown, entries))}]" if vector.ndim else shown(entries)
 
 
 def name_of(dtype: Any) -> str:

@@ -130,6 +130,18 @@ def test_a_likelihood_names_its_function_without_an_address() -> None:
     assert repr(co.GGN(lin)) == "GGN(8 × 8, of FromLoss(huber) on 5 points, float32, cpu)"
 
 
+def test_tensors_without_numbers_print_their_size() -> None:
+    seen = []
+
+    def inside(shift: Tensor) -> Tensor:
+        seen.append(repr(linalg.Dense(torch.eye(3), psd=True).add_diagonal(shift)))
+        return shift
+
+    torch.func.vmap(inside)(torch.ones(2))
+    assert seen == ["Damped(3 × 3, Dense + float32 () · I, float32, cpu)"]
+    assert summary(torch.empty(3, device="meta")) == "float32 (3,)"
+
+
 def things() -> Iterator[tuple[str, Any, str]]:
     """Yield what else is public and printed: its name, the object, and words of it."""
     lin = linearized()
@@ -164,6 +176,7 @@ def things() -> Iterator[tuple[str, Any, str]]:
     yield "descent", co.StochasticDescent(), "StochasticDescent("
     yield "preconditioner", low_rank().add_diagonal(1.0).preconditioner(2), "Preconditioner("
     yield "closed form", linalg.as_preconditioner(low_rank().add_diagonal(1.0)), "operator=Damped(7 × 7"
+    yield "block Jacobi", linalg.block_jacobi(torch.eye(9), 3), "EqualBlocks(positions=int64 (3, 3), vectors=float32"
     yield "cholesky", linalg.cholesky(torch.eye(9), 3), "F=float32 (9, 3)"
     yield "quadrature", linalg.spectral_quadrature(torch.eye(9), shift=1.0), "reason="
     yield "evidence", post.log_evidence(), "Evidence("

@@ -28,6 +28,7 @@ from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 from curvops.progress import Progress, at_work
+from curvops.summary import Summarised
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64
@@ -84,8 +85,8 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
     return DiagonalPreconditioner(damped, spent)
 
 
-@dataclass(frozen=True, eq=False)
-class EqualBlocks:
+@dataclass(frozen=True, eq=False, repr=False)
+class EqualBlocks(Summarised):
     """A group of g diagonal blocks of one size s, each with its eigendecomposition."""
 
     positions: Int[Tensor, "g s"]
