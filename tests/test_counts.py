@@ -129,6 +129,21 @@ def posterior(lin: co.Linearization) -> Any:
     return co.laplace(lin, co.GGN, 1.0, check_mode=False)
 
 
+def answers_at(lin: co.Linearization, curvature: Any, count: int, draws: int | None = None) -> None:
+    """Ask the first `count` of five questions at four points."""
+    post = co.laplace(lin, curvature(lin), 1.0, check_mode=False)
+    at = post.at(X, None if draws is None else post.mean + torch.ones(draws, 1))
+    questions = (
+        lambda: at.predict().covariance_matrix,
+        lambda: at.probabilities(),
+        lambda: at.uncertainty(seeded()),
+        lambda: at.log_likelihood(torch.tensor([0, 1, 2, 0]), generator=seeded()),
+        lambda: at.probabilities("mc", seeded()),
+    )
+    for ask in questions[:count]:
+        ask()
+
+
 def everything_of(post: Any) -> object:
     return post.log_evidence(), post.sample(5), post.predict(X).covariance_matrix
 
@@ -225,6 +240,14 @@ TABLE = {
         lambda lin: times(co.Hessian(lin)), Counts(2, 1 + 2 / N, (0, float("inf")))
     ),
 }
+
+
+@pytest.mark.parametrize("draws", [None, 3])
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
+def test_further_answers_at_the_same_inputs_cost_no_products_and_no_passes(curvature: Any, draws: int | None) -> None:
+    first, all_five = (counted(lambda lin, n=n: answers_at(lin, curvature, n, draws)) for n in (1, 5))
+    assert first == all_five
+    assert first.of_J + first.backward > 0
 
 
 @pytest.mark.parametrize("name", TABLE)

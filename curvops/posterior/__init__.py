@@ -8,6 +8,7 @@ from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import InertWeights, select, wasserstein
 from curvops.posterior.gaussians.updating import NotAMode
 from curvops.posterior.predictions.normals import SampledNormal
+from curvops.posterior.predictions.predictive import Predictions
 from curvops.posterior.predictions.uncertainty import Uncertainty
 from curvops.posterior.solves.linear_mode import LinearMode
 
@@ -20,6 +21,7 @@ __all__ = [
     "LinearMode",
     "NotAMode",
     "NotSolved",
+    "Predictions",
     "SampledNormal",
     "StochasticDescent",
     "Uncertainty",

@@ -365,6 +365,36 @@ DOORS = [
         },
     ),
     Door(
+        "predictions of several answers",
+        rows={
+            "no x": (lambda: post().at(), TypeError, "'x'"),
+            "a number of draws": (lambda: post().at(X, 100), TypeError, f"{DRAWS}.*post.sample"),
+            "short draws": (lambda: post().at(X, torch.zeros(2, 3, dtype=DOUBLE)), ValueError, r"\(k, 51\)"),
+            "draws in float32": (
+                lambda: post().at(X, post().mean.float().unsqueeze(0)),
+                ValueError,
+                "float32.*convert",
+            ),
+            "rtol": (lambda: post().at(X, rtol=0.0), ValueError, "rtol"),
+            "gathering as a number": (lambda: post().at(X, gather=2), TypeError, "gather"),
+            "gathering without ranks": (lambda: post().at(X, gather=True).predict(), ValueError, "process_group="),
+            "another shape": (lambda: post().at(torch.zeros(2, 7)).predict(), ValueError, r"failed on inputs \(2, 7\)"),
+            "NaN in x": (lambda: post().at(X * math.nan).probabilities(), ValueError, "NaN"),
+            "x again": (lambda: post().at(X).predict(X), TypeError, "joint"),
+            "x as a link": (lambda: post().at(X).probabilities(X), (TypeError, ValueError), "link"),
+            "another link": (lambda: post().at(X).probabilities("logit"), ValueError, "'bridge_norm', 'network'"),
+            "a seed": (lambda: post().at(X).uncertainty(0), TypeError, "manual_seed"),
+            "functions without draws": (lambda: post().at(X).functions(), ValueError, "samples=post.sample"),
+            "one target too many": (
+                lambda: post().at(X).log_likelihood(torch.zeros(6).long()),
+                ValueError,
+                "5 inputs.*6",
+            ),
+            "noise of classes": (lambda: post().at(X).predict(noise=True), ValueError, "Gaussian.*Categorical"),
+            "groups and joint": (lambda: post().at(X).predict(joint=True, groups=5), ValueError, "not both"),
+        },
+    ),
+    Door(
         "log_prob",
         rows={
             "a module": (lambda: post().log_prob(nn.Linear(4, 3)), TypeError, "named_parameters"),

@@ -50,6 +50,11 @@ def joint_density(post: Any, x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return post.predict(x, joint=True, **options).log_prob(torch.ones(POINTS, post.lin.num_outputs, dtype=DOUBLE))
 
 
+def asked_twice(at: co.Predictions) -> Tensor:
+    _ = at.predict().variance, at.uncertainty(seeded())
+    return at.predict().variance
+
+
 Asked = tuple[str, Callable[..., Any]]
 """What of a result belongs to a point ("all": nothing), and a function of (posterior, x, y) and options."""
 WITH_DRAWS: dict[str, Asked] = {
@@ -61,6 +66,9 @@ WITH_DRAWS: dict[str, Asked] = {
     "uncertainty": ("rows", lambda p, x, y, **o: p.uncertainty(x, generator=seeded(), **o)),
     "log-likelihood": ("rows", lambda p, x, y, **o: p.log_likelihood(x, y, generator=seeded(), **o)),
     "that of pairs": ("all", lambda p, x, y, **o: p.log_likelihood(x, y, joint=True, generator=seeded(), **o)),
+}
+WITH_DRAWS |= {
+    "variances, asked twice": ("rows", lambda p, x, y, **o: asked_twice(p.at(x, **o))),
 }
 WITHOUT: dict[str, Asked] = {
     "functions": ("columns", lambda p, x, y, **o: p.functions(x, 3, generator=seeded(), rtol=1e-12, **o))
@@ -164,6 +172,13 @@ def test_predictions_are_those_of_one_process(expected, size) -> None:
     assert all(found[0].keys() == own.keys() for own in found.values())
 
 
+def again(post: Any, x: Tensor, shares: bool) -> object:
+    """Ask two questions, the second of which has its products already if they are shared."""
+    at = post.at(x)
+    _ = at.predict().variance
+    return (at if shares else post.at(x)).uncertainty(seeded())
+
+
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """What each rank is told of calls in which the ranks differ; and that they then still work together."""
     rank = dist.get_rank(group)
@@ -177,6 +192,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "not finite on one rank": lambda: post.predict(bad),
         "two ways to bring together": lambda: kfac.predict(own, gather=rank == 0).covariance_matrix,
         "two questions": lambda: kfac.predict(own) if rank else kfac.uncertainty(own, generator=seeded()),
+        "one asks again": lambda: again(kfac, own, rank == 0),
         "two links": lambda: kfac.probabilities(own, "probit" if rank else "bridge"),
         "two seeds": lambda: kfac.probabilities(own, "mc", generator=seeded(rank)),
         "two forms": lambda: post.predict((own,) if rank else own),
@@ -206,6 +222,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "not finite on one rank": ("rank 1 rejected its test points", "holds NaN"),
         "two ways to bring together": ("gather=False", "gather=True"),
         "two questions": ("asks for predictions", "uncertainty"),
+        "one asks again": (", again, gather=False", ", again, gather=False"),
         "two links": ("'probit'", "'bridge'"),
         "two seeds": ("seed=", "RanksDiffer"),
         "two forms": ("are of", "inputs of one form"),

@@ -204,8 +204,8 @@ def _of_network(lin: co.Linearization, temperature: float, images: digits.Images
 
 
 def _of_posterior(post: co.Laplace, draws: Tensor, images: digits.Images) -> Predictions:
-    probabilities = post.probabilities(images.x, link="probit", samples=draws)
-    return Predictions(images.y, probabilities, post.uncertainty(images.x, samples=draws))
+    at = post.at(images.x, samples=draws)
+    return Predictions(images.y, at.probabilities(link="probit"), at.uncertainty())
 
 
 def _run_checks(

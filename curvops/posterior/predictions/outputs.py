@@ -15,8 +15,9 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -45,28 +46,57 @@ LARGE = 2**18
 different weights for each draw take 2.5 times as long)."""
 
 
+Outputs = TypeVar("Outputs", bound="OutputDistribution")
 OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
 """The mean of the outputs and their covariance, (N·C, N·C) if joint, otherwise (N, C, C)."""
 
 
+@dataclass(frozen=True, eq=False)
 class OutputDistribution(ABC):
-    """The outputs of a linearised network at any inputs, under a distribution of the weights."""
+    """The outputs of a linearised network under a distribution of the weights, at the inputs x of `at(x)`.
+
+    What its methods compute in common (the Jacobian, means, covariances and products) is kept as long as it lives.
+    """
 
     lin: Linearization
-    error: ErrorOfMean
+    error: ErrorOfMean = field(default=error_of_mean, kw_only=True)
     """The standard error of means over the draws of the outputs."""
+    step: Float[Tensor, " D"] | None = field(default=None, kw_only=True)
+    x: Any = field(default=None, kw_only=True)
+    rtol: float | None = field(default=None, kw_only=True)
+    """The relative residual of exact solves."""
+
+    def at(self: Outputs, x: Any, rtol: float | None) -> Outputs:
+        """Return the outputs at x, with nothing computed."""
+        return replace(self, x=x, rtol=rtol)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether results would share a graph, which the first backward pass through it frees."""
+        return carries_graph([value for value in vars(self).values() if isinstance(value, Tensor)])
+
+    @cached_property
+    def jacobian(self) -> Jacobian:
+        """The Jacobian at x."""
+        return self.lin.jacobian(self.x, differentiable=True)
+
+    @cached_property
+    def linear_mean(self) -> Float[Tensor, "N C"]:
+        """The outputs f* + J step."""
+        outputs = self.by_position(self.jacobian.outputs())
+        return outputs if self.step is None else outputs + self.by_position(self.jacobian._matmul(self.step))
 
     @abstractmethod
-    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        """Return the mean and the covariance of the outputs at x, joint within `together` points (None: all)."""
+    def moments(self, together: int | None = 1) -> OutputMoments:
+        """Return the mean and the covariance of the outputs, joint within `together` points (None: all)."""
 
     @abstractmethod
-    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
+    def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws of the outputs, some points at a time; x begins with point number `start` of all ranks."""
 
-    def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
+    def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
         """Return the uncertainty of numeric targets whose outputs are normal, in closed form."""
-        mean, covariance = self.moments(x)
+        mean, covariance = self.moments()
         return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
     def require_whole_groups(self, points: int, together: int | None) -> None:
@@ -80,11 +110,6 @@ class OutputDistribution(ABC):
                 f"groups={together} must divide the {points} points of x{whole}: pad x, or leave out points at its end."
             )
 
-    def mean_of(self, jacobian: Jacobian, step: Float[Tensor, " D"] | None) -> Float[Tensor, "N C"]:
-        """Return f* + J step."""
-        outputs = self.by_position(jacobian.outputs())
-        return outputs if step is None else outputs + self.by_position(jacobian._matmul(step))
-
     def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
         """Return outputs with a row for each position of a sequence."""
         return outputs.reshape(-1, self.lin.output_shape[-1])
@@ -94,25 +119,25 @@ class OutputDistribution(ABC):
 class NormalOutputs(OutputDistribution):
     """The normal outputs f* + J(θ − θ*) under θ ~ N(θ* + step, T P⁻¹)."""
 
-    lin: Linearization
     inverse_for: Callable[[int, float | None], LinearOperator]
     """A function of a number of vectors and a relative residual that returns P⁻¹ for their products."""
     temperature: float
-    error: ErrorOfMean = error_of_mean
-    step: Float[Tensor, " D"] | None = None
+    _covariances: dict[int | None, LinearOperator] = field(init=False, default_factory=dict)
 
-    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
+    def moments(self, together: int | None = 1) -> OutputMoments:
         """Return the mean and T J P⁻¹ Jᵀ, which is computed on first use."""
-        jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.mean_of(jacobian, self.step), self._covariance(jacobian, together, rtol)
+        mean = self.linear_mean
+        if together not in self._covariances:
+            self._covariances[together] = self._covariance(self.jacobian, together)
+        return mean, self._covariances[together]
 
-    def _covariance(self, jacobian: Jacobian, together: int | None, rtol: float | None) -> LinearOperator:
+    def _covariance(self, jacobian: Jacobian, together: int | None) -> LinearOperator:
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
         self.require_whole_groups(rows // C, together)
         if not rows:
             shape = (0, 0) if together is None else (0, together * C, together * C)
             return Dense(self.lin.theta.new_zeros(shape), psd=True)
-        inverse = self.inverse_for(rows, rtol)
+        inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise, but covariances "
@@ -123,10 +148,10 @@ class NormalOutputs(OutputDistribution):
             return JointCovariance(jacobian, weighted, jacobian.mT)
         return PointCovariance(jacobian, inverse, together * C, Kept(), self.temperature)
 
-    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
+    def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
         assert normals is not None
-        means, covariance = self.moments(x)
+        means, covariance = self.moments()
         covariances = covariance.to_dense()
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
         first = start * self.lin.num_outputs // self.lin.output_shape[-1]
@@ -139,24 +164,19 @@ class NormalOutputs(OutputDistribution):
 class DrawnOutputs(OutputDistribution):
     """The outputs f* + J(θ_k − θ*) at draws θ_k of a Gaussian around θ* + step."""
 
-    lin: Linearization
     weights: Float[Tensor, "k D"]
-    error: ErrorOfMean = error_of_mean
-    step: Float[Tensor, " D"] | None = None
 
-    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
+    def moments(self, together: int | None = 1) -> OutputMoments:
         """Return the mean and the mean over draws of the outer products of J z_k."""
-        jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.mean_of(jacobian, self.step), self.covariance_of(self._push(jacobian), together)
+        return self.linear_mean, self.covariance_of(self.pushed, together)
 
-    def functions(self, x: Any) -> Float[Tensor, "k N C"]:
+    def functions(self) -> Float[Tensor, "k N C"]:
         """Return f* + J(θ_k − θ*), jointly at all points."""
-        jacobian = self.lin.jacobian(x, differentiable=True)
-        return self.mean_of(jacobian, self.step) + self._push(jacobian)
+        return self.linear_mean + self.pushed
 
-    def draws(self, x: Any, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
+    def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield the functions at all points together."""
-        yield self.functions(x)
+        yield self.functions()
 
     def covariance_of(self, deviations: Float[Tensor, "k N C"], together: int | None) -> LinearOperator:
         """Return the mean over draws of the outer products of the outputs' deviations."""
@@ -167,11 +187,12 @@ class DrawnOutputs(OutputDistribution):
         root = last.flatten(0, 1)
         return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
 
-    def _push(self, jacobian: Jacobian) -> Float[Tensor, "k N C"]:
-        """Return the pushed deviations J z_k."""
-        C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
+    @cached_property
+    def pushed(self) -> Float[Tensor, "k N C"]:
+        """The pushed deviations J z_k."""
+        C, rows = self.lin.output_shape[-1], self.jacobian.shape[-2]
         mean = self.lin.theta if self.step is None else self.lin.theta + self.step
-        return jacobian._matmul((self.weights - mean).mT).mT.unflatten(1, (rows // C, C))
+        return self.jacobian._matmul((self.weights - mean).mT).mT.unflatten(1, (rows // C, C))
 
 
 def normals_for(outputs: OutputDistribution, generator: torch.Generator | None) -> PointNormals | None:

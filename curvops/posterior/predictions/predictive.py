@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from curvops.posterior.predictions.outputs import (
     DrawnOutputs,
     NormalOutputs,
     OutputDistribution,
-    OutputMoments,
+    Outputs,
     network_outputs,
     normals_for,
 )
@@ -77,6 +78,32 @@ class Predictive(ABC):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         """Return the outputs at draws of the weights."""
 
+    def at(
+        self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
+    ) -> Predictions:
+        """Return the predictions at x, for several questions that share their passes, products and solves.
+
+        Args:
+            x: inputs as the model takes them. The first question checks them; do not change them in between.
+            samples: draws (k, D) of the weights from `sample`, for all answers.
+            rtol: the relative residual of the exact solves; None means 1e-6, and 1.5e-8 in float64.
+            gather: as in `predict`.
+
+        Returns:
+            The `Predictions`, whose methods answer as the posterior's of the same names.
+
+        Cost: nothing before the first question. Then what answers have in common is computed once; joint covariances
+        and draws that are made for one answer are not in common.
+
+        Raises:
+            TypeError, ValueError: draws have another size, dtype or device, or rtol is not a positive number.
+        """
+        if rtol is not None:
+            check_accuracy(rtol)
+        check_flag("gather", gather)
+        outputs = self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
+        return Predictions(self, x, samples, rtol, gather, outputs)
+
     def predict(
         self,
         x: Any,
@@ -118,30 +145,7 @@ class Predictive(ABC):
                 inputs are unsuitable (see `jacobian`), or gradients are required both in x and in the prior precision
                 or the noise. On first use: covariances exceed the memory budget.
         """
-        check_flag("joint", joint)
-        check_flag("noise", noise)
-        if rtol is not None:
-            check_accuracy(rtol)
-        likelihood = self._target() if noise else None
-        if noise and not isinstance(likelihood, Gaussian):
-            raise ValueError(
-                f"noise=True adds the observation noise of a Gaussian likelihood, but this is {likelihood!r}. Use "
-                "uncertainty(x) for the variance, or the entropy, of its targets."
-            )
-        if groups is not None and joint:
-            raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
-        together = None if joint else 1 if groups is None else checked_whole("groups", groups)
-        mean, covariance = self._moments(x, samples, together, rtol, gather)
-        if isinstance(likelihood, Gaussian):
-            each = likelihood.noise.to(mean).expand(mean.shape[-1])
-            covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
-        if groups is not None and not len(mean):
-            raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
-        if joint or groups is not None:
-            return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
-        if samples is None or noise:
-            return Normal(mean, covariance)
-        return SampledNormal(mean, covariance, draws=len(samples))
+        return self.at(x, samples, rtol, gather).predict(joint, noise, groups)
 
     def functions(
         self,
@@ -168,11 +172,7 @@ class Predictive(ABC):
         samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
         if len(samples) != k:
             raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
-        outputs = self._outputs_at(samples)
-        split = self._split(outputs, x, gather, f"{k} functions")
-        with split.guarded():
-            found = outputs.functions(split.x)
-        return split.given(found, 1)
+        return self.at(x, samples, gather=gather).functions()
 
     def probabilities(
         self,
@@ -201,22 +201,7 @@ class Predictive(ABC):
         Raises:
             ValueError: the link is unknown or does not fit the likelihood, or the likelihood has no probabilities.
         """
-        likelihood = self._target()
-        links.check_link(link, likelihood)
-        outputs = self._outputs_of(samples)
-        if link == "network" and not isinstance(outputs, DrawnOutputs):
-            outputs = self._outputs_at(self.sample(WEIGHT_DRAWS, generator))
-        normals = normals_for(outputs, generator) if link == "mc" else None
-        split = self._split(outputs, x, gather, f"probabilities, link={link!r}", normals)
-        with split.guarded():
-            if isinstance(outputs, DrawnOutputs) and link == "network":
-                found = links.average(likelihood.mean, network_outputs(self.lin, split.x, outputs.weights))
-            elif link == "mc":
-                drawn = outputs.draws(split.x, normals, split.start)
-                found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
-            else:
-                found = links.normal_probabilities(link, likelihood, *outputs.moments(split.x))
-        return split.given(found)
+        return self.at(x, samples, gather=gather).probabilities(link, generator)
 
     def uncertainty(
         self,
@@ -243,20 +228,7 @@ class Predictive(ABC):
         Raises:
             ValueError: the likelihood is another one.
         """
-        likelihood = self._target()
-        if not isinstance(likelihood, LABELS + NUMBERS):
-            raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
-        check_generator(generator)
-        outputs = self._outputs_of(samples)
-        normals = normals_for(outputs, generator) if isinstance(likelihood, LABELS) else None
-        split = self._split(outputs, x, gather, "uncertainty", normals)
-        with split.guarded():
-            if isinstance(likelihood, LABELS):
-                drawn = outputs.draws(split.x, normals, split.start)
-                found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
-            else:
-                found = outputs.uncertainty_of_numbers(split.x, likelihood)
-        return split.of(found)
+        return self.at(x, samples, gather=gather).uncertainty(generator)
 
     def log_likelihood(
         self,
@@ -283,66 +255,167 @@ class Predictive(ABC):
         Raises:
             TypeError, ValueError: the likelihood cannot score the targets, or there is not exactly one for each point.
         """
+        return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator)
+
+    def _target(self) -> Likelihood:
+        """Return the likelihood of one position's target."""
+        return self.lin.likelihood.of_position
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The predictions of a posterior at inputs x; `post.at(x)` makes it.
+
+    The answers are those of the posterior's methods of the same names, where their arguments are described. What they
+    have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
+    with `samples` the products J z_k. Results share memory with it: copy them before changing them in place. If x
+    requires a gradient, each answer is computed by itself, with a graph of its own.
+    """
+
+    posterior: Predictive
+    x: Any = field(repr=False)
+    samples: Float[Tensor, "k D"] | None = field(repr=False)
+    rtol: float | None
+    gather: bool
+    _outputs: OutputDistribution = field(repr=False)
+    _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
+
+    def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
+        """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
+        check_flag("joint", joint)
+        check_flag("noise", noise)
+        likelihood = self.posterior._target() if noise else None
+        if noise and not isinstance(likelihood, Gaussian):
+            raise ValueError(
+                f"noise=True adds the observation noise of a Gaussian likelihood, but this is {likelihood!r}. Use "
+                "uncertainty(x) for the variance, or the entropy, of its targets."
+            )
+        if groups is not None and joint:
+            raise ValueError("joint=True makes a single group of all points; pass groups or joint=True, not both.")
+        together = None if joint else 1 if groups is None else checked_whole("groups", groups)
+        call, lin = f"predictions, joint within {together or 'all'} points", self.posterior.lin
+        outputs, split = self._split(self._outputs, call, all_points=together is None and self.gather)
+        for rank, count in enumerate(split.counts):
+            outputs.require_whole_groups(count * lin.num_outputs // lin.output_shape[-1], together)
+            if together not in (None, 1) and not count and not self.gather:
+                raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
+        with split.guarded():
+            mean, covariance = outputs.moments(together)
+            mean = split.given(mean)
+        covariance = split.covariance(covariance, mean.numel() if together is None else len(mean) // together)
+        if isinstance(likelihood, Gaussian):
+            each = likelihood.noise.to(mean).expand(mean.shape[-1])
+            covariance = covariance.add_diagonal(each.repeat(len(mean) if joint else together or 1))
+        if groups is not None and not len(mean):
+            raise ValueError("x has no points, and groups need some: leave groups out if x may be empty.")
+        if joint or groups is not None:
+            return MultitaskNormal(mean if joint else mean.unflatten(0, (-1, groups)), covariance)
+        if self.samples is None or noise:
+            return Normal(mean, covariance)
+        return SampledNormal(mean, covariance, draws=len(self.samples))
+
+    def functions(self) -> Float[Tensor, "k N C"]:
+        """Return the linearised network as a function at each of the `samples`.
+
+        Raises:
+            ValueError: there are no samples.
+        """
+        if self.samples is None or not isinstance(self._outputs, DrawnOutputs):
+            raise ValueError(
+                "functions() needs draws of the weights, post.at(x, samples=post.sample(k)); or use "
+                "post.functions(x, k), which draws them."
+            )
+        outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
+        with split.guarded():
+            found = outputs.functions()
+        return split.given(found, 1)
+
+    def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
+        """Return class probabilities; see `probabilities` of the posterior."""
+        likelihood = self.posterior._target()
+        links.check_link(link, likelihood)
+        outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
+        normals = normals_for(outputs, generator) if link == "mc" else None
+        outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
+        with split.guarded():
+            if isinstance(outputs, DrawnOutputs) and link == "network":
+                found = links.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+            elif link == "mc":
+                drawn = outputs.draws(normals, split.start)
+                found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
+            else:
+                found = links.normal_probabilities(link, likelihood, *outputs.moments())
+        return split.given(found)
+
+    def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
+        """Return the total uncertainty of the targets, and its parts; see `uncertainty` of the posterior."""
+        likelihood = self.posterior._target()
+        if not isinstance(likelihood, LABELS + NUMBERS):
+            raise ValueError(f"{likelihood!r} has no decomposition of its uncertainty; use predict or functions(x, k).")
+        check_generator(generator)
+        normals = normals_for(self._outputs, generator) if isinstance(likelihood, LABELS) else None
+        outputs, split = self._split(self._outputs, "uncertainty", normals)
+        with split.guarded():
+            if isinstance(likelihood, LABELS):
+                drawn = outputs.draws(normals, split.start)
+                found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+            else:
+                found = outputs.uncertainty_of_numbers(likelihood)
+        return split.of(found)
+
+    def log_likelihood(self, y: Any, joint: bool = False, generator: torch.Generator | None = None) -> Estimate:
+        """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)
         check_generator(generator)
-        outputs, likelihood = self._outputs_of(samples), self._target()
-        if isinstance(outputs, NormalOutputs) and joint:
-            outputs = self._outputs_at(self.sample(WEIGHT_DRAWS, generator))
+        likelihood = self.posterior._target()
+        outputs = self._outputs_by_weights(generator) if joint else self._outputs
         normals = None if isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
-        targets_of = partial(held_out.targets_by_position, self.lin, x, y)
+        targets_of = partial(held_out.targets_by_position, outputs.lin, self.x, y)
         call = f"the log-likelihood, joint={joint}"
-        split = self._split(outputs, x, gather, call, normals, joint and gather, targets_of)
+        outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
         targets = split.targets
         assert targets is not None
         if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         with split.guarded():
             if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
-                mean, covariance = outputs.moments(split.x)
+                mean, covariance = outputs.moments()
                 noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
                 return split.of(Estimate.exact(held_out.gaussian_log_density(mean, noisy.to_dense(), targets)))
-            log_p = held_out.log_likelihoods(likelihood, outputs.draws(split.x, normals, split.start), targets)
+            log_p = held_out.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
             if joint:
                 return held_out.dyadic_score(log_p, generator, outputs.error)
         return split.of(held_out.log_mean_exp(log_p, outputs.error))
 
-    def _moments(self, x: Any, samples: Any, together: int | None, rtol: float | None, gather: bool) -> OutputMoments:
-        """Return the mean and the covariance of the outputs at the points that the caller asks for."""
-        outputs = self._outputs_of(samples)
-        call = f"predictions, joint within {together or 'all'} points"
-        split = self._split(outputs, x, gather, call, all_points=together is None and gather)
-        for rank, count in enumerate(split.counts):
-            outputs.require_whole_groups(count * self.lin.num_outputs // self.lin.output_shape[-1], together)
-            if together not in (None, 1) and not count and not gather:
-                raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
-        with split.guarded():
-            mean, covariance = outputs.moments(split.x, together, rtol)
-            mean = split.given(mean)
-        size = mean.numel() if together is None else len(mean) // together
-        return mean, split.covariance(covariance, size)
+    def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
+        """Return the outputs at the draws of the weights, made for one answer if there are none."""
+        if isinstance(self._outputs, DrawnOutputs):
+            return self._outputs
+        return self.posterior._outputs_at(self.posterior.sample(WEIGHT_DRAWS, generator))
 
     def _split(
         self,
-        outputs: OutputDistribution,
-        x: Any,
-        gather: bool,
+        outputs: Outputs,
         call: str,
         normals: PointNormals | None = None,
         all_points: bool = False,
         targets: Callable[[], Tensor] | None = None,
-    ) -> SplitPoints:
-        """Return how these points are split over ranks; `all_points` if the result needs all of them together."""
+    ) -> tuple[Outputs, SplitPoints]:
+        """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
+
+        The same outputs serve later questions, unless a graph was recorded for them.
+        """
         told = call if normals is None else f"{call}, seed={normals.seed}"
+        told += ", again" if self._shared else ""  # ranks must agree on which products are known
 
         def needs_data() -> bool:
-            return all_points or (isinstance(outputs, NormalOutputs) and needs_all_ranks(self.precision))
+            sharded = isinstance(outputs, NormalOutputs) and needs_all_ranks(self.posterior.precision)
+            return all_points or sharded
 
-        return split_points(self.lin, x, gather, told, needs_data, targets)
-
-    def _target(self) -> Likelihood:
-        """Return the likelihood of one position's target."""
-        return self.lin.likelihood.of_position
-
-    def _outputs_of(self, samples: Any) -> OutputDistribution:
-        """Return the outputs at a user's draws, or under this distribution if there are none."""
-        return self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
+        split = split_points(self.posterior.lin, self.x, self.gather, told, needs_data, targets)
+        if outputs is not self._outputs:
+            return outputs.at(split.x, self.rtol), split
+        key = split.is_whole, torch.is_grad_enabled()
+        if key not in self._shared or self._shared[key].is_recorded:
+            self._shared[key] = outputs.at(split.x, self.rtol)
+        return self._shared[key], split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class EmpiricalPosterior(Predictive):
         return self.draws[chosen.to(self.draws.device)]
 
     def _outputs(self) -> EmpiricalOutputs:
-        return EmpiricalOutputs(self.lin, self.draws, self._error_of_mean, through=self.through)
+        return EmpiricalOutputs(self.lin, self.draws, error=self._error_of_mean, through=self.through)
 
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
         # Draws that the user passes count as independent, like those from `sample`.
@@ -83,16 +84,20 @@ class EmpiricalOutputs(DrawnOutputs):
 
     through: str = field(kw_only=True)
 
-    def functions(self, x: Any) -> Float[Tensor, "k N C"]:
-        return network_outputs(self.lin, x, self.weights) if self.through == "network" else super().functions(x)
+    def functions(self) -> Float[Tensor, "k N C"]:
+        return self._found
 
-    def moments(self, x: Any, together: int | None = 1, rtol: float | None = None) -> OutputMoments:
-        outputs = self.functions(x)
+    @cached_property
+    def _found(self) -> Float[Tensor, "k N C"]:
+        return network_outputs(self.lin, self.x, self.weights) if self.through == "network" else super().functions()
+
+    def moments(self, together: int | None = 1) -> OutputMoments:
+        outputs = self.functions()
         mean = outputs.mean(0)
         return mean, self.covariance_of(outputs - mean, together)
 
-    def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
-        return decompose_drawn_numbers(likelihood, self.functions(x), self.error)
+    def uncertainty_of_numbers(self, likelihood: Likelihood) -> Uncertainty:
+        return decompose_drawn_numbers(likelihood, self.functions(), self.error)
 
 
 def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:
@@ -106,7 +111,7 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
             J(x)(θ_k − θ̂), for draws near θ̂, as a Laplace posterior does.
 
     Returns:
-        An `EmpiricalPosterior` with the methods of every posterior: `predict`, `functions`, `probabilities`,
+        An `EmpiricalPosterior` with the methods of every posterior: `at`, `predict`, `functions`, `probabilities`,
         `uncertainty`, `log_likelihood`, `sample`. The draws are copied into one matrix.
 
     Raises:
