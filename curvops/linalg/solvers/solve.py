@@ -273,9 +273,10 @@ def solve(
         taken = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if taken == "dense":
-        symmetric = isinstance(A, TaggedOperator) and A.promises().symmetric
-        promised = method == "auto" and isinstance(A, TaggedOperator) and A.promises().definite and not is_psd(A)
-        dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=symmetric, definite=promised)
+        known = A.promises() if isinstance(A, TaggedOperator) else Promises(symmetric=False, definite=False)
+        # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
+        promised = method == "auto" and known.definite and (known.at_hand or not is_psd(A))
+        dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=known.symmetric, definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
     request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     return request.solve(operator, B)

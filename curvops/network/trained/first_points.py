@@ -34,6 +34,8 @@ class NotLogits(UserWarning):
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 ROUNDING = 64.0
 """Sums of probabilities within this many eps of 1 count as 1."""
+LOOKED_AT = 256
+"""How many rows of outputs are looked at for probabilities; a text has thousands, each over a whole vocabulary."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
@@ -168,7 +170,9 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
     last, what = "softmax", None
     if isinstance(likelihood.of_position, Categorical):
         rows = f.unflatten(1, (-1, likelihood.output_shape[-1])) if isinstance(likelihood, Sequences) else f
-        what = _normalised(rows.flatten(0, -2).double(), min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
+        rows = rows.flatten(0, -2)
+        rows = rows[:: max(1, len(rows) // LOOKED_AT)].double()
+        what = _normalised(rows, min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
     elif isinstance(likelihood.of_position, Bernoulli) and isinstance(_last_module(model.module), nn.Sigmoid):
         last, what = "sigmoid", f"probabilities: the model ends with a sigmoid. The likelihood takes another, {WRONG}"
     if what is None:

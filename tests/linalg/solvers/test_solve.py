@@ -115,6 +115,8 @@ def test_failures_raise_and_carry_the_solution():
     assert failure.value.solution.reasons == (Reason.NOT_POSITIVE_DEFINITE,)
     with pytest.raises(NotPositiveDefinite):
         Known(INDEFINITE).add_diagonal(0.1).solve(b)
+    with pytest.raises(NotPositiveDefinite):
+        solve(Dense(INDEFINITE, psd=True), b)
     for singular in (Known(POSITIVE[:, :1] @ POSITIVE[:1]), POSITIVE[:, :1] @ POSITIVE[:1], torch.zeros(3, 3).double()):
         with pytest.raises(NotConverged) as failure:
             solve(singular, b[: singular.shape[0]])
