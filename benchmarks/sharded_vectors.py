@@ -1,13 +1,15 @@
 """How sharded vectors reduce the memory of a rank: a Nyström sketch and a low-rank solve.
 
-    .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, one and two processes
+    .venv/bin/python -m benchmarks.sharded_vectors          # 1 million weights, one to three processes
 
 For each number of processes, it measures the largest resident set of a rank minus that before the sketch, in units of
-D·K numbers, and the bytes that a rank sends. The matrix multiplies whole vectors, and takes little memory.
+D·K numbers, and the bytes that a rank sends. The matrix multiplies whole vectors, and takes little memory. Processes
+give large freed blocks back to the system at once (glibc), so that the resident set is what they hold.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import threading
@@ -83,10 +85,11 @@ def sketch(group: Any, rows: int, columns: int) -> tuple[int, int]:
 
 def measure(rows: int) -> list[dict[str, float]]:
     """For each number of columns and of processes, the largest peak and the most bytes sent, in blocks of D·K."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # read by the processes that are started from here
     found = []
     for columns in (50, 100):
         block = 4 * rows * columns
-        for size in (1, 2):
+        for size in (1, 2, 3):
             answers = run_on_ranks(size, sketch, rows, columns)
             errors = [answer for answer in answers.values() if isinstance(answer, str)]
             if errors:
