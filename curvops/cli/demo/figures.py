@@ -14,7 +14,7 @@ import curvops as co
 from curvops import plots
 from curvops.cli.demo.digits import Images
 from curvops.cli.demo.network import minimize
-from curvops.cli.demo.report import Predictions, Row
+from curvops.cli.demo.report import LabelledPredictions, Row
 from curvops.linalg import Estimate, draw
 from curvops.posterior import metrics
 
@@ -28,7 +28,7 @@ VALIDATION_DRAWS = 16
 VALIDATION_RTOL = 1e-2
 
 
-def reliability(rotated: Mapping[str, Predictions], path: Path) -> None:
+def reliability(rotated: Mapping[str, LabelledPredictions], path: Path) -> None:
     """Draw reliability diagrams of every method on the rotated digits."""
     curves, errors = {}, {}
     for name, p in rotated.items():

@@ -34,7 +34,7 @@ MeanAndError = tuple[float, float | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Predictions:
+class LabelledPredictions:
     """The predictions of one method at one angle; `uncertainty` is None for a method with a single network."""
 
     labels: Int[Tensor, " N"]
@@ -59,7 +59,7 @@ class Row:
         return {**upright, **rotated, "auroc_total": self.auroc_total, "auroc_epistemic": self.auroc_epistemic}
 
 
-def score(predicted: Mapping[int, Predictions], is_unambiguous: Bool[Tensor, " N"]) -> Row:
+def score(predicted: Mapping[int, LabelledPredictions], is_unambiguous: Bool[Tensor, " N"]) -> Row:
     """Score one method; `predicted[0]` are all test digits, and other angles leave the ambiguous ones out.
 
     AUROC compares each rotation with the unambiguous digits at 0°, so that both sides contain the same digits.
@@ -76,7 +76,7 @@ def score(predicted: Mapping[int, Predictions], is_unambiguous: Bool[Tensor, " N
     )
 
 
-def _scores(p: Predictions) -> dict[str, float]:
+def _scores(p: LabelledPredictions) -> dict[str, float]:
     scores = {name: float(getattr(metrics, name)(p.probabilities, p.labels)) for name in SCORES}
     scores["confidence"] = float(p.probabilities.max(-1).values.mean())
     if p.uncertainty is not None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import curvops as co
 from curvops.cli.demo import demo_checks, digits, figures, network, report
-from curvops.cli.demo.report import Predictions, Stages
+from curvops.cli.demo.report import LabelledPredictions, Stages
 from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
@@ -64,7 +64,7 @@ class Outcome:
     evidence: co.evidence.Evidence
     mode_gap: float
     temperature: float
-    predicted: dict[str, dict[int, Predictions]]
+    predicted: dict[str, dict[int, LabelledPredictions]]
     rows: dict[str, report.Row]
 
 
@@ -193,19 +193,21 @@ def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
     return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
 
 
-def _by_angle(test: digits.Images, predict: Callable[[digits.Images], Predictions]) -> dict[int, Predictions]:
+def _by_angle(
+    test: digits.Images, predict: Callable[[digits.Images], LabelledPredictions]
+) -> dict[int, LabelledPredictions]:
     """Predict all digits upright, and the unambiguous ones rotated by each angle."""
     turned = {angle: test.unambiguous().turn(angle) for angle in digits.ANGLES}
     return {angle: predict(images) for angle, images in {0: test, **turned}.items()}
 
 
-def _of_network(lin: co.Linearization, temperature: float, images: digits.Images) -> Predictions:
-    return Predictions(images.y, (lin.predict(images.x) / temperature).softmax(-1), None)
+def _of_network(lin: co.Linearization, temperature: float, images: digits.Images) -> LabelledPredictions:
+    return LabelledPredictions(images.y, (lin.predict(images.x) / temperature).softmax(-1), None)
 
 
-def _of_posterior(post: co.Laplace, draws: Tensor, images: digits.Images) -> Predictions:
+def _of_posterior(post: co.Laplace, draws: Tensor, images: digits.Images) -> LabelledPredictions:
     at = post.at(images.x, samples=draws)
-    return Predictions(images.y, at.probabilities(link="probit"), at.uncertainty())
+    return LabelledPredictions(images.y, at.probabilities(link="probit"), at.uncertainty())
 
 
 def _run_checks(
@@ -266,8 +268,8 @@ def _draw_figures(
     return {"evidence_curve": curve, "conjugate_gradients": solves, "spectrum": spectrum}
 
 
-def _joined(parts: list[Predictions]) -> Predictions:
-    return Predictions(torch.cat([p.labels for p in parts]), torch.cat([p.probabilities for p in parts]), None)
+def _joined(parts: list[LabelledPredictions]) -> LabelledPredictions:
+    return LabelledPredictions(torch.cat([p.labels for p in parts]), torch.cat([p.probabilities for p in parts]), None)
 
 
 def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) -> None:

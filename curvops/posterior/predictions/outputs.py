@@ -46,7 +46,7 @@ LARGE = 2**18
 different weights for each draw take 2.5 times as long)."""
 
 
-Outputs = TypeVar("Outputs", bound="OutputDistribution")
+SomeOutputs = TypeVar("SomeOutputs", bound="OutputDistribution")
 OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
 """The mean of the outputs and their covariance, (N·C, N·C) if joint, otherwise (N, C, C)."""
 
@@ -66,7 +66,7 @@ class OutputDistribution(ABC):
     rtol: float | None = field(default=None, kw_only=True)
     """The relative residual of exact solves."""
 
-    def at(self: Outputs, x: Any, rtol: float | None) -> Outputs:
+    def at(self: SomeOutputs, x: Any, rtol: float | None) -> SomeOutputs:
         """Return the outputs at x, with nothing computed."""
         return replace(self, x=x, rtol=rtol)
 

@@ -28,7 +28,7 @@ from curvops.posterior.predictions.outputs import (
     DrawnOutputs,
     NormalOutputs,
     OutputDistribution,
-    Outputs,
+    SomeOutputs,
     network_outputs,
     normals_for,
 )
@@ -395,12 +395,12 @@ class Predictions:
 
     def _split(
         self,
-        outputs: Outputs,
+        outputs: SomeOutputs,
         call: str,
         normals: PointNormals | None = None,
         all_points: bool = False,
         targets: Callable[[], Tensor] | None = None,
-    ) -> tuple[Outputs, SplitPoints]:
+    ) -> tuple[SomeOutputs, SplitPoints]:
         """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
 
         The same outputs serve later questions, unless a graph was recorded for them.
