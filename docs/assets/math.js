@@ -7,5 +7,15 @@ document$.subscribe(({ body }) => {
         { left: "\\[", right: "\\]", display: true },
       ],
     });
+    // No line begins with the comma or the colon that follows a formula.
+    const next = formula.nextSibling;
+    const sign = next?.nodeType === Node.TEXT_NODE && next.data.match(/^[^\s\p{L}\p{N}]+/u);
+    if (sign && formula.localName === "span") {
+      const whole = document.createElement("span");
+      whole.className = "formula-and-sign";
+      formula.replaceWith(whole);
+      next.data = next.data.slice(sign[0].length);
+      whole.append(formula, sign[0]);
+    }
   }
 });
