@@ -169,8 +169,10 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
     """Warn if the outputs at the first points, computed in `dtype`, are probabilities or their logarithms."""
     last, what = "softmax", None
     if isinstance(likelihood.of_position, Categorical):
-        rows = f.unflatten(1, (-1, likelihood.output_shape[-1])) if isinstance(likelihood, Sequences) else f
-        rows = rows.flatten(0, -2)
+        C = likelihood.output_shape[-1] if isinstance(likelihood, Sequences) else f.shape[-1]
+        if f.shape[-1] % C:
+            return  # outputs of another shape are refused later
+        rows = f.reshape(-1, C)
         rows = rows[:: max(1, len(rows) // LOOKED_AT)].double()
         what = _normalised(rows, min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
     elif isinstance(likelihood.of_position, Bernoulli) and isinstance(_last_module(model.module), nn.Sigmoid):
