@@ -150,11 +150,11 @@ def gradient_of(found: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("by_draws", [False, True], ids=["exact", "draws"])
-@pytest.mark.parametrize("name", ["GGN", "KFAC", "last layer", "draws of the network"])
-def test_each_answer_has_a_gradient_of_its_own(name: str, by_draws: bool) -> None:
+@pytest.mark.parametrize("name", ["GGN", "KFAC", "last layer", "draws of the network", "draws, linearised"])
+def test_each_answer_has_its_gradient(name: str, by_draws: bool) -> None:
     post, x = POSTERIORS[name]("classification"), X.clone().requires_grad_()
     samples = post.sample(5, seeded(7)) if by_draws else None
-    at, apart = post.at(x, samples), Separately(post, x, samples)
+    at, apart = post.at((x,), samples), Separately(post, x, samples)
     with torch.no_grad():
         constant = at.predict().variance
         assert not constant.requires_grad
@@ -163,6 +163,15 @@ def test_each_answer_has_a_gradient_of_its_own(name: str, by_draws: bool) -> Non
         found, truth = ask(at, None), ask(apart, None)
         assert all(t.requires_grad for t in tensors(found))
         torch.testing.assert_close(gradient_of(found, x), gradient_of(truth, x), rtol=1e-10, atol=1e-12)
+
+
+def test_draws_that_require_a_gradient_have_it_in_each_answer() -> None:
+    post = laplace(co.GGN)("classification")
+    samples = post.sample(3, seeded()).requires_grad_()
+    at, apart = post.at(X, samples), Separately(post, X, samples)
+    for ask in (QUESTIONS["variance"], OF_LABELS["probabilities, probit"], QUESTIONS["uncertainty"]):
+        found, truth = ask(at, None), ask(apart, None)
+        torch.testing.assert_close(gradient_of(found, samples), gradient_of(truth, samples), rtol=1e-10, atol=1e-12)
 
 
 def test_a_gradient_in_the_prior_is_computed_again() -> None:

@@ -70,11 +70,6 @@ class OutputDistribution(ABC):
         """Return the outputs at x, with nothing computed."""
         return replace(self, x=x, rtol=rtol)
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether results would share a graph, which the first backward pass through it frees."""
-        return carries_graph([value for value in vars(self).values() if isinstance(value, Tensor)])
-
     @cached_property
     def jacobian(self) -> Jacobian:
         """The Jacobian at x."""

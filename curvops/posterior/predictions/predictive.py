@@ -268,8 +268,8 @@ class Predictions:
 
     The answers are those of the posterior's methods of the same names, where their arguments are described. What they
     have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
-    with `samples` the products J z_k. Results share memory with it: copy them before changing them in place. If x
-    requires a gradient, each answer is computed by itself, with a graph of its own.
+    with `samples` the products J z_k. Exact covariances that have a gradient, in x or in a hyperparameter, are computed
+    for each answer. Results share memory with this object: copy them before changing them in place.
     """
 
     posterior: Predictive
@@ -403,7 +403,7 @@ class Predictions:
     ) -> tuple[SomeOutputs, SplitPoints]:
         """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
 
-        The same outputs serve later questions, unless a graph was recorded for them.
+        The same outputs serve later questions while gradients are recorded, or while they are not.
         """
         told = call if normals is None else f"{call}, seed={normals.seed}"
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
@@ -416,6 +416,6 @@ class Predictions:
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()
-        if key not in self._shared or self._shared[key].is_recorded:
+        if key not in self._shared:
             self._shared[key] = outputs.at(split.x, self.rtol)
         return self._shared[key], split
