@@ -1,4 +1,4 @@
-// Typesets the formulas of a page: arithmatex leaves them in \( \) and \[ \].
+// Typesets the formulas and the tables of a page: arithmatex leaves formulas in \( \) and \[ \].
 document$.subscribe(({ body }) => {
   for (const formula of body.querySelectorAll(".arithmatex")) {
     renderMathInElement(formula, {
@@ -16,6 +16,12 @@ document$.subscribe(({ body }) => {
       formula.replaceWith(whole);
       next.data = next.data.slice(sign[0].length);
       whole.append(formula, sign[0]);
+    }
+  }
+  // In a narrow column no line ends between a number and its unit.
+  for (const cell of body.querySelectorAll("td, th")) {
+    if (!cell.children.length) {
+      cell.textContent = cell.textContent.replace(/(\d) (?=(%|[mµ]?s|[KMG]iB)$)/, "$1\u00a0");
     }
   }
 });

@@ -91,7 +91,7 @@ class BlockDiagonal(UserOperator, DirectSum):
 
     Args:
         lin: the linearised network.
-        blocks: "layer" for a block of each layer's own parameters, or a list of groups such as [["0.*"], ["2.*", …]],
+        blocks: "layer" for a block of each layer's own parameters, or a list of groups such as `[["0.*"], ["2.*"]]`,
             of globs over names or of positions. Weights in no group share a block with the rest of their layer.
 
     Raises:

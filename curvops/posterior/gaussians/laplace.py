@@ -429,7 +429,7 @@ def laplace(
         curvature: G, an operator class to be built from `lin`, or an operator (D, D).
         prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
             + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
-            number} that matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive
+            number} that matches each selected parameter once, such as `{"0.*": 1.0, "2.*": 10.0}`. A positive
             semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
             Or an earlier posterior, which then is the prior, with its mean and its temperature.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
