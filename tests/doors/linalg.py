@@ -91,6 +91,16 @@ DOORS = [
                 ValueError,
                 "negative",
             ),
+            "keep_directions=-1": (
+                lambda: cg(torch.eye(3), torch.ones(3), keep_directions=-1),
+                ValueError,
+                "keep_directions",
+            ),
+            "keep_directions=2.5": (
+                lambda: cg(torch.eye(3), torch.ones(3), keep_directions=2.5),
+                TypeError,
+                "keep_directions",
+            ),  # type: ignore[arg-type]
             "x0=ones(3, 1)": (
                 lambda: cg(torch.eye(3), torch.ones(3), x0=torch.ones(3, 1)),
                 ValueError,

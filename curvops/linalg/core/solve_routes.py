@@ -49,6 +49,11 @@ SOLVE_VECTORS = 16
 """Vectors per column in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """The most right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than products fall."""
+LEAST_KEPT = 64
+MOST_KEPT = 1024
+"""The fewest and the most search directions that CG keeps with their images; fewer save no more than a tenth."""
+KEPT_SHARE = 4
+"""They take at most one part in so many of the bytes left; products need the rest."""
 SKETCH_SERVES = 4
 """A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
@@ -163,6 +168,12 @@ class Route:
 def _route(name: str, products: float | int, nbytes: float | int, *obstacles: tuple[bool, str]) -> Route:
     """Return a route, with the first obstacle that applies."""
     return Route(name, products, nbytes, next((why for there, why in obstacles if there), ""))
+
+
+def kept_directions(room: float | int, vector_bytes: int) -> int:
+    """Return how many search directions, two vectors each, CG keeps in a room of bytes."""
+    fitting = int(min(room, 2**62)) // KEPT_SHARE // (2 * vector_bytes)
+    return min(MOST_KEPT, fitting) if fitting >= LEAST_KEPT else 0
 
 
 def routes(system: System) -> tuple[Route, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,26 +21,32 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
+from curvops.checks import checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.memory import Multiply, keep, memories_of, room_for, vector_bytes
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.solve_routes import kept_directions
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_block,
+    as_columns,
     axpy,
+    column_bytes,
     columns,
     combine,
     describe_square,
+    empty_block,
     gram,
     inner,
     largest,
     norm,
     part,
     product,
+    put,
     put_columns,
 )
 from curvops.linalg.solvers.refinement import Refinement
@@ -62,11 +68,32 @@ REFINED = 16
 """Further working vectors for iterative refinement, in float64."""
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩, relative to ‖A‖‖x‖‖q‖, above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
-STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed", "renewals")
+STATE = (
+    "active",
+    "x",
+    "r",
+    "norm_A",
+    "nearest",
+    "peaks",
+    "checked",
+    "strikes",
+    "drifted",
+    "null_met",
+    "renewed",
+    "renewals",
+)
 MOST_RENEWALS = 4
 """How often a column may restart; no consistent system needed more than two restarts in tests."""
 DRIFT = 0.1
 """The share of the true residual by which the recursion's residual may differ before it is replaced."""
+NULL_PATIENCE = 3 * CHECK_EVERY
+"""The iterations without a gain after which a column stops if A has shown a null vector."""
+ROUNDED = 30
+"""The rounding of a residual in units of its largest predecessor's."""
+MOST_ROUNDED = 0.03
+"""The largest relative error that is attributed to a residual: directions less dependent than that are kept."""
+TOGETHER = 64
+"""How many earlier directions are stored side by side."""
 
 
 @on_shards
@@ -82,6 +109,7 @@ def cg(
     callback: Callback | None = None,
     block: bool = True,
     refine: bool | torch.dtype = False,
+    keep_directions: int | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,
     checkpoint: Place | None = None,
@@ -101,6 +129,10 @@ def cg(
         refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``; the solution is float64. True
             solves for corrections in A's dtype. torch.float32 solves for them in ``A.to(torch.float32)``, so that a
             float64 operator needs only ``exact_matvecs`` products in float64, one per column and four digits.
+        keep_directions: how many search directions of a block are kept, the first ones, with their images (two vectors
+            each). Later ones are made conjugate to all of them: rounding loses that otherwise, which costs products.
+            None keeps up to 1024 for an operator built from a network, within a quarter of the bytes left, and none for
+            others, whose products may be cheaper.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, at least one at a time.
             None is the rest of the budget of the linearisation behind A.
         progress: None shows a bar of the products on a terminal after two seconds, True always on standard error, False
@@ -121,7 +153,7 @@ def cg(
         OSError: the checkpoint cannot be written.
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
-    as in van der Vorst & Ye 2000.
+    as in van der Vorst & Ye 2000; conjugation to all directions as for full orthogonalisation in Lanczos' method.
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
@@ -130,26 +162,45 @@ def cg(
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
+    if keep_directions is not None:
+        checked_whole("keep_directions", keep_directions, 0)
     goal = goal_of(facts.rows, rtol, maxiter, callback)
     kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, refine is False, ranks_of(A))
     if kept.done:
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = as_function(preconditioner)
+    most = 0 if not block else _most_kept(A, B, memory_budget) if keep_directions is None else keep_directions
+    most = kept.attach("directions", lambda: most) or most
+    hold = partial(keep, A)
 
     done: list[int] = []
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            found = _solve(A, apply, block, part, start, goal, sum(done))
+            found = _solve(A, apply, _directions(block, facts.dtype, most, hold), part, start, goal, sum(done))
             done.append(part.shape[1])
             return found
         low = facts.dtype if refine is True else refine
-        correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
+        inner_solve = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype))
+        correct = lambda R, X0, inner_goal: inner_solve(_directions(block, low, most, hold), R, X0, inner_goal)  # noqa: E731
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, goal)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
     return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
+
+
+def _most_kept(A: Matrix, B: Vectors, memory_budget: int | None) -> int:
+    """Return how many directions fit next to the working vectors, for an operator built from a network."""
+    size = vector_bytes(describe_square(A))
+    room = room_for(A, memory_budget, 0) if memories_of(A) else None
+    return 0 if room is None else kept_directions(room - VECTORS * size * as_columns(B).shape[1], size)
+
+
+def _directions(block: bool, dtype: torch.dtype, most: int, hold: Callable[[object, int], None]) -> Directions:
+    """Return the small algebra of the steps of one solve, which keeps up to so many directions of a block."""
+    noise = 20 * torch.finfo(dtype).eps
+    return BlockDirections(noise, Past(most, hold)) if block else ColumnDirections(noise, Past(0))
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
@@ -160,7 +211,7 @@ def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
 def _solve(
     A: Matrix,
     precondition: Multiply,
-    block: bool,
+    directions: Directions,
     B: Vectors,
     X0: Vectors | None,
     goal: Goal,
@@ -171,7 +222,6 @@ def _solve(
     if kept.done:
         return kept.result(Solution)
     system = UnitSystems.of(B, X0, B)
-    directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
     run = ConjugateGradients(product(A), precondition, directions, system, goal, kept)
     run.solve()
     return kept.finish(system.solution(run.records))
@@ -206,6 +256,8 @@ class ConjugateGradients:
         self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
         self.nearest = list(self.records.best)
         """The smallest backward error of each column."""
+        self.peaks = list(self.records.best)
+        """The largest residual of each column, to whose rounding later ones are known."""
         self.checked = [math.inf] * K
         """The smallest residual of each column in checks that showed drift; `strikes`: checks that did not halve it."""
         self.strikes = [0] * K
@@ -228,6 +280,7 @@ class ConjugateGradients:
             recursion, sound, overlap = self.fetch(P, step)
             if step is not None and sound:
                 self.renewed = []
+                self.directions.past.add(step)
             elif step is not None:
                 step = self.repair(step)
                 if not self.active:
@@ -236,6 +289,8 @@ class ConjugateGradients:
                 P = self.propose(step)
                 recursion, _, overlap = self.fetch(P, None)
             self.records.record(self.active, recursion)
+            for column, size in zip(self.active, recursion):
+                self.peaks[column] = max(self.peaks[column], size)
             due = self.due(recursion)
             if due:
                 replaced = self.inspect(due, {})
@@ -252,7 +307,7 @@ class ConjugateGradients:
                 self.stop_all(Reason.ITERATION_LIMIT)
             elif not bool(torch.isfinite(overlap).all()):
                 self.stop_all(Reason.NON_FINITE)
-            elif not (Q := self.directions.basis(P, overlap)).shape[1]:
+            elif not (Q := self.directions.basis(P, overlap, self.rounding())).shape[1]:
                 self.stop_all(Reason.STAGNATION)
             else:
                 step = self.take_step(Q)
@@ -261,13 +316,15 @@ class ConjugateGradients:
 
     def state(self, step: Step, P: Vectors) -> dict[str, Any]:
         """Return the state from which a run continues after this step, with these directions."""
-        return state_of(self, STATE) | {"records": self.records.state(), "step": step, "P": P}
+        past = self.directions.past.state()
+        return state_of(self, STATE) | {"records": self.records.state(), "step": step, "P": P, "past": past}
 
     def recall(self, state: Mapping[str, Any]) -> tuple[Step, Vectors]:
         """Continue from a state; return the last step and the next directions."""
         restore(self, STATE, state)
         self.records.recall(state["records"])
         self.last = from_record(Step, state["step"])
+        self.directions.past.recall(state["past"])
         return self.last, state["P"]
 
     def take_step(self, Q: Vectors) -> Step:
@@ -298,6 +355,7 @@ class ConjugateGradients:
         residual that A can still reduce: then the column restarts. If the residual itself is such a direction, the
         column stops.
         """
+        self.directions.past.end()
         step, failed = self.directions.repair(step, self.r, self.norm_A)
         again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
         self.renewed = [self.active[j] for j in again]
@@ -323,6 +381,12 @@ class ConjugateGradients:
         k = self.r.shape[1]
         packet = torch.cat([norm(self.r), sound.double().reshape(1), overlap.flatten()]).cpu()
         return packet[:k].tolist(), bool(packet[k]), packet[k + 1 :].view(overlap.shape)
+
+    def rounding(self) -> Tensor:
+        """Return the error of each active residual relative to it: it was subtracted from its largest predecessor."""
+        current = torch.tensor([self.records.current[j] for j in self.active], dtype=torch.float64)
+        peaks = torch.tensor([self.peaks[j] for j in self.active], dtype=torch.float64)
+        return (ROUNDED * self.eps * peaks / current).clamp(max=MOST_ROUNDED)
 
     def due(self, recursion: list[float]) -> list[int]:
         """Return the active positions whose true residual must be checked now."""
@@ -359,6 +423,7 @@ class ConjugateGradients:
                 replaced.append(i)
         if replaced:
             put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
+            self.directions.past.project(self.x, self.r)
         return bool(replaced)
 
     def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
@@ -392,7 +457,10 @@ class ConjugateGradients:
             self.checked[column] = min(residual, self.checked[column])
             if self.strikes[column] >= (1 if backward <= self.records.level else 3):
                 return Reason.STAGNATION
-        return Reason.STAGNATION if self.records.idle(column) > self.records.patience else None
+        idle = self.records.idle(column)
+        if self.null_met and idle > NULL_PATIENCE:
+            return Reason.SINGULAR
+        return Reason.STAGNATION if idle > self.records.patience else None
 
     def classify(self, column: int, reason: Reason) -> Reason:
         """Return the reason of a stop, from the best true residual and the smallest backward error."""
@@ -440,6 +508,72 @@ class Step:
     sound: Bool[Tensor, "..."]
 
 
+class Past:
+    """The first directions of a solve with their images, scaled so that QᵀAQ = I, in blocks of ``TOGETHER`` columns.
+
+    Conjugation to them changes nothing without rounding, so that any number of them may be kept: the first ones span
+    the large eigenvalues, along which conjugacy is lost.
+    """
+
+    def __init__(self, most: int, hold: Callable[[object, int], None] | None = None) -> None:
+        self.most, self.hold, self.count = most, hold, 0
+        self.blocks: list[tuple[Vectors, Vectors]] = []
+        self.filled: list[int] = []
+
+    def add(self, step: Step) -> None:
+        """Keep the directions of a sound step, if there is room for all of them."""
+        r = step.Q.shape[1]
+        if not r or self.count + r > self.most:
+            return
+        L, _ = torch.linalg.cholesky_ex(step.curvature)
+        scale = torch.linalg.solve_triangular(L, torch.eye(r, dtype=L.dtype, device=L.device), upper=False).mT
+        self._append(combine(step.Q, scale), combine(step.AQ, scale))
+
+    def _append(self, Q: Vectors, AQ: Vectors) -> None:
+        r = Q.shape[1]
+        if not self.blocks or self.filled[-1] + r > self.blocks[-1][0].shape[1]:
+            width = min(max(TOGETHER, r), self.most - self.count)
+            self.blocks.append((empty_block(Q, width), empty_block(AQ, width)))
+            self.filled.append(0)
+            if self.hold is not None:
+                self.hold(self, 2 * width * column_bytes(Q))
+        for block, V in zip(self.blocks[-1], (Q, AQ)):
+            put(block, self.filled[-1], V)
+        self.filled[-1] += r
+        self.count += r
+
+    def _pairs(self) -> Iterator[tuple[Vectors, Vectors]]:
+        return ((part(Q, 0, k), part(AQ, 0, k)) for (Q, AQ), k in zip(self.blocks, self.filled))
+
+    def conjugate(self, Z: Vectors) -> Vectors:
+        """Return Z made A-conjugate to the directions."""
+        Z = as_block(Z) if self.blocks else Z
+        for Q, AQ in self._pairs():
+            axpy(Z, Q, -gram(AQ, Z))
+        return Z
+
+    def project(self, x: Vectors, r: Vectors) -> None:
+        """Minimise the energy along the directions, after r was replaced: x ← x + Q Qᵀr, r ← r − AQ Qᵀr."""
+        for Q, AQ in self._pairs():
+            alpha = gram(Q, r)
+            axpy(x, Q, alpha)
+            axpy(r, AQ, -alpha)
+
+    def end(self) -> None:
+        """Forget the directions, and keep no more: A is singular to rounding."""
+        self.most, self.count, self.blocks, self.filled = 0, 0, [], []
+
+    def state(self) -> dict[str, Any]:
+        """Return the directions, as a state from which a run continues."""
+        return {"most": self.most, "pairs": list(self._pairs())}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self.most = state["most"]
+        for Q, AQ in state["pairs"]:
+            self._append(Q, AQ)
+
+
 @dataclass(frozen=True)
 class Directions(ABC):
     """The small algebra of a step: the minimum of the energy over the directions, and the next conjugate directions.
@@ -448,14 +582,15 @@ class Directions(ABC):
     """
 
     noise: float
+    past: Past
 
     @abstractmethod
     def overlap(self, P: Vectors) -> Tensor:
         """Return the numbers of P that ``basis`` needs, which are sent to the CPU with the residual norms."""
 
     @abstractmethod
-    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
-        """Return orthonormal directions spanning P."""
+    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
+        """Return orthonormal directions spanning P, whose columns have these relative errors."""
 
     @abstractmethod
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
@@ -495,8 +630,9 @@ class BlockDirections(Directions):
     def overlap(self, P: Vectors) -> Tensor:
         return gram(P, P)
 
-    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
-        return independent_basis(P, overlap_host)
+    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
+        # Without other directions to be conjugate to, one that is rounding costs less than one left out too early.
+        return independent_basis(P, overlap_host, rounding if self.past.most else None)
 
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature = gram(Q, AQ)
@@ -511,6 +647,7 @@ class BlockDirections(Directions):
     def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         if not step.Q.shape[1]:
             return Z
+        Z = self.past.conjugate(Z)
         L, _ = torch.linalg.cholesky_ex(step.curvature)
         return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
 
@@ -541,7 +678,7 @@ class ColumnDirections(Directions):
     def overlap(self, P: Vectors) -> Tensor:
         return norm(P)
 
-    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
+    def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
         sizes = torch.where(overlap_host > 0, overlap_host, 1.0)
         return P / sizes.to(P.device, P.dtype, non_blocking=True)
 

@@ -44,6 +44,7 @@ RUNS = {
     "cg": (cg, SPREAD, {}),
     "cg of a vector": (cg, SPREAD, {"sides": B[:, 0]}),
     "cg by columns": (cg, SPREAD, {"block": False}),
+    "cg that keeps directions": (cg, SPREAD, {"keep_directions": 70}),
     "cg in groups": (cg, SPREAD, {"memory_budget": 12 * N * 8 * 3}),
     "cg from a guess": (cg, SPREAD, {"x0": torch.ones_like(B)}),
     "eigsh": (eigsh, CLUSTERED, {"k": 4}),

@@ -10,7 +10,10 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from torch.linalg import norm
 
+import curvops as co
+from curvops.linalg import nystrom
 from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
+from curvops.linalg.core.solve_routes import kept_directions
 from curvops.linalg.solvers import cg as solver
 from curvops.linalg.solvers.cg import cg
 from tests.linalg.matrices import SPECTRA, log_spaced, rotation, symmetric
@@ -405,3 +408,65 @@ def test_refinement_that_ends_at_rounding_names_the_precision_not_the_operator(l
         torch.linalg.matrix_norm(A, 2) * solution.x.norm(dim=0) + B.norm(dim=0)
     )
     assert (solution.backward_errors < 5e-14).all() and (solution.backward_errors >= 0.5 * norms).all()
+
+
+# Directions that are kept.
+
+OUTLIERS = torch.cat([torch.logspace(0, 6, 60, dtype=torch.float64), torch.full((440,), 0.5, dtype=torch.float64)])
+
+
+def test_conjugation_to_all_directions_ends_with_the_krylov_space_and_to_some_on_the_way_there():
+    """60 eigenvalues apart from one of multiplicity 440: a Krylov space of 8 columns is exhausted by 9 iterations."""
+    A, B = torch.diag(OUTLIERS), right_hand_sides(500, 8)
+    last, some, every = (cg(A, B, rtol=1e-8, keep_directions=most) for most in (0, 32, 1024))
+    assert last.converged.all() and some.converged.all() and every.converged.all()
+    assert every.iterations == 9 and every.matvecs <= 80  # a product for each column checks the end
+    assert every.iterations < some.iterations < last.iterations / 2
+
+
+@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("most", [16, 1024])
+@pytest.mark.parametrize("kind", ["one", "eight", "dependent", "zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_directions_leave_the_solution(dtype, kind, most, sketched):
+    A = symmetric(SPECTRA["kappa 1e4" if dtype == torch.float64 else "decaying"])
+    B = right_hand_sides(120, 1 if kind == "one" else 8)
+    if kind == "dependent":
+        B[:, 5] = B[:, 0] - 2 * B[:, 1]
+    if kind == "zero":
+        B[:, 2] = 0
+    M = nystrom(A, 20, generator=torch.Generator().manual_seed(0)).preconditioner() if sketched else None
+    options = {"rtol": 1e-13 if dtype == torch.float64 else 1e-6, "keep_directions": most}
+    s = cg(A.to(dtype), B.to(dtype), preconditioner=M and (lambda V: (M @ V.double()).to(dtype)), **options)
+    exact = torch.linalg.solve(A, B)
+    assert s.accepted
+    assert (s.x - exact).norm() <= (1e-10 if dtype == torch.float64 else 1e-4) * exact.norm()
+    assert (s.x[:, B.norm(dim=0) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("most", [0, 400])
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_inconsistent_system_ends_long_before_the_limit(dtype, columns, most):
+    values = torch.cat([torch.zeros(200), torch.logspace(-3, 0, 100)]).double()
+    A, B = symmetric(values), right_hand_sides(300, columns)
+    s = cg(A.to(dtype), B.to(dtype), keep_directions=most)
+    assert set(s.reasons) == {Reason.SINGULAR} and s.iterations <= 1000  # the limit is 3,000
+    assert cg(A.to(dtype), (A @ B).to(dtype), keep_directions=most).accepted
+
+
+def test_an_operator_of_a_network_keeps_directions_within_a_quarter_of_the_bytes_left():
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 60), torch.nn.Tanh(), torch.nn.Linear(60, 2)).double()
+    lin = co.linearize(model, (x, torch.arange(40) % 2), "classification")
+    P = co.GGN(lin).add_diagonal(1e-5)
+    B = right_hand_sides(lin.num_parameters, 2)
+    _ = P @ (P @ B)  # from the second product on, the linearisation is kept
+    usual, every, none = cg(P, B), cg(P, B, keep_directions=1024), cg(P, B, keep_directions=0)
+    assert torch.equal(usual.x, every.x) and usual.matvecs < none.matvecs
+    least = solver.VECTORS * 2 * 8 * lin.num_parameters
+    assert torch.equal(cg(P, B, memory_budget=least).x, none.x)
+    assert kept_directions(4 * 2 * 800 * 70 + 1, 800) == 70 and kept_directions(4 * 2 * 800 * 63, 800) == 0
+    assert kept_directions(-1, 800) == 0 and kept_directions(math.inf, 800) == 1024
