@@ -57,8 +57,8 @@ class InfiniteWidthKernel(OperatorKernel):
         batch_shape: as in gpytorch's `Kernel`.
         active_dims: as in gpytorch's `Kernel`.
 
-    Shapes: inputs (..., n, d) and (..., m, d), the matrix (..., n, m), with any leading dimensions that broadcast.
-        Cost: depth × some 20 passes over the matrix, for "relu" also d of them.
+    Inputs are (..., n, d) and (..., m, d), the matrix (..., n, m), with any leading dimensions that broadcast. It costs
+    some 20 passes over the matrix for each layer of depth, and for "relu" also d of them.
 
     Raises:
         TypeError, ValueError: an argument is of another kind; the number of variances is not that of the layers; inputs

@@ -21,8 +21,8 @@ class LinearizedMean(Mean):
     Together with `LinearizedKernel`, it makes a gpytorch `ExactGP` the linearised network as a Gaussian process: for a
     Gaussian likelihood its predictions are those of `co.laplace` at the linear model's mode.
 
-    Shapes: inputs (..., n, d); the result (..., n) for a network with one output, otherwise (..., n, C). Cost: a
-        forward pass and one product with J. It has a gradient in the inputs, but none in the network's weights.
+    Inputs are (..., n, d); the result is (..., n) for a network with one output, otherwise (..., n, C). It costs a
+    forward pass and one product with J, and has a gradient in the inputs, but none in the network's weights.
 
     Args:
         lin: the linearised network. It is not a submodule: it is not trained, not moved, and not in the state dict.
