@@ -183,7 +183,10 @@ def cg(
             return found
         low = facts.dtype if refine is True else refine
         inner_solve = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype))
-        correct = lambda R, X0, inner_goal: inner_solve(_directions(block, low, most, hold), R, X0, inner_goal)  # noqa: E731
+
+        def correct(R: Vectors, X0: Vectors | None, inner_goal: Goal) -> Solution:
+            return inner_solve(_directions(block, low, most, hold), R, X0, inner_goal)
+
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, goal)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
