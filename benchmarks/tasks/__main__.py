@@ -89,11 +89,14 @@ def main() -> None:
         print(json.dumps(alone(given.tasks[0], given.alone)))
         return
     result: dict[str, Any] = {"machine": facts(given.threads), "rows": []}
+    if given.json and given.json.exists():
+        result["rows"] = json.loads(given.json.read_text())["rows"]
     for name in given.tasks or TASKS:
-        result["rows"].append(compare(name) | {"name": name})
+        others = [row for row in result["rows"] if row["name"] != name]
+        result["rows"] = [*others, compare(name) | {"name": name}]
         print(json.dumps(result["rows"][-1]), file=sys.stderr, flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(shown(result))
 
 

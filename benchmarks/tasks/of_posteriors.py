@@ -31,6 +31,11 @@ class Trained:
     labels: Tensor
 
     @property
+    def points_of_rows(self) -> int:
+        """The points whose rows of the Jacobian take a gigabyte: what another package is given at a time."""
+        return max(1, 2**28 // (10 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)))
+
+    @property
     def loader(self) -> Any:
         """The data in batches of 64, in order."""
         return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=64)
@@ -143,7 +148,7 @@ def kfac_theirs(problem: Trained) -> Tensor:
     la: Any = Laplace(problem.model, "classification", subset_of_weights="all", hessian_structure="kron")
     la.fit(problem.loader)
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(8)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
 
 
 def diagonal_ours(problem: Trained) -> Tensor:
@@ -161,7 +166,7 @@ def diagonal_theirs(problem: Trained) -> Tensor:
     )
     la.fit(problem.loader)
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(8)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
 
 
 def subnetwork_ours(problem: Trained) -> Tensor:
@@ -180,7 +185,7 @@ def subnetwork_theirs(problem: Trained) -> Tensor:
     la: Any = SubnetLaplace(problem.model, "classification", subnetwork_indices=indices, hessian_structure="full")
     batches: Any = DataLoader(TensorDataset(problem.inputs, problem.targets), batch_size=16)
     la.fit(batches)
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(8)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
 
 
 def loss_of(problem: Any, probabilities: Tensor) -> dict[str, float]:
@@ -271,11 +276,11 @@ TASKS = {
     ),
     "kfac": Task(
         "the same CNN: KFAC of all weights, tuned prior, 1,000 predictions",
-        small_images, kfac_ours, kfac_theirs, "laplace-torch", loss_of, no_worse, 2,
+        small_images, kfac_ours, kfac_theirs, "laplace-torch", loss_of, no_worse, 1,
     ),
     "diagonal": Task(
         "the same CNN: diagonal, tuned prior, 1,000 predictions",
-        small_images, diagonal_ours, diagonal_theirs, "laplace-torch", loss_of, no_worse, 2,
+        small_images, diagonal_ours, diagonal_theirs, "laplace-torch", loss_of, no_worse, 1,
     ),
     "subnetwork": Task(
         "the same CNN: full GGN of the 1,000 largest weights, 1,000 predictions",
