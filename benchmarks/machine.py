@@ -12,6 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+PROMPT = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
+"""By this environment a process gives large freed blocks back to the system at once (glibc)."""
+
 
 def facts(threads: int) -> dict[str, object]:
     """Machine, versions, date (UTC) and the load at the start: a load well above 0 says that it was not quiet."""
@@ -42,7 +45,7 @@ def run_apart(module: str, *arguments: object, prompt: bool = False) -> list[dic
     what it holds.
     """
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(2**18)} if prompt else {})
+    environment = os.environ | (PROMPT if prompt else {})
     root = Path(__file__).parents[1]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root, env=environment)
     return [json.loads(line) for line in done.stdout.splitlines()]

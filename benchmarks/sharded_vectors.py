@@ -10,16 +10,14 @@ give large freed blocks back to the system at once (glibc), so that the resident
 from __future__ import annotations
 
 import os
-import resource
 import sys
-import threading
-import time
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import curvops as co
+from benchmarks.machine import PROMPT, reset_peak, resident
 from benchmarks.study_page import Study
 from benchmarks.tables import table
 from curvops.linalg.core.sharded import RowLayout
@@ -40,52 +38,21 @@ class Decaying(co.linalg.Operator):
         return self._args[0].unsqueeze(1) * block
 
 
-def resident() -> int:
-    """The bytes of this process in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-class Peak:
-    """The largest resident set while this runs, by a thread that looks every millisecond."""
-
-    def __enter__(self) -> Peak:
-        self.least = self.most = resident()
-        self.ended = False
-        self.watcher = threading.Thread(target=self._watch)
-        self.watcher.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self.ended:
-            self.most = max(self.most, resident())
-            time.sleep(1e-3)
-
-    def __exit__(self, *_: object) -> None:
-        self.ended = True
-        self.watcher.join()
-
-    @property
-    def bytes(self) -> int:
-        """The growth."""
-        return self.most - self.least
-
-
 def sketch(group: Any, rows: int, columns: int) -> tuple[int, int]:
     """The peak of a sketch with a solve, and the bytes that this rank sent."""
     mesh = init_device_mesh("cpu", (group.size(),))
     ranks = RowLayout.on(mesh, rows).ranks
     A = Decaying(torch.linspace(1, 0, rows).square()).sharded(mesh)
     sent = ranks.bytes_sent
-    with Peak() as peak:
-        low = co.low_rank(A, columns, generator=torch.Generator().manual_seed(0))
-        low.add_diagonal(0.1).logdet()
-    return peak.bytes, ranks.bytes_sent - sent
+    before = reset_peak()
+    low = co.low_rank(A, columns, generator=torch.Generator().manual_seed(0))
+    low.add_diagonal(0.1).logdet()
+    return resident("VmHWM") - before, ranks.bytes_sent - sent
 
 
 def measure(rows: int) -> list[dict[str, float]]:
     """For each number of columns and of processes, the largest peak and the most bytes sent, in blocks of D·K."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # read by the processes that are started from here
+    os.environ |= PROMPT  # read by the processes that are started from here
     found = []
     for columns in (50, 100):
         block = 4 * rows * columns

@@ -44,7 +44,7 @@ def summary(value: Any) -> str:
         return summary(value.func)
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__).rpartition("<locals>.")[2]
-    return shown(value) if _prints_itself(value) else type(value).__name__
+    return _short(value) if _prints_itself(value) else type(value).__name__
 
 
 def size_of(value: Tensor) -> str:
@@ -57,7 +57,7 @@ def _entries(vector: Tensor) -> str:
         entries = vector.detach().tolist()
     except RuntimeError:  # without numbers: on the meta device, or inside a transform such as vmap
         return size_of(vector)
-    return f"[{', '.join(map(shown, entries))}]" if vector.ndim else shown(entries)
+    return f"[{', '.join(map(_short, entries))}]" if vector.ndim else _short(entries)
 
 
 def name_of(dtype: Any) -> str:
@@ -65,7 +65,7 @@ def name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shown(value: Any) -> str:
+def _short(value: Any) -> str:
     """Return a float with at most six digits, and any other value as it prints."""
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
