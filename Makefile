@@ -39,10 +39,14 @@ bench: .venv-peers/.installed
 	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --disable-warnings \
 	    --benchmark-only --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
-# The site of this version, in a folder of its own, to which site/latest leads; from pages and committed figures.
+# The site of this version, in a folder of its own, to which site/latest leads; from pages and committed figures. The menu
+# of versions in its head reads versions.json.
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site/$(VERSION)
 	ln -sfn $(VERSION) site/latest
+	cd site && ls -d [0-9]*/ | tr -d / | sort -rV | ../$(BIN)/python -c 'import json, sys; print(json.dumps( \
+	    [{"version": v, "title": v, "aliases": ["latest"] * (v == "$(VERSION)")} for v in sys.stdin.read().split()]))' \
+	    > versions.json
 	echo '<meta http-equiv="refresh" content="0; url=latest/">' > site/index.html
 
 # A page's own code draws its figures, into the folder where it runs: a temporary one in tests, docs/figures here.

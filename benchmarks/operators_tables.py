@@ -26,8 +26,8 @@ def _times(rows: list[dict[str, Any]]) -> str:
         for row in rows:
             if row["subject"] == subject:
                 seconds = f"{row['seconds']['median'] * 1e3:,.1f} ms"
-                cells.append([row["what"], spread_cell(row), row["against"], _goal(row), seconds])
-        parts.append(f"**{subject}**\n\n{table(['what', 'ratio', 'to', 'target', 'time'], cells)}")
+                cells.append([row["what"], spread_cell(row), _goal(row), row["against"], seconds])
+        parts.append(f"**{subject}**\n\n{table(['what', 'ratio', 'target', 'to', 'time'], cells)}")
     return "\n\n".join(parts)
 
 

@@ -90,7 +90,7 @@ def measure() -> list[dict[str, Any]]:
 
 def text(found: Any) -> str:
     """A row for each case and number of ranks, of the rank that takes most."""
-    heads = ["weights", "vectors", "ranks", "peak of a rank", "in vectors", "messages", "bytes sent", "CPU time"]
+    heads = ["weights", "vectors", "ranks", "peak of a rank", "bytes sent", "peak in vectors", "messages", "CPU time"]
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for row in found:
         groups.setdefault((row["D"], row["columns"], row["ranks"], row["sharded"]), []).append(row)
@@ -101,9 +101,9 @@ def text(found: Any) -> str:
         )
         cells = [
             f"{peak / MIB:,.0f} MiB",
+            f"{sent / MIB:,.0f} MiB",
             f"{peak / (4 * D):.0f}",
             f"{messages}",
-            f"{sent / MIB:,.0f} MiB",
             f"{cpu:.1f} s",
         ]
         rows.append([f"{D:,}", str(columns), f"{ranks}, {'sharded' if shards else 'whole'}", *cells])

@@ -51,8 +51,8 @@ def text(found: Any) -> str:
     parts = []
     for D in dict.fromkeys(row["weights"] for row in found["rows"]):
         of = [row for row in found["rows"] if row["weights"] == D]
-        cells = [[*(f"{row[key]:.2f}" if key in row else "" for key in ("ours", "theirs", "ratio"))] for row in of]
-        heads = [f"{D:,} weights", "curvops, ms", "other, ms", "ratio"]
+        cells = [[*(f"{row[key]:.2f}" if key in row else "" for key in ("ratio", "ours", "theirs"))] for row in of]
+        heads = [f"{D:,} weights", "ratio", "curvops, ms", "other, ms"]
         parts.append(table(heads, [[row["what"], *numbers] for row, numbers in zip(of, cells)]))
     peers = ", ".join(f"{name} {version}" for name, version in found["peers"].items())
     return "\n\n".join([*parts, f"The other packages: {peers}."])

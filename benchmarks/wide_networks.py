@@ -352,7 +352,7 @@ def mixing_table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     header = ["width", "points", "steps", "step size", "acceptance", "ESS of θ", "R̂² of θ", "ESS of f", "R̂² of f"]
     header += ["gain θ", "gain f", "a second", "ms a step", "ratio"]
     of_outputs, of_weights = ["gain f", "a second", "ESS of f", "R̂² of f"], ["gain θ", "ESS of θ", "R̂² of θ"]
-    of_steps = ["steps", "step size", "acceptance", "ms a step", "ratio"]
+    of_steps = ["ratio", "ms a step", "steps", "step size", "acceptance"]
     return tables(header, rows, *(["width", "points", *part] for part in (of_outputs, of_weights, of_steps)))
 
 
