@@ -6,14 +6,13 @@ kept as JSON lines, from which a later call continues.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import multiprocessing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -195,61 +194,46 @@ def cells() -> Iterator[Cell]:
         yield from (Cell(matrix, estimator, str(limit)) for estimator in ESTIMATORS for limit in LIMITS)
 
 
-def measured(cell: Cell, first: int, last: int, lock: Path | None = None) -> Count:
+def measured(cell: Cell, first: int, last: int) -> Count:
     """Runs number ``first`` up to ``last``."""
     torch.set_num_threads(1)
-    with locked(lock):
-        count, exact = Count(), first == 0
-        truth, run = estimators(cell.matrix)[cell.estimator]
-        slack = 1e-11 * truth.abs()
-        for number in range(first, last):
-            found = run(generator=generator(cell.seed(number)), **cell.options)
-            low, high = found.interval()
-            held = float(((low - slack <= truth) & (truth <= high + slack)).double().mean())
-            claim = found.reason in (Reason.CONVERGED, Reason.BUDGET_SPENT)
-            count += Count(1, held, held**2, int(claim), held * claim, found.matvecs)
-            exact = exact and found.samples == 0 and held == 1
-            if exact and count.runs == EXACT:
-                return count + Count(exact=True)
+    count, exact = Count(), first == 0
+    truth, run = estimators(cell.matrix)[cell.estimator]
+    slack = 1e-11 * truth.abs()
+    for number in range(first, last):
+        found = run(generator=generator(cell.seed(number)), **cell.options)
+        low, high = found.interval()
+        held = float(((low - slack <= truth) & (truth <= high + slack)).double().mean())
+        claim = found.reason in (Reason.CONVERGED, Reason.BUDGET_SPENT)
+        count += Count(1, held, held**2, int(claim), held * claim, found.matvecs)
+        exact = exact and found.samples == 0 and held == 1
+        if exact and count.runs == EXACT:
+            return count + Count(exact=True)
     return count
 
 
-@contextmanager
-def locked(lock: Path | None) -> Iterator[None]:
-    """Hold a file locked, as one of many; whoever locks it alone has the machine without us."""
-    if lock is None:
-        yield
-        return
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
-def read(results: Path | None) -> dict[Cell, Count]:
+def read(results: Path) -> dict[Cell, Count]:
     """The counts so far."""
     found: dict[Cell, Count] = {}
-    if results is not None and results.exists():
-        for line in results.read_text().splitlines():
-            row = json.loads(line)
-            cell = Cell(*row["cell"])
-            found[cell] = found.get(cell, Count()) + Count(**row["count"])
+    for line in results.read_text().splitlines() if results.exists() else ():
+        row = json.loads(line)
+        cell = Cell(*row["cell"])
+        found[cell] = found.get(cell, Count()) + Count(**row["count"])
     return found
 
 
-def study(
-    chosen: Iterable[Cell], most: int, results: Path | None, processes: int, lock: Path | None
-) -> dict[Cell, Count]:
+def study(chosen: Iterable[Cell], most: int, results: Path, processes: int) -> dict[Cell, Count]:
     """Count in every cell until it ends, or ``most`` runs; all cells up to one look, then those left up to the next."""
     chosen, found = list(chosen), read(results)
     commit_now = commit()
     pool: AbstractContextManager[ProcessPoolExecutor | None] = nullcontext()
     if processes > 1:
         pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-    with pool as workers:
+    with pool as workers, results.open("a") as file:
         for look in sorted({min(look, most) for look in LOOKS}):
             left = [cell for cell in chosen if not found.get(cell, Count()).ended]
             tasks = [
-                (cell, first, min(first + PIECE, look), lock)
+                (cell, first, min(first + PIECE, look))
                 for cell in left
                 for first in range(found.get(cell, Count()).runs, look, PIECE)
             ]
@@ -257,8 +241,7 @@ def study(
             for (cell, *_), more in zip(tasks, apply(measured, *zip(*tasks)) if tasks else ()):
                 found[cell] = found.get(cell, Count()) + more
                 print(f"{cell.matrix}; {cell.estimator}; {cell.limit}: {found[cell]}", flush=True)
-                if results is not None:
-                    with results.open("a") as file:
-                        row = {"cell": list(asdict(cell).values()), "count": asdict(more), "commit": commit_now}
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                row = {"cell": list(asdict(cell).values()), "count": asdict(more), "commit": commit_now}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
     return {cell: found[cell] for cell in chosen if cell in found}

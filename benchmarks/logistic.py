@@ -180,7 +180,7 @@ def results_table(found: dict[str, Any]) -> str:
         ]
         for name, row in found.items()
     ]
-    return table([*heads, "seconds of the process"], rows)
+    return table([*heads, "seconds"], rows)
 
 
 def score(density: PyroDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import cores, facts, run_apart
-from benchmarks.report import MEASURED, PAGE, fill, memory_table
+from benchmarks.report import MEASURED, fill_pages
 from benchmarks.tables import MIB
 
 
@@ -64,7 +64,7 @@ def main() -> None:
         for outputs in options.outputs:
             result["rows"] += measure(network, outputs, options)
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    fill(PAGE, "memory", memory_table(result))
+    fill_pages(result)
 
 
 if __name__ == "__main__":

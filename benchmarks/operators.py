@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks.machine import cores, facts
-from benchmarks.operators_tables import part_tables
 from benchmarks.parts import (
     choice,
     diagonal,
@@ -35,11 +34,12 @@ from benchmarks.parts import (
     transformers,
 )
 from benchmarks.parts.figures import Figures, Settings
-from benchmarks.report import MEASURED, PAGE, fill
+from benchmarks.report import MEASURED, fill_pages
 
 PARTS: dict[str, Callable[[Figures], None]] = {
     "choice": choice.measure,
     "diagonal": diagonal.measure,
+    "laplace": diagonal.measure_beside_laplace,
     "kfac": kfac.measure,
     "fishers": fishers.measure,
     "peaks": peaks.measure,
@@ -78,7 +78,7 @@ def main() -> None:
         result["parts"][name] = {"machine": machine, "pairs": arguments.pairs, **figures.as_json()}
         gc.collect()
         arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        fill(PAGE, f"operators: {name}", part_tables(result["parts"][name]))
+        fill_pages(result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the figures of `benchmarks.operators` and `benchmarks.memory` into their page:   python -m benchmarks.report
+"""Write the figures of `benchmarks.operators` and `benchmarks.memory` into their pages:   python -m benchmarks.report
 
 Only the contents of the files are written: machine, date and versions are those of the run. The page's own text stays;
 a table goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill as fill_lines
 from typing import Any
@@ -17,8 +17,9 @@ from benchmarks.operators_tables import part_tables
 from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tables, within
 
 UNIT = "gradient"
+PAGE = "docs/benchmarks.md"
 MEASURED = Path(__file__).parent / "measured"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
 
 
 def products_tables(result: dict[str, Any]) -> str:
@@ -148,15 +149,46 @@ def memory_table(result: dict[str, Any]) -> str:
     return "\n".join([machine_line(result), "", apart, "", text])
 
 
-def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """The tables of files of any kind, by the name that the page gives them."""
-    found: dict[str, str] = {}
-    for result in results:
-        if result["kind"] == "operators":
-            found |= {f"operators: {name}": part_tables(part) for name, part in result["parts"].items()}
-        else:
-            found["memory"] = memory_table(result)
+def diagonal(parts: Mapping[str, Any]) -> str:
+    """What README says of the exact diagonal and of the tangent kernel, from parts of `benchmarks.operators`."""
+    names = {"mlp": "the MLP", "cnn": "the CNN"}
+    ours, theirs = {}, {}
+    for key in names:
+        found = [row for row in parts["laplace"]["times"] if row["subject"].startswith(key) and row["against"] == UNIT]
+        ours[key] = next(row for row in found if row["what"] == "DiagonalGGN")
+        theirs[key] = min((row for row in found if row is not ours[key]), key=lambda row: row["ratio"]["median"])
+    (package,) = {row["what"].partition(", ")[0] for row in theirs.values()}
+    backends = dict.fromkeys(f"`{row['what'].partition(', ')[2]}`" for row in theirs.values())
+    cost = [f"{row['ratio']['median']:.1f} on {names[key]}" for key, row in ours.items()]
+    fits = [f"{row['ratio']['median']:.1f}" for row in theirs.values()]
+    gram = next(row for row in parts["kernel"]["times"] if "jacrev" in row["against"])
+    threads = parts["laplace"]["machine"]["threads"]
+    unit = "of one thread" if threads == 1 else f"of {threads} threads"
+    text = (
+        f"The exact diagonal of the GGN takes {_listed(cost)}, in gradients {unit}. "
+        f"The fastest backend of {package} for it, {' or '.join(backends)}, takes "
+        f"{_listed(fits)}. "
+        f"The tangent kernel of the CNN is formed {gram['ratio']['median']:.0f} times as fast as by `jacrev`."
+    )
+    return fill_lines(text, 118)
+
+
+def pages(result: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The sections that a file of either kind fills, by page and by the name that the page gives them."""
+    if result["kind"] == "memory":
+        return {PAGE: {"memory": memory_table(result)}}
+    parts = result["parts"]
+    found = {PAGE: {f"operators: {name}": part_tables(part) for name, part in parts.items()}}
+    if all(parts.get(name, {}).get("times") for name in ("laplace", "kernel")):
+        found["README.md"] = {"diagonal": diagonal(parts)}
     return found
+
+
+def fill_pages(result: dict[str, Any]) -> None:
+    """Replace the sections of all pages that show these results."""
+    for page, texts in pages(result).items():
+        for name, text in texts.items():
+            fill(ROOT / page, name, text)
 
 
 def filled(page: str, name: str, text: str) -> str:
@@ -194,14 +226,12 @@ def _inverse(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Read the files, write their tables into the page."""
+    """Read the files, write their tables into the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     kept = [MEASURED / f"{name}.json" for name in ("operators", "memory")]
     parser.add_argument("files", type=Path, nargs="*", default=kept, help="what the two benchmarks wrote")
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page")
-    arguments = parser.parse_args()
-    for name, text in sections(json.loads(file.read_text(encoding="utf-8")) for file in arguments.files).items():
-        fill(arguments.output, name, text)
+    for file in parser.parse_args().files:
+        fill_pages(json.loads(file.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -36,14 +36,15 @@ def peak_cells(row: dict[str, Any]) -> list[str]:
 
 
 def machine_line(result: dict[str, Any]) -> str:
-    """Where, when and with what a file was measured."""
+    """Where, when and with what a file was measured, and its "note" if it has one."""
     m = result["machine"]
     commit = f" (commit {m['commit']})" if m["commit"] else ""
-    load = "nothing else running" if m["load"] is None else f"load {m['load']} at the start"
+    load = "nothing else running" if m["load"] is None else f"load {m['load']} at the {m.get('load_at', 'start')}"
+    note = f" {result['note']}" if "note" in result else ""
     return (
         f"Measured {m['date']} on {m['processor']}, {m['cores']} cores, threads: {m['threads']}, "
         f"{m['memory_gib']:.0f} GiB, {m['system']}, {load}; Python {m['python']}, "
-        f"torch {m['torch']}, curvops {m['curvops']}{commit}."
+        f"torch {m['torch']}, curvops {m['curvops']}{commit}.{note}"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,38 +28,47 @@ def measure(figures: Figures) -> None:
 
 
 def _network(figures: Figures, problem: Problem, target: float) -> None:
-    """On a linearisation that was used before; for the MLP on a fresh one too; beside laplace-torch."""
+    """On a linearisation that was used before; for the MLP on a fresh one too."""
     lin = linearized(problem)
     figures.gradients(problem, "DiagonalGGN", lambda: co.DiagonalGGN(lin), target)
     figures.gradients(problem, "DiagonalGGN, one sample", lambda: co.DiagonalGGN(lin, fisher="mc"))
     if problem.name == "mlp":
         fresh = alternate_fresh(problem.unit(), lambda: _fresh(problem), max(1, figures.settings.pairs // 2))
         figures.add(problem.label, "linearize, then DiagonalGGN", fresh)
+
+
+def measure_beside_laplace(figures: Figures) -> None:
+    """DiagonalGGN and the fits of laplace-torch in processor time: of one thread with `--threads 1`."""
     if figures.settings.peers and peer_version("laplace-torch") is not None:
-        _beside_laplace(figures, problem, lin)
+        for name in TARGETS:
+            _beside_laplace(figures, build(name), f"laplace-torch {peer_version('laplace-torch')}")
+
+
+def _beside_laplace(figures: Figures, problem: Problem, package: str) -> None:
+    """This diagonal beside the backends that have it for this network, and beside the fastest of them."""
+    fits = {name: fit for name in BACKENDS if (fit := _fit(problem, name)) is not None}
+    if not fits:
+        return
+    lin = linearized(problem)
+    timed = partial(alternate, pairs=figures.settings.pairs, timer=time.process_time)
+    times = {name: timed(problem.unit(), fit) for name, fit in fits.items()}
+    figures.add(problem.label, "DiagonalGGN", timed(problem.unit(), lambda: co.DiagonalGGN(lin)))
+    for name, found in times.items():
+        figures.add(problem.label, f"{package}, {name}", found)
+    best = min(times, key=lambda name: times[name].ratio.median)
+    ours = timed(fits[best], lambda: co.DiagonalGGN(lin))
+    figures.add(problem.label, "DiagonalGGN", ours, against=f"{package}, {best}")
 
 
 def linearized(problem: Problem, memory_budget: int | None = None) -> co.Linearization:
     """The problem's linearisation, its rules checked: what is done once for a network is not timed."""
     lin = co.linearize(problem.model, problem.batches(), "classification", memory_budget=memory_budget)
-    lin.passes.engines.checked_owners(problem.inputs)
+    lin.passes.engines.checked_others(problem.inputs)
     return lin
 
 
 def _fresh(problem: Problem) -> Any:
     return lambda: co.DiagonalGGN(co.linearize(problem.model, problem.batches(), "classification"))
-
-
-def _beside_laplace(figures: Figures, problem: Problem, lin: co.Linearization) -> None:
-    """The fit by the fastest of its backends that has the exact diagonal of this network."""
-    fits = {name: fit for name in BACKENDS if (fit := _fit(problem, name)) is not None}
-    times = {name: alternate(problem.unit(), fit, figures.settings.pairs) for name, fit in fits.items()}
-    if times:
-        best = min(times, key=lambda name: times[name].seconds.median)
-        theirs = f"laplace-torch {peer_version('laplace-torch')}"
-        figures.add(problem.label, f"{theirs}, diagonal fit by {best}", times[best])
-        ours = alternate(fits[best], lambda: co.DiagonalGGN(lin), figures.settings.pairs)
-        figures.add(problem.label, "DiagonalGGN", ours, against=theirs)
 
 
 def _fit(problem: Problem, backend: str) -> Any:
