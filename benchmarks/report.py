@@ -185,10 +185,13 @@ def pages(result: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def fill_pages(result: dict[str, Any]) -> None:
-    """Replace the sections of all pages that show these results."""
+    """Replace the sections of all pages that show these results; print what has no section."""
     for page, texts in pages(result).items():
         for name, text in texts.items():
-            fill(ROOT / page, name, text)
+            try:
+                fill(ROOT / page, name, text)
+            except ValueError as error:
+                print(f"{page}: {error}\n\n{text}\n")
 
 
 def filled(page: str, name: str, text: str) -> str:

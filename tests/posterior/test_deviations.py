@@ -255,7 +255,7 @@ def _random_psd():
 def test_the_ends_of_an_interval_that_belong_to_it_are_taken(annotations_unchecked):
     for name, inside in {"step_size": [1e-300], "momentum": [0, 0.99], "final": [1e-300, 1], "averaging": [1]}.items():
         for value in inside:
-            co.StochasticDescent(**{name: value})
+            assert getattr(co.StochasticDescent(**{name: value}), name) == value
 
 
 def test_an_error_of_draws_that_do_not_converge_holds_them():
