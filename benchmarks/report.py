@@ -159,13 +159,13 @@ def diagonal(parts: Mapping[str, Any]) -> str:
         theirs[key] = min((row for row in found if row is not ours[key]), key=lambda row: row["ratio"]["median"])
     (package,) = {row["what"].partition(", ")[0] for row in theirs.values()}
     backends = dict.fromkeys(f"`{row['what'].partition(', ')[2]}`" for row in theirs.values())
-    cost = [f"{row['ratio']['median']:.1f} on {names[key]}" for key, row in ours.items()]
+    cost = [f"{row['ratio']['median']:.1f} gradients on {names[key]}" for key, row in ours.items()]
     fits = [f"{row['ratio']['median']:.1f}" for row in theirs.values()]
     gram = next(row for row in parts["kernel"]["times"] if "jacrev" in row["against"])
     threads = parts["laplace"]["machine"]["threads"]
-    unit = "of one thread" if threads == 1 else f"of {threads} threads"
+    unit = "one thread" if threads == 1 else f"{threads} threads"
     text = (
-        f"The exact diagonal of the GGN takes {_listed(cost)}, in gradients {unit}. "
+        f"The exact diagonal of the GGN takes {_listed(cost)} ({unit}). "
         f"The fastest backend of {package} for it, {' or '.join(backends)}, takes "
         f"{_listed(fits)}. "
         f"The tangent kernel of the CNN is formed {gram['ratio']['median']:.0f} times as fast as by `jacrev`."
