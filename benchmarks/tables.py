@@ -60,4 +60,6 @@ def spread_cell(row: dict[str, Any] | None) -> str:
     ratio = row["ratio"]
     if ratio["low"] <= 0:
         return "not resolved"
+    if ratio["low"] == ratio["high"]:  # a count, or a single measurement
+        return f"{ratio['median']:,.2f}".removesuffix(".00")
     return f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"

@@ -138,6 +138,15 @@ def test_each_public_name_has_its_signature_once(pages) -> None:
     assert not missing, f"not with a signature on exactly one page: {missing}"
 
 
+def test_docstrings_are_shown_as_meant(pages) -> None:
+    """Sessions stand under Examples, no role of Sphinx is left, and no signature shows a private field."""
+    signs = re.compile(
+        r"<blockquote>|:(?:class|func|meth):|<span class=\"n\">_[a-z]\w*</span><span class=\"p\">:</span>"
+    )
+    found = [f"{path.parent.name}: {sign}" for path in pages for sign in signs.findall(path.read_text())]
+    assert not found, "\n".join(found)
+
+
 def public_callables() -> set[str]:
     """Return the full names of the functions, and of the classes that users build: results have no signature."""
     found = set()

@@ -67,11 +67,12 @@ class InfiniteWidthKernel(OperatorKernel):
     Source: Neal 1996; Lee et al. 2018 (NNGP); Jacot et al. 2018 (NTK). The expectations: Cho and Saul 2009, Williams
     1998, Tsuchida et al. 2021.
 
-    >>> import curvops as co
-    >>> kernel = co.gp.InfiniteWidthKernel(depth=1, activation="relu", weight_variance=2.0, bias_variance=0.0)
-    >>> kernel(torch.eye(2)).to_dense().detach()  # for orthogonal points: Θ¹ = 0, K² = 1/π
-    tensor([[2.0000, 0.3183],
-            [0.3183, 2.0000]])
+    Examples:
+        >>> import curvops as co
+        >>> kernel = co.gp.InfiniteWidthKernel(weight_variance=2.0, bias_variance=0.0)
+        >>> kernel(torch.eye(2)).to_dense().detach()  # for orthogonal points: Θ¹ = 0, K² = 1/π
+        tensor([[2.0000, 0.3183],
+                [0.3183, 2.0000]])
     """
 
     def __init__(

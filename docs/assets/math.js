@@ -1,4 +1,4 @@
-// Typesets the formulas and the tables of a page: arithmatex leaves formulas in \( \) and \[ \].
+// Typesets the formulas, the tables and the outputs of a page: arithmatex leaves formulas in \( \) and \[ \].
 document$.subscribe(({ body }) => {
   for (const formula of body.querySelectorAll(".arithmatex")) {
     renderMathInElement(formula, {
@@ -16,6 +16,19 @@ document$.subscribe(({ body }) => {
       formula.replaceWith(whole);
       next.data = next.data.slice(sign[0].length);
       whole.append(formula, sign[0]);
+    }
+  }
+  // In a table, code breaks after a dot, a bracket or an underscore, not within a word.
+  for (const code of body.querySelectorAll("td code, th code")) {
+    const parts = code.textContent.split(/(?<=[(._,])(?=[\p{L}\p{N}])|(?<=\p{Ll})(?=\p{Lu})/u);
+    if (!code.children.length && parts.length > 1) {
+      code.replaceChildren(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+    }
+  }
+  // An empty line of an output, as doctest writes it, and options of doctest, which are no part of the code.
+  for (const part of body.querySelectorAll(".go, .c1")) {
+    if (/^(<BLANKLINE>$|# doctest:)/.test(part.textContent)) {
+      part.textContent = "";
     }
   }
   // In a narrow column no line ends between a number and its unit.

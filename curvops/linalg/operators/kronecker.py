@@ -318,7 +318,7 @@ class Kronecker(_GroupedBlocks):
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
     def eigenvalues(self) -> Float[Tensor, "g p q"]:
-        """Return the eigenvalues, and keep them; see `VALUES_ALONE`.
+        """Return the eigenvalues, and keep them.
 
         They are the same whether or not the vectors are known, so that results do not depend on earlier calls.
         """

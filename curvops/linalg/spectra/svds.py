@@ -83,7 +83,7 @@ def svds(
         progress: as in `cg`.
 
     Returns:
-        SingularTriplets: values (k,), left vectors (m, k), right vectors (n, k), and a residual and a reason for each.
+        SingularTriplets with values (k,), left vectors (m, k), right vectors (n, k), a residual and a reason for each.
 
     Raises:
         ValueError: k is not in 1..min(m, n), ``which`` is unknown, or the budget is too small for k triplets.

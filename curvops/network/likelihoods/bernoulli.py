@@ -16,7 +16,7 @@ class Bernoulli(Independent):
     """The Bernoulli likelihood, p = sigmoid(f): several labels per point, or two classes from one logit (C = 1).
 
     Targets (n, C) are 0 or 1 of any dtype, or probabilities. The options have the meaning of those of
-    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with the target mass a = pos_weight y + 1 - y, the
+    `torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with the target mass a = pos_weight y + 1 - y, the
     residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
     Args:

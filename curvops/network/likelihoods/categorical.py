@@ -16,7 +16,7 @@ class Categorical(Likelihood):
 
     H has the root L = diag(sqrt p) - p sqrt(p)^T. Targets are class indices (n,) of an integer dtype, or class
     probabilities t, floating-point rows (n, C) that sum to 1; an index y stands for t = e_y. The options have the
-    meaning of those of :class:`torch.nn.CrossEntropyLoss` with ``reduction="sum"``. A point then has the target mass
+    meaning of those of `torch.nn.CrossEntropyLoss` with ``reduction="sum"``. A point then has the target mass
     q = weight ((1 - s) t + s / C), the log-likelihood q . log p, the residual |q| p - q and the curvature |q| H,
     where s is the label smoothing and |q| the sum of q. Without options q is t and |q| is 1.
 

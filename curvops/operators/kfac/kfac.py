@@ -188,9 +188,6 @@ class EKFAC(KroneckerCurvature):
     In Frobenius norm it is never further from the GGN's blocks than KFAC, and its trace is exact. Choose it over KFAC
     if the second walk is affordable: solves and samples cost the same.
 
-    Raises:
-        ValueError: `fisher`, `sharing` or `bias` is unknown, or the selection splits a layer.
-
     Cost to build: that of KFAC, its eigendecompositions, and a second walk with a matrix product for each column (for a
     layer that is applied at one position: one for all columns). A product is four matrix products per layer. Memory:
     that of KFAC and D numbers.
@@ -203,6 +200,9 @@ class EKFAC(KroneckerCurvature):
         generator: source of the draws.
         bias: "joint" or "separate", as in `KFAC`.
         checkpoint: a folder for the sums over the points done so far, and for the result, as in `KFAC`.
+
+    Raises:
+        ValueError: `fisher`, `sharing` or `bias` is unknown, or the selection splits a layer.
 
     Source: George et al. 2018.
     """

@@ -25,9 +25,9 @@ class RandomProjections(Summarised):
     """R̂² and effective sample sizes of chains under p random projections.
 
     ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], without the root: 1 if the chains agree; None for a
-    single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain by itself, summed up to the first
     single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain separately, summed up to the first
     negative ρ̂ (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect
+    a disagreement between chains. ``series`` (chains, draws, p) are the projections.
     """
 
     r_squared: Float[Tensor, " p"] | None

@@ -134,9 +134,10 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         ValueError: a parameter belongs to another layer (a normalisation, an embedding): add {glob: number} for it to a
             mapping of your own; or a standard deviation is not positive and finite.
 
-    >>> import curvops as co
-    >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.1)
-    {'weight': 2.0, 'bias': 99.99999999999999}
+    Examples:
+        >>> import curvops as co
+        >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.5)
+        {'weight': 2.0, 'bias': 4.0}
     """
     found: dict[str, float] = {}
     module: Any = unwrap(model)
