@@ -1,9 +1,19 @@
-"""Do algorithms stay within the memory budget?   python -m benchmarks.working_memory --budgets 128 256 1024
+"""Do algorithms stay within the memory budget?
 
-A network with two million weights and few points: a vector is 8 MB, so that every working vector shows. The bound for
-each algorithm is the memory before it, the budget, one batch's forward and backward pass, and the result. The peak is
-that of the process, reset before each algorithm (Linux). Each budget has its own process, whose allocator returns large
-freed blocks at once, as in `benchmarks.memory`.
+    python -m benchmarks.working_memory --budgets 128 256 1024
+    python -m benchmarks.working_memory --network resnet --budgets 1024 2048 4096
+    python -m benchmarks.working_memory --network factors --budgets 1024 2048
+
+The network "mlp" has two million weights and few points: a vector is 8 MB, so that every working vector shows. The
+bound for each algorithm is the memory before it, the budget, one batch's forward and backward pass, and the result. The
+peak is that of the process, reset before each algorithm (Linux). Each budget has its own process, whose allocator
+returns large freed blocks at once, as in `benchmarks.memory`.
+
+"resnet" is a ResNet-18 with eleven million weights and batches of 64 images, as many as its engines have room for in
+the budget; "factors" is the same with 1,280 images, so that KFAC's factors have full rank. The algorithms run one after
+the other, and what they keep stays: the bound is the memory before the network is linearised, the budget, the measured
+peak of one batch's forward and backward pass, and the results. The allocator is glibc's with its default rules, so that
+freed blocks which it keeps count (`--allocator`).
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.machine import reset_peak, resident, run_apart
@@ -33,8 +43,65 @@ spectral_density, kernel
 )
 
 
-def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
-    """The calls by name, and the bytes of a vector and of one batch's passes."""
+IMAGES, BATCH, MANY = 2**23, 64, 1280
+"""Bytes of the budget for each image, which an engine needs; images of a batch; and as many as have full factors."""
+INFERENCE = ("gradient", "products", "solve", "evidence", "sample", "predict", "mode")
+FACTORS = ("gradient", "kfac", "kfac predict", "ekfac predict")
+
+
+def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int, int, int | None]:
+    """The calls for a ResNet-18 by name, the bytes of a vector and of one batch's passes, and the memory before it."""
+    import torch
+
+    import curvops as co
+    from benchmarks.large_network import network
+    from benchmarks.networks import Problem
+
+    model = network().eval()
+    problem = Problem("resnet", 10, model, torch.randn(points, 3, 32, 32), torch.arange(points) % 10)
+    batches, x = problem.batches(points // BATCH), torch.randn(BATCH, 3, 32, 32)
+    before = reset_peak()
+    unit = Problem("resnet", 10, model, *batches[0]).unit()
+    for _ in range(2):
+        unit()
+    batch = resident("VmHWM") - before
+    lin = co.linearize(model, batches, "classification", memory_budget=budget)
+    D, prior = lin.num_parameters, {"prior_precision": 1e3 * points, "check_mode": False}
+    post = co.laplace(lin, **prior)
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    def products() -> None:
+        for _ in range(3):
+            co.GGN(lin) @ torch.randn(4, D).mT
+
+    def factored(curvature: Any) -> Any:
+        return co.laplace(lin, curvature(lin, fisher="mc"), **prior)
+
+    kept: dict[str, Any] = {}
+
+    def kfac() -> Any:
+        kept["kfac"] = factored(co.KFAC)
+        return kept["kfac"].log_evidence()
+
+    calls = {
+        "gradient": unit,
+        "products": products,
+        "solve": lambda: co.linalg.solve(post.precision, torch.randn(4, D).mT, rtol=0.1),
+        "evidence": post.log_evidence,
+        "sample": lambda: post.sample(4, seeded()),
+        "predict": lambda: post.predict(x[:8], rtol=0.1).variance,
+        "mode": lambda: post.linear_mode(rtol=0.1),
+        "kfac": kfac,
+        "kfac predict": lambda: kept["kfac"].predict(x).variance,
+        "ekfac predict": lambda: factored(co.EKFAC).predict(x).variance,
+    }
+    return calls, D * lin.theta.element_size(), batch, before
+
+
+def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int | None]:
+    """The calls by name, the bytes of a vector and of one batch's passes; the memory before is that of each call."""
     import torch
     from torch import nn
 
@@ -94,10 +161,17 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
         "kernel": lambda: co.TangentKernel(lin, x=x).to_dense(),
     }
     vector = D * lin.theta.element_size()
-    return calls, vector, 2 * vector  # a batch: the gradient, and few activations
+    return calls, vector, 2 * vector, None  # a batch: the gradient, and few activations
 
 
-def child(budget: int, names: list[str], threads: int) -> None:
+NETWORKS: dict[str, tuple[Callable[[int], Any], Sequence[str]]] = {
+    "mlp": (algorithms, ALGORITHMS),
+    "resnet": (lambda budget: stages(budget, budget // IMAGES), INFERENCE),
+    "factors": (lambda budget: stages(budget, MANY), FACTORS),
+}
+
+
+def child(network: str, budget: int, names: Sequence[str], threads: int) -> None:
     """Run the algorithms one after the other; a JSON row for each."""
     import torch
 
@@ -106,12 +180,13 @@ def child(budget: int, names: list[str], threads: int) -> None:
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     load_code()
-    calls, vector, batch = algorithms(budget)
+    calls, vector, batch, base = NETWORKS[network][0](budget)
     for name in names:
         before, start = reset_peak(), time.perf_counter()
         result = calls[name]()
         peak, seconds = resident("VmHWM"), time.perf_counter() - start
-        row = {"algorithm": name, "budget": budget, "over": peak - before, "seconds": round(seconds, 2)}
+        over = peak - (before if base is None else base)
+        row = {"algorithm": name, "budget": budget, "over": over, "seconds": round(seconds, 2)}
         row["asked"] = sum(t.nbytes for t in tensors(result) if t.numel() * t.element_size() >= vector)
         bound = budget + batch + row["asked"] + SLACK
         print(json.dumps(row | {"bound": bound, "capped": capped(result)}), flush=True)
@@ -136,27 +211,33 @@ def capped(result: Any) -> str:
     return reason.name if reason is not None and reason.name == "RANK_CAPPED" else ""
 
 
-def rows(budget: int, names: list[str], threads: int = 1) -> list[dict[str, Any]]:
+def rows(
+    budget: int, names: Sequence[str], threads: int = 1, network: str = "mlp", prompt: bool = True
+) -> list[dict[str, Any]]:
     """Measure in a process of its own, and return its rows."""
-    arguments = ["--child", budget, "--threads", threads, "--algorithms", *names]
-    return run_apart("benchmarks.working_memory", *arguments, prompt=True)
+    arguments = ["--child", budget, "--network", network, "--threads", threads, "--algorithms", *names]
+    return run_apart("benchmarks.working_memory", *arguments, prompt=prompt)
 
 
 def main() -> None:
     """Measure every algorithm at every budget and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.working_memory", description=__doc__)
-    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS, metavar="NAME")
+    parser.add_argument("--network", default="mlp", choices=NETWORKS)
+    parser.add_argument("--algorithms", nargs="+", choices=[*ALGORITHMS, *INFERENCE, *FACTORS], metavar="NAME")
     parser.add_argument("--budgets", type=float, nargs="+", default=[128, 256, 1024], metavar="MIB")
+    parser.add_argument("--allocator", choices=["prompt", "default"], help="by default that of the network")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    names = options.algorithms or NETWORKS[options.network][1]
     if options.child is not None:
-        child(options.child, options.algorithms, options.threads)
+        child(options.network, options.child, names, options.threads)
         return
+    prompt = (options.allocator or ("prompt" if options.network == "mlp" else "default")) == "prompt"
     header = ["algorithm", "budget", "asked for", "bound", "over", "within", "capped", "s"]
     lines = []
     for budget in options.budgets:
-        for row in rows(round(budget * MIB), options.algorithms, options.threads):
+        for row in rows(round(budget * MIB), names, options.threads, options.network, prompt):
             sizes = [f"{row[key] / MIB:,.0f}" for key in ("budget", "asked", "bound", "over")]
             verdict = within(row["over"], row["bound"])
             lines.append([row["algorithm"], *sizes, verdict, row["capped"], f"{row['seconds']:.1f}"])

@@ -163,7 +163,7 @@ class _Graph:
         """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and must be the last one."""
         last = None if keep else len(cotangents) - 1
         rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
-        return {name: _stack([row[name] for row in rows]) for name in self.names}
+        return {name: _stack([row.pop(name) for row in rows]) for name in self.names}  # freed as they are stacked
 
     def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
         leaves = list(self._leaves.values())

@@ -459,29 +459,26 @@ def _parts(
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     calls = [call for call in calls if call not in last]
-    step = chunk_size(calls, outputs.element_size(), chunk_bytes)
-    stores: list[Tensor | None] = [None] * len(calls)
-    leaves = model.leaves()
+    as_rows = [call.layer.as_rows(columns) for call in calls]
+    sizes = [(call.layer.size,) if rows else call.layer.output[1:] for call, rows in zip(calls, as_rows)]
+    stores = [outputs.new_empty(n, columns, *size, dtype=dtype) for size in sizes]
+    reached = [False] * len(calls)
+    step, leaves = chunk_size(calls, outputs.element_size(), chunk_bytes), model.leaves()
     for start in range(0, columns if calls else 0, step):
-        width = min(step, columns - start)
+        some = slice(start, min(start + step, columns))
         with torch.no_grad():
-            cotangents = root.columns(outputs.detach(), start, start + width)
-        run = partial(sensitivities, model, outputs, calls, cotangents)
-        for i, (call, delta) in enumerate(zip(calls, model.holding(leaves, run))):
-            if delta is None:
-                continue
-            with torch.no_grad():
-                piece = _rows(call, delta) if call.layer.as_rows(columns) else delta
-                store = stores[i]
-                if store is None:
-                    store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:], dtype=dtype)
-                store[:, start : start + width] = piece
+            cotangents = root.columns(outputs.detach(), some.start, some.stop)
+        into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
+        run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
+        for i, delta in enumerate(model.holding(leaves, run)):
+            reached[i] = delta is not None
+            if delta is not None and delta is not into[i]:
+                with torch.no_grad():
+                    stores[i][:, some] = _rows(calls[i], delta) if as_rows[i] else delta
     found = [
-        Rows(call.layer, store)
-        if call.layer.as_rows(columns)
-        else Factors(call.layer, converted(call.kept, dtype), store)
-        for call, store in zip(calls, stores)
-        if store is not None
+        Rows(call.layer, store) if rows else Factors(call.layer, converted(call.kept, dtype), store)
+        for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
+        if is_reached
     ]
     return [*found, *(Features(call.layer, converted(call.kept, dtype)) for call in last)]
 
@@ -497,11 +494,17 @@ def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
 
 
 def sensitivities(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
+    model: Model,
+    outputs: Tensor,
+    calls: Sequence[Call],
+    cotangents: Float[Tensor, "r n C"],
+    graph: bool = False,
+    into: Sequence[Tensor | None] = (),
 ) -> list[Tensor | None]:
     """Return δ (n, r, *out) of each call for r cotangents of the outputs; None for branches that do not reach them.
 
-    With `graph` the results have their own graph.
+    With `graph` the results have their own graph. If each cotangent has its own backward pass, δ is written to a tensor
+    in `into` where there is one.
     """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
@@ -520,24 +523,28 @@ def sensitivities(
                 found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
                 return [None if g is None else g.transpose(0, 1) for g in found]
         each = (sensitivities(model, outputs, calls, cotangents[r : r + 1], graph) for r in range(len(cotangents)))
-        return _gather(each, len(calls), len(cotangents), graph)
+        return _gather(each, into or [None] * len(calls), len(cotangents), graph)
 
 
-def _gather(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
+def _gather(
+    each: Iterable[list[Tensor | None]], into: Sequence[Tensor | None], columns: int, graph: bool
+) -> list[Tensor | None]:
     """Concatenate the δ of the cotangents, (n, 1, *out) each, into (n, r, *out)."""
     if graph:
         rows = list(zip(*each))
         return [None if row[0] is None else torch.cat(row, 1) for row in rows]
-    stores: list[Tensor | None] = [None] * calls
+    stores: list[Tensor | None] = [None] * len(into)
     for r, row in enumerate(each):
         for i, delta in enumerate(row):
             if delta is None:
                 continue
             store = stores[i]
             if store is None:
-                store = stores[i] = delta.new_empty(columns, len(delta), *delta.shape[2:])
-            store[r] = delta[:, 0]
-    return [None if store is None else store.transpose(0, 1) for store in stores]
+                given = into[i]
+                new = delta.new_empty(columns, len(delta), *delta.shape[2:]).transpose(0, 1) if given is None else given
+                store = stores[i] = new
+            store[:, r] = delta[:, 0]
+    return stores
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:

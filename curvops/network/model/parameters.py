@@ -13,6 +13,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 Blocks = dict[str, Tensor]
+LARGE_BYTES = 2**25
+"""Bytes of a block of vectors from which on it is joined tensor by tensor, which takes an operation for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +94,18 @@ class Selection(FlatLayout):
             rows = rows.new_zeros(rows.shape[0], self.size).index_copy(1, self.index, rows)
         return self.named(rows)
 
-    def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
-        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`."""
-        rows = self.concatenate([blocks[name] for name in self.names], 1)
+    def join(self, blocks: Blocks) -> Float[Tensor, "D K"]:
+        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`; this empties a large mapping.
+
+        Each tensor is freed once it is copied, so that the tensors and the block are never in memory together.
+        """
+        first = blocks[self.names[0]]
+        if len(first) * self.size * first.element_size() < LARGE_BYTES or first.requires_grad:
+            rows = self.concatenate([blocks[name] for name in self.names], 1)
+        else:
+            rows = first.new_empty(len(first), self.size)
+            for name, part in self.named(rows).items():
+                part.copy_(blocks.pop(name))
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
