@@ -18,9 +18,9 @@ document$.subscribe(({ body }) => {
       whole.append(formula, sign[0]);
     }
   }
-  // In a table, code breaks after a dot, a bracket or an underscore, not within a word.
+  // In a table, code breaks after a bracket, an underscore or the dot of a long name, not within a word.
   for (const code of body.querySelectorAll("td code, th code")) {
-    const parts = code.textContent.split(/(?<=[(._,])(?=[\p{L}\p{N}])|(?<=\p{Ll})(?=\p{Lu})/u);
+    const parts = code.textContent.split(/(?<=[(_,]|\w{4}\.)(?=[\p{L}\p{N}])|(?<=\p{Ll})(?=\p{Lu})/u);
     if (!code.children.length && parts.length > 1) {
       code.replaceChildren(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
     }
