@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import curvops as co
-from benchmarks.networks import SEED, Problem, build
+from benchmarks.networks import SEED, Problem, build, resnet
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
 from benchmarks.routes import difference
 from benchmarks.tables import MIB
 from benchmarks.timing import Comparison, Spread, alternate, seconds
+from curvops.operators.function_space.gram_cost import gram_cost
 
-LEAST, PAIRS = 3.0, 3
+LEAST, MOST, PAIRS = 3.0, 1.3, 3
+BUDGET, BATCH, IMAGES = 4096 * MIB, 64, (128, 512)
+"""The budget and the batches of `benchmarks.large_network`, and the images whose J Jᵀ is counted."""
+SLOW = 10_000
+"""The gradients of a point in one run above which it is made once."""
 CHUNK = 16
 """Points whose Jacobians `torch.func` makes at a time; all of them are kept, 4.0 GiB for the CNN."""
 AGAINST = "jacrev and contraction"
@@ -45,10 +51,36 @@ def measure(figures: Figures) -> None:
         note=note,
     )
     _in_gpytorch(figures, problem, lin)
-    figures.gradients(build("mlp"), "TangentKernel.to_dense", _dense(linearized(build("mlp"))))
+    for counted in (problem, build("mlp"), build("resnet"), *map(_images, IMAGES)):
+        _beside_count(figures, counted)
     for network in ("cnn", "mlp"):
         points = len(build(network).inputs)
         figures.peak(network, 10, "kernel", [256 * MIB], result=4 * (10 * points) ** 2)
+
+
+def _images(points: int) -> Problem:
+    """The ResNet-18 with stride 2 on this many images, as `benchmarks.large_network` has it, in batches of 64."""
+    problem = build("resnet")
+    generator = torch.Generator().manual_seed(SEED)
+    inputs, targets = torch.randn(points, *problem.inputs.shape[1:], generator=generator), torch.arange(points) % 10
+    return Problem(f"resnet, stride 2, {points} images", 10, resnet(10, stride=2).eval(), inputs, targets)
+
+
+def _beside_count(figures: Figures, problem: Problem) -> None:
+    """Compare J Jᵀ with the gradient of the same data, and that with the gradients which solves count for it."""
+    batches = problem.batches(max(1, problem.points // BATCH) if problem.name.startswith("resnet") else 1)
+    lin = co.linearize(problem.model, batches, "classification", memory_budget=BUDGET)
+
+    def gradient() -> None:
+        for x, y in batches:
+            torch.autograd.grad(nn.functional.cross_entropy(problem.model(x), y, reduction="sum"), problem.parameters)
+
+    gradient()
+    count = gram_cost(lin.plan, problem.points)
+    comparison = alternate(gradient, _dense(lin), 1 if count * problem.points > SLOW else PAIRS, warmup=0)
+    figures.add(problem.label, "TangentKernel.to_dense", comparison)
+    beside = replace(comparison, ratio=comparison.ratio.scaled(1 / count))
+    figures.add(problem.label, "TangentKernel.to_dense, counted", beside, f"{count:,.1f} gradients", target=MOST)
 
 
 def _in_gpytorch(figures: Figures, problem: Problem, lin: co.Linearization) -> None:

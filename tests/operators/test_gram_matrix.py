@@ -1,7 +1,11 @@
-"""The Gram matrix of J's rows: by pairs of positions and by rows, in pieces and panels, against J Jᵀ."""
+"""The Gram matrix of J's rows: in each of three forms, in sets of layers, pieces and panels, against J Jᵀ.
+
+Tests `gram_cost.py`, too.
+"""
 
 import math
-from unittest.mock import patch
+from dataclasses import replace
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -9,8 +13,11 @@ from torch import nn
 
 import curvops as co
 import curvops.operators.function_space.gram_matrix as gram_matrix
+from curvops.checkpoint import Checkpoint
+from curvops.network import read_precision
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
+from curvops.operators.function_space.gram_cost import FORMING, HELD, Sizes, gram_cost, layer_sets
 
 DOUBLE = torch.float64
 
@@ -35,6 +42,10 @@ NETWORKS = {
         nn.Linear(96, 3),
     ),
     "sequence": Tokens,
+    "norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 16)), nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
+        nn.Linear(64, 3),
+    ),
 }  # fmt: skip
 
 
@@ -46,34 +57,35 @@ def lin(request):
     return co.linearize(NETWORKS[request.param]().double(), batches, "classification")
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_by_positions(lin, in_pieces, monkeypatch):
-    """Each layer has few positions and many weights, and is served so: whole, or a point and a panel at a time."""
-    J, x = lin.jacobian().to_dense(), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    if in_pieces:
-        monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
-        monkeypatch.setattr(Budget, "room", lambda self: 3 * 2**13)
-        monkeypatch.setattr(gram_matrix, "BLOCK_BYTES", 1)
-    with patch.object(gram_matrix, "add_row_products", side_effect=AssertionError("by rows")):
-        torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
-        other = lin.jacobian(x).to_dense()
-        cross = co.TangentKernel(lin, 2.0, x2=x).to_dense()
-    torch.testing.assert_close(cross, J @ other.mT / 2, rtol=1e-10, atol=1e-10)
+PRIORS = {
+    "number": lambda lin: 2.0,
+    "tensors": lambda lin: {name: 1.0 + i for i, name in enumerate(lin.model.selection.names)},
+    "vector": lambda lin: (
+        torch.rand(lin.num_parameters, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)) + 0.5
+    ),
+}
 
 
-@pytest.mark.parametrize("room", [None, 3 * 2**13, 0])
-def test_by_rows_is_the_same(lin, monkeypatch, room):
-    """All channels at once, some of them and some points' inputs, and one channel and the inputs of one point."""
-    expected, vector = co.TangentKernel(lin).to_dense(), torch.rand(lin.num_parameters, dtype=DOUBLE) + 0.5
-    J = lin.jacobian().to_dense()
-    x = torch.randn(5, 32, dtype=DOUBLE)
-    monkeypatch.setattr(gram_matrix, "pays_by_positions", lambda *_: False)
+@pytest.mark.parametrize(
+    ("prior", "room"),
+    [("number", None), ("tensors", None), ("vector", None), ("tensors", 3 * 2**13), ("tensors", 0), ("vector", 0)],
+)
+@pytest.mark.parametrize("form", ["rows", "pairs", "images"])
+def test_the_forms(lin, form, prior, room, monkeypatch):
+    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one."""
+    monkeypatch.setattr(gram_matrix, "form_of", lambda *_: form)
+    A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
     if room is not None:
         monkeypatch.setattr(Budget, "room", lambda self: room)
-    torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
-    cross, other = co.TangentKernel(lin, vector, x2=x).to_dense(), lin.jacobian(x).to_dense()
-    torch.testing.assert_close(cross, (J / vector) @ other.mT, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(co.TangentKernel(lin, vector).to_dense(), (J / vector) @ J.mT, rtol=1e-10, atol=1e-10)
+        monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
+        monkeypatch.setattr(gram_matrix, "BLOCK_BYTES", room)
+        monkeypatch.setattr(gram_matrix, "IMAGE_BYTES", room)
+    with patch.object(gram_matrix, "add_row_products", wraps=gram_matrix.add_row_products) as by_rows:
+        torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)
+        cross = co.TangentKernel(lin, A, x2=x).to_dense()
+    torch.testing.assert_close(cross, J / scale @ other.mT, rtol=1e-10, atol=1e-10)
+    assert by_rows.called == (form == "rows" or prior == "vector")
 
 
 def test_terms_add_up_to_the_matrix(lin):
@@ -94,29 +106,87 @@ def test_terms_add_up_to_the_matrix(lin):
 
 
 def test_a_panel_is_walked_over_once(lin, monkeypatch):
-    """One walk where all rows fit; two panels walk over the rest once more."""
+    """One walk where all rows fit; one for each set of layers; two panels walk over the rest once more."""
     walks = []
     whole = Passes.jacobian_rows
 
-    def counted(self, least=0):
-        walks.append(least)
-        return whole(self, least)
+    def counted(self, least=0, names=None):
+        walks.append((least, names is None))
+        return whole(self, least, names)
 
     monkeypatch.setattr(Passes, "jacobian_rows", counted)
-    co.TangentKernel(lin).to_dense()
-    assert walks == [0, 21]
+    expected = co.TangentKernel(lin).to_dense()
+    assert walks == [(0, True)]
     walks.clear()
     monkeypatch.setattr(Budget, "room", lambda self: 0)
-    co.TangentKernel(lin).to_dense()
-    assert walks == [0, 12, 21]
+    torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
+    assert walks == [(0, True), (12, True)]
+    walks.clear()
+    room = next(room for room in range(2**10, 2**20, 2**8) if layer_sets(lin.plan, 7, room)[0] != [None])
+    monkeypatch.setattr(Budget, "room", lambda self: room)
+    torch.testing.assert_close(co.TangentKernel(lin).to_dense(), expected, rtol=1e-10, atol=1e-10)
+    assert walks == [(0, False)] * len(layer_sets(lin.plan, 7, room)[0]) and len(walks) > 1
+
+
+def test_a_walk_over_sets_is_resumed(lin, monkeypatch):
+    """A run that stops after its first set of layers computes the others alone, to the same bits."""
+    room = next(room for room in range(2**10, 2**20, 2**8) if layer_sets(lin.plan, 7, room)[0] != [None])
+    monkeypatch.setattr(Budget, "room", lambda self: room)
+    J, one, saved = lin.jacobian(), torch.ones((), dtype=DOUBLE), []
+
+    def keep(state):
+        saved.append({name: value.clone() if name == "sums" else value for name, value in state().items()})
+
+    whole = gram_matrix.gram_matrix(J, J, one, MagicMock(spec=Checkpoint, state=None, save=keep))
+    assert [state["sets"] for state in saved] == list(range(len(saved))) and len(saved) > 1
+    for state in list(saved):
+        kept = MagicMock(spec=Checkpoint, state=state)
+        assert torch.equal(gram_matrix.gram_matrix(J, J, one, kept), whole)
+        assert kept.save.call_count == len(layer_sets(lin.plan, 7, room)[0]) - 1 - state["sets"]
+
+
+def test_tied_layers_are_held_together():
+    """A weight that two modules share makes one set of them."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(self.middle(self.first(x).tanh()).tanh())
+
+    torch.manual_seed(0)
+    lin = co.linearize(Tied().double(), (torch.randn(5, 8).double(), torch.randn(5, 8).double()), "regression")
+    sets = layer_sets(lin.plan, 5, 9_500)[0]
+    assert sorted(map(len, sets)) == [2, 3]
+    J = lin.jacobian().to_dense()
+    with patch.object(Budget, "room", lambda self: 9_500):
+        torch.testing.assert_close(co.TangentKernel(lin).to_dense(), J @ J.mT, rtol=1e-10, atol=1e-10)
+
+
+def test_the_least_work():
+    """Few positions go by pairs, more by images of δ, many by rows; single columns never by images."""
+    sizes = {"g": 1, "p": 256, "q": 2304}
+    assert [Sizes(t=t, u=t, r=10, s=10, **sizes).form(512, 512) for t in (1, 2, 16, 1024)] == [
+        "pairs", "pairs", "images", "rows",
+    ]  # fmt: skip
+    assert Sizes(t=16, u=16, r=1, s=1, **sizes).form(512, 512) == "pairs"
+    assert Sizes(t=16, u=16, r=10, s=10, **sizes).work(2, 3)["rows"] == 256 * 2304 * (600 + FORMING * (320 + 480))
 
 
 def test_the_cost():
-    """t²(q + C²(p + 8)) multiply-adds a pair of points for a layer of t positions, p × q weights and C columns."""
+    """The passes for δ, and half the work of all points with each other; a pass more for each set of layers."""
     lin = co.linearize(Tokens(), (torch.randn(7, 32), torch.arange(7) % 3), "classification")
-    pairs = 2**2 * (17 + 9 * (24 + 8)) + (49 + 9 * (3 + 8))
     forward = 2 * 16 * 24 + 48 * 3
-    assert gram_matrix.gram_cost(lin.plan, 7) == pytest.approx((1 + 2 * 3) / 3 + 7 * pairs / (6 * forward))
+    wide, out = Sizes(1, 2, 2, 24, 17, 3, 3).work(7, 7), Sizes(1, 1, 1, 3, 49, 3, 3).work(7, 7)
+    pairs = min(wide.values()) + min(out["rows"], out["pairs"])
+    assert gram_cost(lin.plan, 7) == pytest.approx((1 + 3) / 3 + pairs / (6 * forward * 7))
+    most = max(4 * 7 * (3 * 48 + 32), 4 * 7 * (9 + 48))
+    small = replace(lin.plan, memory_budget=2 * math.ceil(most / HELD))
+    assert gram_cost(small, 7) == pytest.approx(2 * (1 + 3) / 3 + pairs / (6 * forward * 7))
+    assert gram_cost(replace(small, memory_budget=small.memory_budget // 2), 7) > gram_cost(small, 7)
 
 
 def test_the_cost_is_unknown_without_a_rule():
@@ -129,7 +199,7 @@ def test_the_cost_is_unknown_without_a_rule():
             return x * self.scale
 
     lin = co.linearize(Scaled(), (torch.randn(4, 3), torch.arange(4) % 3), "classification")
-    assert gram_matrix.gram_cost(lin.plan, 4) == math.inf
+    assert gram_cost(lin.plan, 4) == math.inf
 
 
 def test_a_prior_by_layers_is_that_vector():

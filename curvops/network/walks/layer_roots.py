@@ -8,7 +8,7 @@ one backward pass for each point and column, which is right for any model, but s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -217,9 +217,11 @@ def each_group(
     score: Score | None = None,
     recorded: Recording | None = None,
     advance: Callable[[int], None] | None = None,
+    names: Container[str] | None = None,
 ) -> Iterator[Group]:
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
+    With `names`, only groups that have some of these are yielded.
     `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
     `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than for those
     that were checked, half of them are computed at a time: the row of a point does not depend on the others.
@@ -232,9 +234,11 @@ def each_group(
         del outputs, calls, recorded
         for points in (slice(0, n // 2), slice(n // 2, n)):
             part = batch.labels(points), take(inputs, points)
-            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance):
+            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance, names):
                 yield replace(group, start=group.start + points.start)
         return
+    if names is not None:
+        calls = [call for call in calls if any(name in names for name in call.layer.names.values())]
     f = outputs.detach()
     if score is not None:
         score(f, batch)

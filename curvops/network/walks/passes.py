@@ -412,28 +412,33 @@ class Passes(JacobianRows):
                     each = each_group(self.engines, label, part, fisher, wanted, sys.maxsize, advance=steps.advance)
                     yield list(each)
 
-    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
+    def jacobian_rows(
+        self, least: int = 0, names: Container[str] | None = None
+    ) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
-        Pieces whose first row is below `least` are left out.
+        Pieces whose first row is below `least`, and layers that have none of the `names`, are left out.
         """
         total, last = 0, self.features()
         with self._steps("rows of the Jacobian") as steps:
             for index, (inputs, _) in enumerate(self._source):
                 columns, points = self.engines.plan.num_outputs, num_points(inputs)
-                for start, count, groups in self._groups(inputs) if last is None else self._of_last(last[index]):
+                for start, count, groups in self._groups(inputs, names) if last is None else self._of_last(last[index]):
                     if total + start * columns >= least:
                         yield total + start * columns, count * columns, list(groups())
                     steps.advance(count)
                 total += points * columns
 
-    def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
+    def _groups(
+        self, inputs: Any, names: Container[str] | None
+    ) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
         """Yield (first point, how many, a function that computes their rows)."""
-        others = self.engines.checked_others(inputs)
+        others = [name for name in self.engines.checked_others(inputs) if names is None or name in names]
         for points, part in self._pieces(inputs, self.engines.plan.num_outputs, self.chunk_bytes, of_others=True):
             count = points.stop - points.start
             recorded = self._take_recorded(count)
-            rows = partial(each_group, self.engines, NO_LABELS, part, Unit(), others, sys.maxsize, recorded=recorded)
+            asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize
+            rows = partial(each_group, *asked, recorded=recorded, names=names)
             yield points.start, count, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:

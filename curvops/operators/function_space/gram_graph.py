@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from curvops.network import Group
-from curvops.operators.function_space.gram_matrix import flat_rows, has_sides, pays_by_positions, sides_of
+from curvops.operators.function_space.gram_matrix import flat_rows, form_of, sides_of
 from curvops.operators.function_space.row_products import matrix_of_scales, row_products
 from curvops.operators.linearized.jacobian import Jacobian
 
@@ -51,13 +51,13 @@ def _inner_products(
     first: Group, second: Group, scales: Mapping[str, Tensor], most_bytes: int
 ) -> Float[Tensor, "nr ms"]:
     """Return the inner products of the rows of one layer, by pairs of positions if that is less work."""
-    layer = first.layer
-    if layer is None or not has_sides(first):
+    layer, left, right = first.layer, sides_of(first), sides_of(second)
+    if layer is None or left is None or right is None:
         found: Tensor = checkpoint(_by_all_rows, first, second, scales, use_reentrant=False)
         return found
-    one, scale = sides_of(first), matrix_of_scales(layer, scales)
-    other = one if second is first else sides_of(second)
-    if all(value.ndim == 0 for value in scales.values()) and pays_by_positions(first, second):
+    one, scale = (left.left, left.right(slice(None))), matrix_of_scales(layer, scales)
+    other = one if second is first else (right.left, right.right(slice(None)))
+    if all(value.ndim == 0 for value in scales.values()) and form_of(left, right) != "rows":
         return _by_positions(one, other, scale[0, 0])
     return row_products(one, other, scale, most_bytes)
 

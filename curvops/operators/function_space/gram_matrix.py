@@ -1,13 +1,15 @@
-"""The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer and some points at a time.
+"""The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer, each in its cheapest form.
 
 A weight with inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t. Two of them have the inner
-product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large.
+product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large
+(`gram_cost.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -17,14 +19,15 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
-from curvops.network import Group, Layer, Passes, Plan
-from curvops.operators.function_space.row_products import Sides, add_row_products, matrix_of_scales
+from curvops.network import Group, Passes
+from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, Sizes, layer_sets
+from curvops.operators.function_space.row_products import Sides, add_product, add_row_products, matrix_of_scales
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
 """Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions; three passes go over it."""
-PASSES = 8
-"""Cost of these passes per entry of the block, in multiply-adds."""
+IMAGE_BYTES = 4 * 2**20
+"""Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time: they stay in a cache."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
@@ -33,7 +36,8 @@ Piece = tuple[int, Group]
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
     """Return J(x) A⁻¹ J(x')ᵀ, or its upper half if x is x'.
 
-    x' is walked over once for each group of rows at x that takes 3/8 of the available memory.
+    If x is x' and the rows of all points do not fit into memory, the layers are walked over in sets that do. If x' is
+    another, or one layer is too much, x' is walked over once for each group of rows at x that takes 3/8 of the memory.
 
     `kept` saves the sums of these walks and how far they have come; with as much memory, a resumed run gives the same
     bits.
@@ -54,12 +58,16 @@ def gram_terms(
         lined_up = left.passes.line_up([own], 1)
         return mirror(lined_up) if left.passes is right.passes else lined_up
     right = right.gathered()
-    passes, begin, most_bytes = left.passes, 0, max(0, left.passes.memory.room())
-    result = left.theta.new_zeros(1 + max(term_of.values()), left.shape[-2], right.shape[-2])
-    if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], left.shape[-2]):
-        begin, most_bytes = kept.state["rows"], min(kept.state["bytes"], most_bytes)
-        result = kept.state["sums"].view_as(result)
-    scales, same = _scales(passes.model.selection.positions(), prior), passes is right.passes
+    passes, begin, finished, most_bytes = left.passes, 0, 0, max(0, left.passes.memory.room())
+    plan, total, of_sets, same = passes.engines.plan, left.shape[-2], most_bytes, passes is right.passes
+    result = left.theta.new_zeros(1 + max(term_of.values()), total, right.shape[-2])
+    saved = kept.state
+    if saved is not None and "sets" in saved and _begins_a_piece(passes, saved["rows"], total):
+        begin, finished, of_sets = saved["rows"], saved["sets"], saved["bytes"]
+        result = saved["sums"].view_as(result)
+        most_bytes = min(of_sets, most_bytes)
+    sets, share = layer_sets(plan, total // plan.num_outputs, of_sets) if same else ([None], HELD_OF_SOME)
+    scales = _scales(passes.model.selection.positions(), prior)
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
@@ -69,16 +77,21 @@ def gram_terms(
             target = result[term, row : row + group.num_rows, column : column + partner.num_rows]
             own = [name for name in group.names if term_of[name] == term]
             first = group.of(own)
-            _add(target, first, first if group is partner else partner.of(own), scales, most_bytes // 8)
+            _add(target, first, first if group is partner else partner.of(own), scales, round(WORK * most_bytes))
 
     with passes.memory.holding(most_bytes):
-        for end, panel in _panels(passes.jacobian_rows(begin), 3 * most_bytes // 8):
-            for piece, other in product(panel, panel if same else ()):
-                add(piece, other)
-            for _, others in _panels(right.passes.jacobian_rows(end if same else 0), most_bytes // 4):
-                for piece, other in product(panel, others):
+        for number, names in enumerate(sets[finished:], finished):
+            for end, panel in _panels(passes.jacobian_rows(begin, names), share * most_bytes):
+                for piece, other in product(panel, panel if same else ()):
                     add(piece, other)
-            kept.save(partial(dict, rows=end, sums=result, bytes=most_bytes))
+                if not same or end < total:
+                    for _, others in _panels(
+                        right.passes.jacobian_rows(end if same else 0, names), OTHERS * most_bytes
+                    ):
+                        for piece, other in product(panel, others):
+                            add(piece, other)
+                kept.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
+            begin = 0
     return mirror(result) if same else result
 
 
@@ -87,11 +100,12 @@ def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
     return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
-def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
+def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> Iterator[tuple[int, list[Piece]]]:
     """Yield (the row after them, pieces that together take at most `most_bytes`), with at least one piece."""
     panel: list[Piece] = []
     held = end = 0
     for start, count, groups in walk:
+        groups = [_as_rows(group) for group in groups]
         size = sum(group.nbytes for group in groups)
         if panel and held + size > most_bytes:
             yield end, _joined(panel)
@@ -100,6 +114,15 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> It
         held, end = held + size, start + count
     if panel:
         yield end, _joined(panel)
+
+
+def _as_rows(group: Group) -> Group:
+    """Return rows themselves where they take less memory than δ and a, as those of norms do."""
+    sizes = {name: part.layer.shape_of(local) for part in group.parts for local, name in part.layer.names.items()}
+    held = sum(part.delta.numel() + part.kept.numel() for part in group.parts)
+    if group.num_rows * sum(size.numel() for size in sizes.values()) > held:
+        return group
+    return replace(group, parts=(), given=group.rows()) if group.parts else group
 
 
 def _joined(panel: list[Piece]) -> list[Piece]:
@@ -136,84 +159,32 @@ def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
 
 def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
     """Add the inner products of one layer's rows; for a group with itself, at least those on and above the diagonal."""
-    layer, one, other = group.layer, _sides(group), _sides(partner)
+    layer, one, other, same = group.layer, sides_of(group), sides_of(partner), group is partner
     if layer is None or one is None or other is None:
-        _add_by_all_rows(target, group, partner, scales, most_bytes, group is partner)
+        _add_by_all_rows(target, group, partner, scales, most_bytes // 3, same)
         return
-    scale = matrix_of_scales(layer, scales)
-    if all(scales[name].ndim == 0 for name in group.names) and pays_by_positions(group, partner):
-        _add_by_positions(target, sides_of(group), sides_of(partner), scale[0, 0], most_bytes, group is partner)
-    else:
-        add_row_products(target, one, one if group is partner else other, scale, most_bytes)
+    scale, form = matrix_of_scales(layer, scales), form_of(one, other)
+    if form == "rows" or any(scales[name].ndim for name in group.names):
+        add_row_products(target, one, one if same else other, scale, most_bytes)
+        return
+    one = one.held(most_bytes // 4)
+    add = _add_by_images if form == "images" else _add_by_pairs
+    add(target, one, one if same else other.held(most_bytes // 4), scale[0, 0], most_bytes // 4, same)
 
 
-def _sides(group: Group) -> Sides | None:
-    left = _left(group)
-    part = group.parts[0] if left is not None else None
-    return (
-        None if left is None or part is None else Sides(left, lambda points: part.at(points).right(), part.layer.width)
-    )
-
-
-def pays_by_positions(group: Group, partner: Group) -> bool:
-    """Return whether inner products by pairs of positions are available and take less work than by rows."""
-    left, other = _left(group), _left(partner)
-    if left is None or other is None:
-        return False
-    (_, r, _, t, p), (_, s, _, u, _) = left.shape, other.shape
-    q = group.parts[0].layer.size // (left.shape[2] * p)
-    return t * u == 1 or _by_positions(t, u, p, q, r * s) < _by_rows(p, q, r * s)
-
-
-def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
-    """Return the multiply-adds for a pair of points by pairs of positions."""
-    return t * u * (q + columns * (p + PASSES))
-
-
-def _by_rows(p: int, q: int, columns: int) -> int:
-    """Return the multiply-adds for a pair of points by rows."""
-    return columns * p * q
-
-
-def gram_cost(plan: Plan, points: int) -> float:
-    """Return roughly how many gradients of the data J Jᵀ costs under a constant prior.
-
-    The result is ∞ if a parameter has no layer rule.
-    """
-    if plan.others or not plan.forward:
-        return math.inf
-    columns = plan.num_outputs
-    pairs = sum(_least(layer, columns**2) for layer in plan.layers)
-    return (1 + 2 * columns) / 3 + points * pairs / (6 * plan.forward)
-
-
-def _least(layer: Layer, columns: int) -> int:
-    """Return the fewest multiply-adds for a pair of points at one layer."""
-    by_rows = _by_rows(layer.size, 1, columns)
-    positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
-    if not positions:
-        return by_rows
-    height = layer.height
-    return min(by_rows, _by_positions(positions, positions, height, layer.size // height, columns))
-
-
-def _left(group: Group) -> Tensor | None:
-    """Return δ (n, r, g, t, p) of a layer that is applied once, to numbers."""
+def sides_of(group: Group) -> Sides | None:
+    """Return the two sides of the rows of a layer that is applied once, to numbers; None for others."""
     if len(group.parts) != 1 or not group.parts[0].kept.is_floating_point():
         return None
-    return group.parts[0].left()
+    (part,) = group.parts
+    left = part.left()
+    return None if left is None else Sides(left, lambda points: part.at(points).right(), part.layer.width)
 
 
-def has_sides(group: Group) -> bool:
-    """Return whether the rows are sums of outer products, for a layer that is applied once, to numbers."""
-    return _left(group) is not None
-
-
-def sides_of(group: Group) -> tuple[Tensor, Tensor]:
-    """Return δ (n, r, g, t, p) and the inputs (n, g, t, q) of a layer that is applied once."""
-    left = _left(group)
-    assert left is not None
-    return left, group.parts[0].right()
+def form_of(one: Sides, other: Sides) -> Form:
+    """Return the form that takes least work if the scales are constant on each tensor."""
+    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
+    return Sizes(g, t, u, p, one.width, r, s).form(n, m)
 
 
 def _add_by_all_rows(
@@ -231,7 +202,8 @@ def _add_by_all_rows(
         for others in partner.pieces(most_bytes, column // partner.num_columns):
             for name, row in weighted.items():
                 against = flat_rows(others[name])
-                target[start : start + height, column : column + len(against)].addmm_(row, against.mT)
+                here = target[start : start + height, column : column + len(against)]
+                add_product(here, row, against, half and column == start)
             column += len(against)
         start += height
 
@@ -241,33 +213,55 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
-def _add_by_positions(
-    target: Float[Tensor, "nr ms"],
-    first: tuple[Tensor, Tensor],
-    second: tuple[Tensor, Tensor],
-    scale: Float[Tensor, " q"],
-    most_bytes: int,
-    half: bool,
+def _add_by_pairs(
+    target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
 ) -> None:
     """Add to target Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
-    for (left, a), (other, b) in zip(_by_group(*first), _by_group(*second)):
-        (n, r, t, _), (m, s, u, _) = left.shape, other.shape
-        single = t * u == 1
-        limit = most_bytes if single or left.is_cuda else min(most_bytes, BLOCK_BYTES)
-        pairs = max(1, limit // max(1, r * t * s * u * left.element_size()))
-        step = max(1, min(n, math.isqrt(pairs)))
-        for start in range(0, n, step):
-            deltas = left[start : start + step].flatten(0, 2)
-            inputs = (a[start : start + step] * scale).flatten(0, 1)
-            for column in range(start if half else 0, m, across := max(1, pairs // step)):
-                against = slice(column, min(m, column + across))
-                outer = (deltas @ other[against].flatten(0, 2).mT).view(-1, r, t, against.stop - column, s, u)
-                inner = inputs @ b[against].flatten(0, 1).mT
+    (n, r, g, t, _), (m, s, _, u, _) = one.left.shape, other.left.shape
+    single, is_cuda = t * u == 1, one.left.is_cuda
+    limit = most_bytes if single or is_cuda else min(most_bytes, BLOCK_BYTES)
+    pairs = max(1, limit // max(1, r * t * s * u * one.left.element_size()))
+    step = max(1, min(n, math.isqrt(pairs)))
+    for start in range(0, n, step):
+        some = slice(start, min(n, start + step))
+        a = one.right(some) * scale
+        for column in range(start if half else 0, m, across := max(1, pairs // step)):
+            against = slice(column, min(m, column + across))
+            b, here = other.right(against), target[some.start * r : some.stop * r, against.start * s : against.stop * s]
+            for i in range(g):
+                deltas, others = (
+                    side.left[points, :, i].flatten(0, 2) for side, points in ((one, some), (other, against))
+                )
+                outer = (deltas @ others.mT).view(-1, r, t, against.stop - column, s, u)
+                inner = a[:, i].flatten(0, 1) @ b[:, i].flatten(0, 1).mT
                 outer.mul_(inner.view(len(outer), 1, t, against.stop - column, 1, u))
-                summed = outer.view(len(outer) * r, -1) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
-                target[start * r : start * r + len(summed), column * s : against.stop * s] += summed
+                here += outer.view(len(here), -1) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
 
 
-def _by_group(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield δ (n, r, t, p) and a (n, t, q) of each group."""
-    return zip(left.unbind(2), right.unbind(1))
+def _add_by_images(
+    target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
+) -> None:
+    """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u), for some points x' at a time and one point x."""
+    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
+    limit = most_bytes if one.left.is_cuda else min(most_bytes, IMAGE_BYTES)
+    across = max(1, min(m, limit // max(1, s * p * t * one.left.element_size())))
+    step = max(1, min(n, limit // max(1, t * across * u * one.left.element_size())))
+    images = target.new_empty(across, s * p, t)
+    for start in range(0, n, step):
+        some = slice(start, min(n, start + step))
+        a, mine = one.right(some) * scale, one.left[some].mT.contiguous()
+        for column in range(start if half else 0, m, across):
+            against = slice(column, min(m, column + across))
+            b, others = other.right(against), other.left[against].mT
+            for i in range(g):
+                inner = a[:, i].flatten(0, 1) @ b[:, i].flatten(0, 1).mT
+                inner = inner.view(-1, t, against.stop - column, u).permute(0, 2, 3, 1)
+                deltas = others[:, :, i].reshape(len(others), -1, u)
+                for k, weights in enumerate(inner):
+                    first = max(0, start + k - column) if half else 0
+                    if first >= len(deltas):
+                        break
+                    image = torch.bmm(deltas[first:], weights[first:], out=images[: len(deltas) - first])
+                    row = (start + k) * r
+                    here = target[row : row + r, (column + first) * s : against.stop * s]
+                    here.addmm_(mine[k, :, i].flatten(1), image.view(-1, p * t).mT)

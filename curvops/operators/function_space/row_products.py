@@ -18,10 +18,12 @@ from torch.autograd.function import once_differentiable
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Layer
 
-STRIPES = 8
-"""The number of stripes of a symmetric product; each is computed from the diagonal on."""
-REUSED_BYTES = 16 * 2**20
-"""The most bytes of rows on a CPU: the allocator frees larger blocks, and new ones cost as much as the rows."""
+STRIPES, LEAST_STRIPE = 16, 64
+"""The most stripes of a symmetric product, each of which is computed from the diagonal on; the least rows of one."""
+PIECE_BYTES = 8 * 2**20
+"""The bytes of a, on a CPU, that rows are formed from at a time: they stay in a cache."""
+ROW_BYTES = 2**27
+"""The most bytes of rows formed at a time if a is held: enough channels for matrix products at full speed."""
 
 
 class Sides(NamedTuple):
@@ -74,15 +76,28 @@ def add_row_products(
         scale: the scale of each weight, in the order of `Layer.to_matrix`; not negative.
         most_bytes: the memory for what is formed at a time.
     """
-    one, other = (held := one.held(most_bytes)), held if one is other else other.held(most_bytes)
+    same, each = one is other, most_bytes // (2 if one is other else 4)
+    one = one.held(each)
+    other = one if same else other.held(each)
+    reused: list[Tensor | None] = [None, None]
     for block in _blocks(one, other, most_bytes):
-        rows, factors = _rows(one, block, most_bytes), block.of(scale)
-        if one is other:
-            n, rows = len(target), rows.mul_(factors.sqrt())
-            for start in range(0, n, step := max(1, -(-n // STRIPES))):
-                target[start : start + step, start:].addmm_(rows[start : start + step], rows[start:].mT)
+        rows = reused[0] = _rows(one, block, most_bytes, reused[0])
+        if same:
+            rows.mul_(block.of(scale).sqrt())
+            add_product(target, rows, rows, half=True)
         else:
-            target.addmm_(rows.mul_(factors), _rows(other, block, most_bytes).mT)
+            others = reused[1] = _rows(other, block, most_bytes, reused[1])
+            target.addmm_(rows.mul_(block.of(scale)), others.mT)
+
+
+def add_product(
+    target: Float[Tensor, "n m"], rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"], half: bool
+) -> None:
+    """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
+    step = max(LEAST_STRIPE, -(-len(rows) // STRIPES)) if half else max(1, len(rows))
+    for start in range(0, len(rows), step):
+        column = start if half else 0
+        target[start : start + step, column:].addmm_(rows[start : start + step], others[column:].mT)
 
 
 def row_products(
@@ -138,30 +153,40 @@ def _sides_of(tensors: Any) -> tuple[Sides, Sides]:
 
 
 def _blocks(one: Sides, other: Sides, most_bytes: int) -> Iterator[Block]:
-    """Yield blocks whose rows, of both sides, take at most half of `most_bytes`, or one channel."""
+    """Yield blocks whose rows, of both sides, take at most a quarter of `most_bytes`, or one channel."""
     _, _, g, _, p = one.left.shape
-    reused = not one.left.is_cuda and one.is_held(most_bytes) and other.is_held(most_bytes)
-    most = min(most_bytes // 2, 2 * REUSED_BYTES) if reused else most_bytes // 2
-    many = max(1, most // max(1, (one.num_rows + other.num_rows) * one.width * one.left.element_size()))
+    most = most_bytes // 4 if one.left.is_cuda else min(most_bytes // 4, ROW_BYTES)
+    total = one.num_rows if one is other else one.num_rows + other.num_rows
+    many = max(1, most // max(1, total * one.width * one.left.element_size()))
     for start in range(0, g, step := max(1, many // p)):
         some = slice(start, start + step)
         yield from (Block(some, slice(first, first + many)) for first in range(0, p, many))
 
 
-def _rows(sides: Sides, block: Block, most_bytes: int) -> Float[Tensor, "nr pq"]:
-    """Return these entries of all rows; a is formed for some points at a time."""
-    step = len(sides.left) if sides.is_held(most_bytes) else max(1, most_bytes // sides.point_bytes)
-    parts = [slice(start, start + step) for start in range(0, len(sides.left), step)]
-    found = [_by_column(_positions(sides.left[s], block) @ sides.right(s)[:, block.groups], sides) for s in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
+def _rows(sides: Sides, block: Block, most_bytes: int, reused: Tensor | None = None) -> Float[Tensor, "nr pq"]:
+    """Return these entries of all rows, in the memory of an earlier result if it is large enough.
+
+    They are formed for some points at a time.
+    """
+    n, r, *_ = sides.left.shape
+    left = sides.left
+    size = left[0, 0, block.groups, 0, block.channels].numel() * sides.width
+    if reused is None or reused.numel() < n * r * size:
+        reused = left.new_empty(n * r, size)
+    rows = reused.flatten()[: n * r * size].view(n, r, -1)
+    most = most_bytes // 4 if left.is_cuda else min(most_bytes // 4, PIECE_BYTES)
+    step = max(1, most // max(1, sides.point_bytes))
+    for points in (slice(start, start + step) for start in range(0, n, step)):
+        first, second, here = _positions(left[points], block), sides.right(points)[:, block.groups], rows[points]
+        if first.shape[1] == 1:
+            torch.bmm(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
+        else:
+            here.copy_((first @ second).unflatten(2, (r, -1)).transpose(1, 2).flatten(2))
+    return rows.flatten(0, 1)
 
 
 def _positions(left: Tensor, block: Block) -> Float[Tensor, "n g rp t"]:
     return left[:, :, block.groups, :, block.channels].permute(0, 2, 1, 4, 3).flatten(2, 3)
-
-
-def _by_column(rows: Float[Tensor, "n g rp q"], sides: Sides) -> Float[Tensor, "nr gpq"]:
-    return rows.unflatten(2, (sides.left.shape[1], -1)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _add_gradient(

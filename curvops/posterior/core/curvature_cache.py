@@ -43,7 +43,7 @@ from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import GGN, Linearization
-from curvops.operators.function_space.gram_matrix import gram_cost
+from curvops.operators.function_space.gram_cost import gram_cost
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.records import from_record
 
