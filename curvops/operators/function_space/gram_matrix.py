@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Passes
-from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, Sizes, layer_sets
+from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, Form, Sizes, layer_sets
 from curvops.operators.function_space.row_products import Sides, add_product, add_row_products, matrix_of_scales
 from curvops.operators.linearized.jacobian import Jacobian
 
