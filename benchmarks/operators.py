@@ -21,6 +21,7 @@ from benchmarks.machine import cores, facts
 from benchmarks.parts import (
     choice,
     diagonal,
+    first_answer,
     fishers,
     kernel,
     kfac,
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[Figures], None]] = {
     "diagonal": diagonal.measure,
     "laplace": diagonal.measure_beside_laplace,
     "kfac": kfac.measure,
+    "first_answer": first_answer.measure,
     "fishers": fishers.measure,
     "peaks": peaks.measure,
     "products": products.measure,

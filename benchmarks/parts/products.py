@@ -8,34 +8,44 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from benchmarks.networks import build
+from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
-from benchmarks.parts.figures import Figures
-from benchmarks.timing import Run, alternate
+from benchmarks.parts.figures import LONGEST, Figures
+from benchmarks.timing import Run, alternate, seconds
 from curvops.linalg import EigenKronecker, Kronecker, LowRank
 
 TARGET = 1.3
 RANK = 100
-COLUMNS = (1, 16)
+COLUMNS = {"small": (1, 64), "mlp": (1, 16), "wide": (1,)}
+"""The numbers of vectors for each network."""
 AGAINST = "the bare products"
 
 
 def measure(figures: Figures) -> None:
-    """KFAC, EKFAC and LowRank of the MLP, for K = 1 and 16 vectors."""
-    problem = build("mlp")
+    """KFAC and EKFAC of a small, a middle and a large network, LowRank of the middle one, for several vectors."""
+    for name, columns in COLUMNS.items():
+        _network(figures, build(name), columns)
+
+
+def _network(figures: Figures, problem: Problem, numbers: tuple[int, ...]) -> None:
     lin = linearized(problem)
     kfac, ekfac = co.KFAC(lin, fisher="mc"), co.EKFAC(lin, fisher="mc")
-    generator = torch.Generator().manual_seed(0)
-    U = torch.linalg.qr(torch.randn(lin.num_parameters, RANK, generator=generator)).Q
-    low = LowRank(U, torch.rand(RANK, generator=generator) + 0.1)
-    for columns in COLUMNS:
+    for columns in numbers:
         V = problem.block(columns)
         V = V[:, 0].contiguous() if columns == 1 else V
         label = f"{problem.label}, K = {columns}"
         rotation = _rotations(ekfac, columns)
         _pair(figures, label, "KFAC", kfac, V, (_sandwiches(kfac, columns), "2 a layer"), (rotation, "4 a layer"))
         _pair(figures, label, "EKFAC", ekfac, V, (rotation, "4 a layer"), (rotation, "4 a layer"))
-        _pair(figures, label, f"LowRank({RANK})", low, V, (_tall(low, V), "2 in all"), (_tall(low, V), "2 in all"))
+        if problem.name == "mlp":
+            low = _low_rank(problem)
+            _pair(figures, label, f"LowRank({RANK})", low, V, (_tall(low, V), "2 in all"), (_tall(low, V), "2 in all"))
+
+
+def _low_rank(problem: Problem) -> LowRank:
+    generator = torch.Generator().manual_seed(0)
+    U = torch.linalg.qr(torch.randn(problem.num_parameters, RANK, generator=generator)).Q
+    return LowRank(U, torch.rand(RANK, generator=generator) + 0.1)
 
 
 Bare = tuple[Run, str]
@@ -48,7 +58,9 @@ def _pair(figures: Figures, label: str, name: str, operator: Any, V: Tensor, pro
         (f"{name} @ V", lambda: operator @ V, product),
         (f"({name} + λ).solve(V)", lambda: damped.solve(V), solve),
     ):
-        comparison = alternate(bare, run, 3 * figures.settings.pairs, warmup=3)
+        run()
+        pairs = max(3, min(3 * figures.settings.pairs, round(LONGEST / 2 / seconds(run))))
+        comparison = alternate(bare, run, pairs, warmup=min(3, pairs))
         figures.add(label, what, comparison, AGAINST, TARGET, note=f"matrix products: {count}")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+PANEL_BYTES = 2**22
+"""The bytes of a panel of columns, in which long blocks are mapped on a CPU, so that its copies stay in the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +48,11 @@ class Partition:
             for part in self.parts
         ]
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts again, the inverse of `split`."""
+    def join(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """Join the parts again, the inverse of `split`; into `out` if it is given."""
         if self._by_start is not None:
-            return torch.cat([parts[i] for i in self._by_start], dim=-1)
-        return torch.cat(list(parts), dim=-1).index_select(-1, self._places)
+            return torch.cat([parts[i] for i in self._by_start], dim=-1, out=out)
+        return torch.index_select(torch.cat(list(parts), dim=-1), -1, self._places, out=out)
 
     def split_columns(self, block: Tensor) -> list[Tensor]:
         """Return the parts of each column, (n, K) -> (p_i, K)."""
@@ -58,6 +61,20 @@ class Partition:
     def join_columns(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of columns again, the inverse of `split_columns`."""
         return self.join([part.mT for part in parts]).mT
+
+    def map_columns(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor, panels: bool = False) -> Tensor:
+        """Return the block whose parts are those of `block`, (p_i, K), each under its own map of columns.
+
+        If `panels`, a long block on a CPU is mapped a few columns at a time.
+        """
+        n, K = block.shape
+        width = max(1, PANEL_BYTES // max(1, n * block.dtype.itemsize))
+        if not panels or width >= K or block.device.type != "cpu":
+            return self.join_columns([map_(part) for map_, part in zip(maps, self.split_columns(block))])
+        rows, found = block.mT.contiguous(), block.new_empty(K, n)
+        for panel, result in zip(rows.split(width), found.split(width)):
+            self.join([map_(part.mT).mT for map_, part in zip(maps, self.split(panel))], result)
+        return found.mT
 
     @cached_property
     def _by_start(self) -> list[int] | None:

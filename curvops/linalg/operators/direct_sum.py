@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -74,9 +74,7 @@ class DirectSumForm(ClosedForm):
             form.require_definite()
 
     def solve(self, block: Tensor) -> Tensor:
-        return self.partition.join_columns(
-            [form.solve(part) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
-        )
+        return self._mapped([form.solve for form in self.decomposed], block)
 
     def logdet(self) -> Tensor:
         return torch.stack([form.logdet() for form in self.decomposed]).sum()
@@ -97,9 +95,10 @@ class DirectSumForm(ClosedForm):
         return self.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self.partition.join_columns(
-            [form.inverse_root(part) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
-        )
+        return self._mapped([form.inverse_root for form in self.decomposed], block)
+
+    def _mapped(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor) -> Tensor:
+        return self.partition.map_columns(maps, block, self.base.in_panels(block, self.shift))
 
     def eigenbasis(self) -> Eigenbasis | None:
         found = [form.eigenbasis() for form in self.decomposed]
@@ -194,12 +193,17 @@ class DirectSum(Operator):
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
-        parts = self.partition.split_columns(block)
-        return self.partition.join_columns([own._matmul(part) for own, part in zip(self.blocks, parts)])
+        return self._mapped([own._matmul for own in self.blocks], block)
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        parts = self.partition.split_columns(block)
-        return self.partition.join_columns([own._t_matmul(part) for own, part in zip(self.blocks, parts)])
+        return self._mapped([own._t_matmul for own in self.blocks], block)
+
+    def _mapped(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor) -> Tensor:
+        return self.partition.map_columns(maps, block, self.in_panels(block))
+
+    def in_panels(self, *beside: Tensor) -> bool:
+        """Return whether few columns at a time cost no more than all at once, and no graph is recorded."""
+        return False
 
     def _diagonal(self) -> Tensor:
         return self.partition.join([block._diagonal() for block in self.blocks])

@@ -463,7 +463,7 @@ class EigenKronecker(_GroupedBlocks):
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the diagonal of U diag(spectrum) Uᵀ."""
-        weights = spectrum.reshape(self.sizes).unsqueeze(2)
+        weights = spectrum.reshape(self.sizes).unsqueeze(1)
         return _both(self.left_vectors.square(), self.right_vectors.square(), weights).flatten()
 
     def _product(self, block: Tensor) -> Tensor:
@@ -476,28 +476,25 @@ class EigenKronecker(_GroupedBlocks):
         return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding, self.of_rows)
 
 
-# A block in groups is (g, p, K, q): the left factor multiplies (p, K·q) and the right one (p·K, q), without a copy
-# between the two.
+# A block in groups is (g, K, p, q): for one group, columns need not be moved. The right factor multiplies all rows of
+# all columns at once, (K·p, q), and the left one each column.
 
 
 def _to_groups(block: Tensor, sizes: tuple[int, int, int]) -> Tensor:
-    return block.mT.reshape(block.shape[1], *sizes).permute(1, 2, 0, 3)
+    return block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
 
 
 def _from_groups(groups: Tensor) -> Tensor:
-    return groups.permute(2, 0, 1, 3).contiguous().flatten(1).mT
+    return groups.transpose(0, 1).contiguous().flatten(1).mT
 
 
 def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal."""
-    g, p, K, q = groups.shape
-    if left.ndim == 2:
-        groups = left[:, :, None, None] * groups
-    else:
-        groups = torch.bmm(left, groups.reshape(g, p, K * q)).reshape(g, p, K, q)
     if right.ndim == 2:
-        return right[:, None, None, :] * groups
-    return torch.bmm(groups.reshape(g, p * K, q), right.mT).reshape(g, p, K, q)
+        groups = right[:, None, None, :] * groups
+    else:
+        groups = torch.bmm(groups.flatten(1, 2), right.mT).reshape(groups.shape)
+    return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
 
 
 def _transpose(factor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable, seed_of
+from curvops.checks import carries_graph
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
@@ -70,6 +71,9 @@ class LayerBlocks(DirectSum):
 
     def _made_of(self) -> str:
         return f"{len(self.blocks)} blocks"
+
+    def in_panels(self, *beside: Tensor) -> bool:
+        return not carries_graph((*beside, *self.representation()))
 
     def _times(self, factor: Tensor) -> LinearOperator:
         kept = {name: self._kwargs[name] for name in ("positions", "space", "names", "progress")}

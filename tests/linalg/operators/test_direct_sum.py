@@ -11,6 +11,7 @@ import torch
 
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, Operator, draw
 from curvops.linalg.core.partition import partition
+from curvops.operators.kfac.kfac import LayerBlocks
 from tests.linalg.known import Rooted
 from tests.linalg.operands import blocks, dense, diagonal, kronecker, low_rank, positive, random, uniform
 
@@ -146,3 +147,30 @@ def test_other_dtypes_and_permuted_positions_survive_a_conversion():
     single = operator.float()
     assert single.dtype is torch.float32 and single.partition.parts[0].dtype is torch.long
     torch.testing.assert_close(single.to_dense(), matrix.float())
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_long_block_is_mapped_in_panels_of_columns(permuted, width, monkeypatch):
+    """Products, solves and roots; contiguous columns and rows, and a graph, which needs the whole block."""
+    (first, A, _), (second, B, _) = kronecker(positive(1, 3), positive(1, 4)), dense(5)
+    order = torch.randperm(17, generator=torch.Generator().manual_seed(0)) if permuted else torch.arange(17)
+    back, seen = order.argsort(), []
+    matrix, P = torch.block_diag(A, B)[back][:, back], partition(order.split([12, 5]))
+    K = LayerBlocks(first, second, positions=P)
+    monkeypatch.setattr("curvops.linalg.core.partition.PANEL_BYTES", width * 17 * 8)
+    product = Kronecker._product
+    monkeypatch.setattr(Kronecker, "_product", lambda self, block: seen.append(block.shape[1]) or product(self, block))
+    damped, shifted = K.add_diagonal(0.5), matrix + 0.5 * torch.eye(17, dtype=torch.float64)
+    for block in (random(17, 5), random(5, 17).mT):
+        close(K @ block, matrix @ block)
+        close(K._t_matmul(block), matrix @ block)
+        close(damped.solve(block), torch.linalg.solve(shifted, block))
+        close(damped.sqrt_inv_matmul(damped.sqrt_inv_matmul(block)), torch.linalg.solve(shifted, block))
+        assert (K @ block).mT.is_contiguous() and max(seen) == width
+    weights = random(17, 5).requires_grad_()
+    close(torch.autograd.grad((K @ weights).square().sum(), weights)[0], 2 * matrix @ matrix @ random(17, 5))
+    level = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(K.add_diagonal(level).solve(random(17, 5)).square().sum(), level)
+    x = torch.linalg.solve(shifted, random(17, 5))
+    close(found, -2 * (x * torch.linalg.solve(shifted, x)).sum())
