@@ -57,9 +57,9 @@ def reset_peak() -> int:
     return resident("VmRSS")
 
 
-def resident(field: str) -> int:
-    """Return bytes of this process's resident set now ("VmRSS"), or at its peak ("VmHWM"); on Linux alone."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def resident(field: str, process: int | str = "self") -> int:
+    """Return bytes of a process's resident set now ("VmRSS"), or at its peak ("VmHWM"); on Linux alone."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 

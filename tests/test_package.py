@@ -40,14 +40,19 @@ def test_the_copies_of_the_version_are_that_of_pyproject() -> None:
     )
 
 
-def test_import_adds_no_heavy_module_to_torch_and_gpytorch() -> None:
-    """Of the second that `import curvops` may cost, these alone would take most."""
+def test_import_and_products_add_no_heavy_module_to_torch_and_gpytorch() -> None:
+    """Of the second that `import curvops` may cost, these alone would take most; torch's compiler takes two more."""
     program = """
 import sys, torch, gpytorch
 before = set(sys.modules)
 import curvops
 heavy = {"matplotlib", "pandas", "rich", "scipy.optimize", "scipy.sparse.linalg", "scipy.stats", "sklearn", "typer"}
 print(*sorted(heavy & (set(sys.modules) - before)))
+model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+lin = curvops.linearize(model, (torch.ones(4, 2), torch.ones(4, 1)), "regression", engine="autodiff")
+for _ in range(3):
+    curvops.GGN(lin) @ torch.ones(lin.num_parameters)
+print(*sorted({"torch._dynamo", "torch._inductor"} & (set(sys.modules) - before)))
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,23 +25,29 @@ Program = Callable[[Any], Tensor]
 
 @dataclass
 class Trained:
-    """A trained network, its data, and others to predict."""
+    """A trained network, its data, and others to predict.
+
+    The other package forms rows of the Jacobian. It gets the data in batches of `batch` points and predicts at
+    `at_a_time` points at once: the numbers with which it was fastest.
+    """
 
     model: nn.Module
     inputs: Tensor
     targets: Tensor
     test: Tensor
     labels: Tensor
-
-    @property
-    def points_of_rows(self) -> int:
-        """The points whose rows of the Jacobian take a gigabyte: what another package is given at a time."""
-        return max(1, 2**28 // (10 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)))
+    batch: int = 64
+    at_a_time: int = 64
 
     @property
     def loader(self) -> Any:
-        """The data in batches of 64, in order."""
-        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=64)
+        """The data in batches, in order."""
+        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=self.batch)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The inputs to predict at, in parts."""
+        return self.test.split(self.at_a_time)
 
 
 def toy() -> Trained:
@@ -151,7 +157,7 @@ def kfac_theirs(problem: Trained) -> Tensor:
     la: Any = Laplace(problem.model, "classification", subset_of_weights="all", hessian_structure="kron")
     la.fit(problem.loader)
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.parts])
 
 
 def diagonal_ours(problem: Trained) -> Tensor:
@@ -169,7 +175,7 @@ def diagonal_theirs(problem: Trained) -> Tensor:
     )
     la.fit(problem.loader)
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.parts])
 
 
 def subnetwork_ours(problem: Trained) -> Tensor:
@@ -188,7 +194,7 @@ def subnetwork_theirs(problem: Trained) -> Tensor:
     la: Any = SubnetLaplace(problem.model, "classification", subnetwork_indices=indices, hessian_structure="full")
     batches: Any = DataLoader(TensorDataset(problem.inputs, problem.targets), batch_size=16)
     la.fit(batches)
-    return torch.cat([la(x, link_approx="probit") for x in problem.test.split(problem.points_of_rows)])
+    return torch.cat([la(x, link_approx="probit") for x in problem.parts])
 
 
 def loss_of(problem: Any, probabilities: Tensor) -> dict[str, float]:
@@ -267,39 +273,38 @@ def sentences() -> Trained:
     return Trained(model.eval(), x[:32], labels[:32], x[32:], labels[32:])
 
 
-def of_classifier(name: str, prepare: Callable[[], Trained], ours: Program, theirs: Program, pairs: int) -> Task:
+def few(problem: Trained) -> Trained:
+    """The problem with sixteen predictions."""
+    return replace(problem, test=problem.test[:16], labels=problem.labels[:16])
+
+
+def of_classifier(name: str, prepare: Callable[[], Trained], ours: Program, theirs: Program) -> Task:
     """Return a task beside laplace-torch that is held to the loss of held-out points."""
-    return Task(name, prepare, ours, theirs, "laplace-torch", loss_of, no_worse, pairs)
+    return Task(name, prepare, ours, theirs, "laplace-torch", ("laplace",), loss_of, no_worse, few)
 
 
 TASKS = {
     "toy": Task(
-        "Toy regression of 91 weights: full GGN, prior precision and noise tuned, 200 predictions",
-        toy, toy_ours, toy_theirs, "laplace-torch", evidence_of,
-        lambda ours, theirs: ours["log evidence"] >= theirs["log evidence"] - HALF_A_NAT, 9,
+        "toy regression, 91 weights: full GGN, prior and noise tuned",
+        toy, toy_ours, toy_theirs, "laplace-torch", ("laplace",), evidence_of,
+        lambda ours, theirs: ours["log evidence"] >= theirs["log evidence"] - HALF_A_NAT,
     ),
     "last-layer": of_classifier(
-        "CNN of 422k weights, last layer: KFAC, tuned prior, 1,000 predictions",
-        small_images, last_layer_ours, last_layer_theirs, 3,
+        "last layer of a CNN: KFAC, prior tuned, 1,000 predictions", small_images, last_layer_ours, last_layer_theirs
     ),
     "kfac": of_classifier(
-        "the same CNN: KFAC of all weights, tuned prior, 1,000 predictions",
-        small_images, kfac_ours, kfac_theirs, 1,
+        "all 422,000 weights of it: KFAC, prior tuned, 1,000 predictions", small_images, kfac_ours, kfac_theirs
     ),
     "diagonal": of_classifier(
-        "the same CNN: diagonal, tuned prior, 1,000 predictions",
-        small_images, diagonal_ours, diagonal_theirs, 1,
+        "the same with a diagonal", small_images, diagonal_ours, diagonal_theirs
     ),
     "subnetwork": of_classifier(
-        "the same CNN: full GGN of the 1,000 largest weights, 1,000 predictions",
-        small_images, subnetwork_ours, subnetwork_theirs, 1,
+        "its 1,000 largest weights: full GGN, 1,000 predictions", small_images, subnetwork_ours, subnetwork_theirs
     ),
     "lora": of_classifier(
-        "LoRA adapters of a transformer shaped as GPT-2 small: KFAC, tuned prior, 32 predictions",
-        sentences, kfac_ours, kfac_theirs, 1,
+        "LoRA of a GPT-2 small: KFAC, prior tuned, 32 predictions", sentences, kfac_ours, kfac_theirs
     ),
     "resnet": of_classifier(
-        "ResNet-18 on 512 images: KFAC of 11 million weights, tuned prior, 64 predictions",
-        large_images, kfac_ours, kfac_theirs, 1,
+        "ResNet-18, 512 images: KFAC, prior tuned, 64 predictions", large_images, kfac_ours, kfac_theirs
     ),
 }  # fmt: skip

@@ -125,13 +125,13 @@ def norm_of(problem: Regression, weights: Tensor) -> dict[str, float]:
 
 TASKS = {
     "sghmc": Task(
-        "10,000 steps of SGHMC by 16 chains, 61 weights",
-        sine, sghmc_ours, sghmc_theirs, "posteriors", likelihood_of,
-        lambda ours, theirs: abs(ours["mean square"] / theirs["mean square"] - 1) <= 0.05, 1,
+        "10,000 steps of SGHMC, 16 chains, 61 weights",
+        sine, sghmc_ours, sghmc_theirs, "posteriors", ("posteriors",), likelihood_of,
+        lambda ours, theirs: abs(ours["mean square"] / theirs["mean square"] - 1) <= 0.05,
     ),
     "ekf": Task(
-        "A pass of the diagonal extended Kalman filter over 500 points, 3,855 weights",
-        stream, ekf_ours, ekf_theirs, "posteriors", norm_of,
+        "a diagonal EKF over 500 points, 3,855 weights",
+        stream, ekf_ours, ekf_theirs, "posteriors", ("posteriors",), norm_of,
         lambda ours, theirs: abs(ours["norm"] / theirs["norm"] - 1) <= 1e-3,
     ),
 }  # fmt: skip

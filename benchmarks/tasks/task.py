@@ -20,9 +20,10 @@ class Task:
         ours: the program with curvops; returns its answer.
         theirs: the program with another package.
         peer: the distribution that `theirs` needs.
+        modules: what `theirs` imports, loaded before anything is measured.
         quality: the figure of an answer to the problem, by name; `same` holds both to it.
         same: whether our figure is as good as theirs: arguments are ours and theirs.
-        pairs: how many times both run in turn.
+        fewer: makes the problem smaller, for the comparison of quality where `theirs` does not end within the limit.
     """
 
     name: str
@@ -30,9 +31,10 @@ class Task:
     ours: Callable[[Any], Any]
     theirs: Callable[[Any], Any]
     peer: str
+    modules: tuple[str, ...]
     quality: Callable[[Any, Any], dict[str, float]]
     same: Callable[[dict[str, float], dict[str, float]], bool]
-    pairs: int = 3
+    fewer: Callable[[Any], Any] | None = None
 
 
 def statements(program: Callable[[Any], Any]) -> int:

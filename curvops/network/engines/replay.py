@@ -85,7 +85,15 @@ class Replay:
         return sum(end - start for start, end in extents)
 
 
-class Recorder(TorchDispatchMode):
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode that torch does not wrap for its compiler, whose 800 modules the first operation would load."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Recorder(EagerMode):
     """A context that records the operations on the tangents passed to `follow`.
 
     The result belongs to one pass: the constants of the steps have the values of that pass. A constant that the model

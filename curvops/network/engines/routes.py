@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import (
@@ -28,7 +27,7 @@ from curvops.network.engines.autodiff import (
     record_replay,
     replay_bytes,
 )
-from curvops.network.engines.replay import Replay, tensors_in
+from curvops.network.engines.replay import Replay, EagerMode, tensors_in
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
@@ -300,7 +299,7 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
-class _PaddedLookups(TorchDispatchMode):
+class _PaddedLookups(EagerMode):
     """A detector of lookups in a differentiated table with a padding row."""
 
     def __init__(self) -> None:
