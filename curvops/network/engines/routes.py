@@ -27,7 +27,7 @@ from curvops.network.engines.autodiff import (
     record_replay,
     replay_bytes,
 )
-from curvops.network.engines.replay import Replay, EagerMode, tensors_in
+from curvops.network.engines.replay import EagerMode, Replay, tensors_in
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
