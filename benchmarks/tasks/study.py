@@ -5,9 +5,9 @@
 Each program runs from a trained network to the answer, and builds everything that it needs. Each package has a process
 of its own, in which its modules are loaded and the network is trained; the two then run in turn, and the ratio is taken
 pair by pair, after a first run of each, which loads code, if both together last less than a minute. Peak memory is the
-smallest of the runs, above what was resident before them. A program of another package that does not end within `--limit` seconds is stopped:
-its time is then at least that, and the answers are compared on a smaller problem. Lines are the statements of the
-program that a user writes. An answer that is worse than the other's is an error.
+smallest of the runs, above what was resident before them. A program of another package that does not end within
+`--limit` seconds is stopped: its time is then at least that, and the answers are compared on a smaller problem. Lines
+are the statements of the program that a user writes. An answer that is worse than the other's is an error.
 
 Rows are kept one by one: a run that was interrupted goes on, and `--row` measures one again. Figures of one and of two
 threads stand side by side.
