@@ -43,10 +43,11 @@ bench: .venv-peers/.installed
 # of versions in its head reads versions.json.
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site/$(VERSION)
+	rm site/$(VERSION)/404.html  # it would look for its styles at the root of the host
 	ln -sfn $(VERSION) site/latest
-	cd site && ls -d [0-9]*/ | tr -d / | sort -rV | ../$(BIN)/python -c 'import json, sys; print(json.dumps( \
+	ls site | grep '^[0-9]' | sort -rV | $(BIN)/python -c 'import json, sys; print(json.dumps( \
 	    [{"version": v, "title": v, "aliases": ["latest"] * (v == "$(VERSION)")} for v in sys.stdin.read().split()]))' \
-	    > versions.json
+	    > site/versions.json
 	echo '<meta http-equiv="refresh" content="0; url=latest/">' > site/index.html
 
 # A page's own code draws its figures, into the folder where it runs: a temporary one in tests, docs/figures here.

@@ -1,4 +1,4 @@
-// Typesets the formulas, the tables and the outputs of a page: arithmatex leaves formulas in \( \) and \[ \].
+// Typesets the formulas, the tables, the outputs and the figures of a page: arithmatex leaves formulas in \( \) and \[ \].
 document$.subscribe(({ body }) => {
   for (const formula of body.querySelectorAll(".arithmatex")) {
     renderMathInElement(formula, {
@@ -18,9 +18,18 @@ document$.subscribe(({ body }) => {
       whole.append(formula, sign[0]);
     }
   }
+  // A figure opens in its own size: on a telephone its panels are small.
+  for (const picture of body.querySelectorAll(".md-content img")) {
+    if (!picture.closest("a")) {
+      const link = document.createElement("a");
+      link.href = picture.src;
+      picture.replaceWith(link);
+      link.append(picture);
+    }
+  }
   // In a table, code breaks after a bracket, an underscore or the dot of a long name, not within a word.
   for (const code of body.querySelectorAll("td code, th code")) {
-    const parts = code.textContent.split(/(?<=[(_,]|\w{4}\.)(?=[\p{L}\p{N}])|(?<=\p{Ll})(?=\p{Lu})/u);
+    const parts = code.textContent.split(/(?<=[(_,]|\w{4}\.)(?=[\p{L}\p{N}])|(?<==)(?=")|(?<=\p{Ll})(?=\p{Lu})/u);
     if (!code.children.length && parts.length > 1) {
       code.replaceChildren(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
     }
@@ -31,10 +40,12 @@ document$.subscribe(({ body }) => {
       part.textContent = "";
     }
   }
-  // In a narrow column no line ends between a number and its unit.
+  // In a narrow column no line ends between a number and its unit, nor within a power of ten or a range.
   for (const cell of body.querySelectorAll("td, th")) {
     if (!cell.children.length) {
-      cell.textContent = cell.textContent.replace(/(\d) (?=(%|[mµ]?s|[KMG]iB)$)/, "$1\u00a0");
+      cell.textContent = cell.textContent
+        .replace(/(\d) (?=(%|[mµ]?s|[KMG]iB)$)/, "$1\u00a0")
+        .replace(/(\de-|\d–)(?=\d)/g, "$1\u2060");
     }
   }
 });
