@@ -72,10 +72,8 @@ class _Entry:
 
 @dataclass(eq=False)
 class Cache:
-    """The factorisations and the preconditioner of one operator; pickling and copying drop them."""
+    """The factorisations, preconditioner and search directions of one operator; pickling and copying drop them."""
 
-    preconditioner: Any = None
-    columns: int = 0
     lock: Any = field(default_factory=threading.RLock)
     _entries: dict[str, _Entry] = field(default_factory=dict)
 
@@ -89,25 +87,32 @@ class Cache:
         """
         if carries_graph(tensors):
             return compute()
-        watched = _short_vectors(tensors, watched)
         with self.lock:
-            entry = self._entries.get(name)
-            if entry is None or not entry.fits(tensors, watched):
-                entry = _Entry(
-                    compute(),
-                    tuple(tensor.detach() for tensor in tensors),
-                    tuple(map(_version, tensors)),
-                    tuple(tensor.detach().clone() for tensor in watched),
-                    torch.is_inference_mode_enabled(),
-                )
-                self._entries[name] = entry
-            return entry.value
+            entry = self._fitting(name, tensors, watched)
+            found: Value = self.put(name, tensors, compute(), watched) if entry is None else entry.value
+            return found
 
-    def get(self, name: str, tensors: Sequence[Tensor]) -> Any:
+    def put(self, name: str, tensors: Sequence[Tensor], value: Value, watched: Sequence[Tensor] = ()) -> Value:
+        """Keep and return a value without a graph, computed from these tensors; ``watched`` as for `get_or_compute`."""
+        with self.lock:
+            self._entries[name] = _Entry(
+                value,
+                tuple(tensor.detach() for tensor in tensors),
+                tuple(map(_version, tensors)),
+                tuple(tensor.detach().clone() for tensor in _short_vectors(tensors, watched)),
+                torch.is_inference_mode_enabled(),
+            )
+        return value
+
+    def get(self, name: str, tensors: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> Any:
         """Return the value kept for these tensors, or None."""
+        entry = self._fitting(name, tensors, watched)
+        return None if entry is None else entry.value
+
+    def _fitting(self, name: str, tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> _Entry | None:
         with self.lock:
             entry = self._entries.get(name)
-            return entry.value if entry is not None and entry.fits(tensors, _short_vectors(tensors)) else None
+            return entry if entry is not None and entry.fits(tensors, _short_vectors(tensors, watched)) else None
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()

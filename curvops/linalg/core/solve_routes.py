@@ -64,10 +64,11 @@ EPOCHS = 100
 """The default number of passes over the data of stochastic descent."""
 
 SKETCHED = "cg with a sketch"
+RECYCLED = "cg with kept directions"
 NO_GRADIENT = "a gradient is recorded, which it does not have"
 METHODS = {
     "closed form": ("closed form", "formed matrix"),
-    "cg": ("closed form", "dense", "formed matrix", SKETCHED, "cg"),
+    "cg": ("closed form", "dense", "formed matrix", RECYCLED, SKETCHED, "cg"),
     "dual": ("formed kernel", "dual"),
     "sgd": ("sgd",),
 }
@@ -122,6 +123,8 @@ class System:
     """Whether the columns add to those of earlier calls, as for covariances, and more may follow."""
     sketch: bool = True
     """Whether a sketch is tried as preconditioner."""
+    directions: int | None = None
+    """How many search directions fit, if a solve keeps them for later ones."""
     recorded: bool = False
     """Whether a gradient is recorded through A."""
     room: float | int = math.inf
@@ -156,8 +159,8 @@ class Route:
 
     @property
     def method(self) -> str:
-        """The name of the method, with a sketch or without."""
-        return "cg" if self.name == SKETCHED else self.name
+        """The name of the method, without its aid."""
+        return "cg" if self.name in (RECYCLED, SKETCHED) else self.name
 
     @property
     def possible(self) -> bool:
@@ -193,7 +196,7 @@ def _operator_routes(s: System) -> Iterator[Route]:
     least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares need lsmr")
     yield _closed_form(s)
     yield _dense(s)
-    yield from _conjugate_gradients(s, not_square, (not s.definite, "not known to be positive semidefinite"))
+    yield from conjugate_gradients(s, not_square, (not s.definite, "not known to be positive semidefinite"))
     yield _route("minres", least, s.vectors(), not_square, (not s.symmetric, "not symmetric"))
     yield Route("lsmr", 2 * least, s.vectors())
 
@@ -217,16 +220,24 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
         *obstacles,
         (not p.diagonal, "needs a prior precision that is a number or a vector"),
     )
-    cg = tuple(_conjugate_gradients(s))
+    cg = conjugate_gradients(s)
     yield from (dual, *cg) if short else (*cg, dual)
     yield _route("sgd", EPOCHS * s.columns, s.vectors(), *obstacles)
 
 
-def _conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> Iterator[Route]:
-    """Yield block CG with a sketch, which needs a positive shift and grows while it pays off, and CG without one."""
+def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route, ...]:
+    """Return block CG with kept directions, with a sketch, which needs a positive shift, and without either."""
     least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
-    yield _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
-    yield _route("cg", least, s.vectors(), *obstacles)
+    sketched = _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
+    plain = _route("cg", least, s.vectors(), *obstacles)
+    if s.directions is None:
+        return sketched, plain
+    few = (not s.directions, "memory has no room for the directions")
+    return (
+        _route(RECYCLED, least, s.vectors() + 2 * s.directions * s.rows * s.itemsize, *obstacles, few),
+        sketched,
+        plain,
+    )
 
 
 def _closed_form(s: System) -> Route:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, memories_of, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
@@ -30,6 +30,7 @@ from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
+from curvops.linalg.solvers.kept_directions import KeptDirections
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
@@ -194,15 +195,23 @@ class Damped(UnaryOperator):
         Returns:
             M, or None.
         """
-        cache = self._cache
+        cache, key = self._cache, ("preconditioner", self.representation())
         with cache.lock:
-            kept = checkpoint is not None or current()
-            if kept or not cache.columns or columns > SKETCH_SERVES * cache.columns:
-                cache.preconditioner = None
+            of_run = checkpoint is not None or current()
+            served, found = (not of_run and cache.get(*key, (self.shift,))) or (0, None)
+            if columns > SKETCH_SERVES * served:
+                found = None
                 if self._takes_sketch:
-                    cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
-                cache.columns = columns
-            return cache.preconditioner
+                    found = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
+                cache.put(*key, (columns, found), (self.shift,))
+            return found
+
+    @property
+    def _past_directions(self) -> KeptDirections | None:
+        # A run with a checkpoint saves a sketch, and continues with it to the bit.
+        if not memories_of(self) or self.batch_shape or current():
+            return None
+        return self._cache.get_or_compute("directions", self.representation(), KeptDirections, (self.shift,))
 
     @property
     def _takes_sketch(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,32 +23,29 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply, keep, memories_of, room_for, vector_bytes
+from curvops.linalg.core.memory import Multiply, keep
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.solve_routes import kept_directions
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_block,
     as_columns,
     axpy,
-    column_bytes,
     columns,
     combine,
     describe_square,
-    empty_block,
     gram,
     inner,
     largest,
     norm,
     part,
     product,
-    put,
     put_columns,
 )
+from curvops.linalg.solvers.kept_directions import VECTORS, KeptDirections, most_directions
 from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
     Preconditioner,
@@ -62,8 +59,6 @@ from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, Ca
 from curvops.progress import Progress
 from curvops.records import from_record, restore, state_of
 
-VECTORS = 12
-"""Working vectors per right-hand side, temporaries included."""
 REFINED = 16
 """Further working vectors for iterative refinement, in float64."""
 SKEWED = 0.01
@@ -92,8 +87,6 @@ ROUNDED = 30
 """The rounding of a residual in units of its largest predecessor's."""
 MOST_ROUNDED = 0.03
 """The largest relative error that is attributed to a residual: directions less dependent than that are kept."""
-TOGETHER = 64
-"""How many earlier directions are stored side by side."""
 
 
 @on_shards
@@ -170,22 +163,29 @@ def cg(
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = as_function(preconditioner)
-    most = 0 if not block else _most_kept(A, B, memory_budget) if keep_directions is None else keep_directions
+    none = KeptDirections()
+    most = (
+        0
+        if not block
+        else most_directions(A, as_columns(B).shape[1], memory_budget, none)
+        if keep_directions is None
+        else keep_directions
+    )
     most = kept.attach("directions", lambda: most) or most
-    hold = partial(keep, A)
+    begin_directions = partial(none.continued, most, partial(keep, A))
 
     done: list[int] = []
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            found = _solve(A, apply, _directions(block, facts.dtype, most, hold), part, start, goal, sum(done))
+            found = _solve(A, apply, _algebra(facts.dtype, begin_directions(), block), part, start, goal, sum(done))
             done.append(part.shape[1])
             return found
         low = facts.dtype if refine is True else refine
         inner_solve = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype))
 
         def correct(R: Vectors, X0: Vectors | None, inner_goal: Goal) -> Solution:
-            return inner_solve(_directions(block, low, most, hold), R, X0, inner_goal)
+            return inner_solve(_algebra(low, begin_directions(), block), R, X0, inner_goal)
 
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, goal)
 
@@ -193,17 +193,38 @@ def cg(
     return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
 
 
-def _most_kept(A: Matrix, B: Vectors, memory_budget: int | None) -> int:
-    """Return how many directions fit next to the working vectors, for an operator built from a network."""
-    size = vector_bytes(describe_square(A))
-    room = room_for(A, memory_budget, 0) if memories_of(A) else None
-    return 0 if room is None else kept_directions(room - VECTORS * size * as_columns(B).shape[1], size)
+def recycling_cg(
+    A: Matrix,
+    B: Shaped[Vectors, "n *K"],
+    past: KeptDirections,
+    *,
+    rtol: float | int = 1e-6,
+    maxiter: int | None = None,
+    memory_budget: int | None = None,
+) -> Solution:
+    """Solve as `cg` does, from the minimum over the directions of earlier solves with A, and add those of this one.
+
+    Source: Krylov spaces recycled as by Erhel & Guyomarc'h 2000, with conjugation to all directions, not to the last.
+    """
+    facts = describe_square(A)
+    check(facts, B, float(rtol), maxiter, None, memory_budget)
+    require_accuracy(A, rtol)
+    goal = goal_of(facts.rows, rtol, maxiter, None)
+
+    def solve(part: Vectors, start: Vectors | None) -> Solution:
+        directions = past.continued(most_directions(A, part.shape[1], memory_budget, past), partial(keep, A))
+        found = _solve(A, as_function(None), _algebra(facts.dtype, directions), part, start, goal)
+        if found.accepted:
+            past.take(directions)
+        return found
+
+    return solve_in_groups("cg", solve, A, B, None, VECTORS, memory_budget, None)
 
 
-def _directions(block: bool, dtype: torch.dtype, most: int, hold: Callable[[object, int], None]) -> Directions:
-    """Return the small algebra of the steps of one solve, which keeps up to so many directions of a block."""
+def _algebra(dtype: torch.dtype, past: KeptDirections, block: bool = True) -> Directions:
+    """Return the small algebra of the steps of one solve, which makes a block conjugate to past directions, too."""
     noise = 20 * torch.finfo(dtype).eps
-    return BlockDirections(noise, Past(most, hold)) if block else ColumnDirections(noise, Past(0))
+    return BlockDirections(noise, past) if block else ColumnDirections(noise, past)
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
@@ -276,6 +297,7 @@ class ConjugateGradients:
         """Iterate until every column has a reason."""
         step: Step | None = None
         if self.kept.state is None:
+            self.directions.past.project(self.x, self.r)
             P = self.propose(step)
         else:
             step, P = self.recall(self.kept.state)
@@ -283,7 +305,7 @@ class ConjugateGradients:
             recursion, sound, overlap = self.fetch(P, step)
             if step is not None and sound:
                 self.renewed = []
-                self.directions.past.add(step)
+                self.directions.past.add(step.Q, step.AQ, step.curvature)
             elif step is not None:
                 step = self.repair(step)
                 if not self.active:
@@ -347,9 +369,8 @@ class ConjugateGradients:
         axpy(self.r, step.AQ, -step.alpha)
 
     def propose(self, step: Step | None) -> Vectors:
-        """Return the next directions: preconditioned residuals, conjugate to those of the last step."""
-        Z = self.precondition(self.r)
-        return Z if step is None else self.directions.conjugate(Z, step)
+        """Return the next directions: preconditioned residuals, conjugate to past ones and those of the last step."""
+        return self.directions.conjugate(self.precondition(self.r), step)
 
     def repair(self, step: Step) -> Step:
         """Take a step along its safe directions only; columns without a safe direction restart, or stop.
@@ -511,72 +532,6 @@ class Step:
     sound: Bool[Tensor, "..."]
 
 
-class Past:
-    """The first directions of a solve with their images, scaled so that QᵀAQ = I, in blocks of ``TOGETHER`` columns.
-
-    Conjugation to them changes nothing without rounding, so that any number of them may be kept: the first ones span
-    the large eigenvalues, along which conjugacy is lost.
-    """
-
-    def __init__(self, most: int, hold: Callable[[object, int], None] | None = None) -> None:
-        self.most, self.hold, self.count = most, hold, 0
-        self.blocks: list[tuple[Vectors, Vectors]] = []
-        self.filled: list[int] = []
-
-    def add(self, step: Step) -> None:
-        """Keep the directions of a sound step, if there is room for all of them."""
-        r = step.Q.shape[1]
-        if not r or self.count + r > self.most:
-            return
-        L, _ = torch.linalg.cholesky_ex(step.curvature)
-        scale = torch.linalg.solve_triangular(L, torch.eye(r, dtype=L.dtype, device=L.device), upper=False).mT
-        self._append(combine(step.Q, scale), combine(step.AQ, scale))
-
-    def _append(self, Q: Vectors, AQ: Vectors) -> None:
-        r = Q.shape[1]
-        if not self.blocks or self.filled[-1] + r > self.blocks[-1][0].shape[1]:
-            width = min(max(TOGETHER, r), self.most - self.count)
-            self.blocks.append((empty_block(Q, width), empty_block(AQ, width)))
-            self.filled.append(0)
-            if self.hold is not None:
-                self.hold(self, 2 * width * column_bytes(Q))
-        for block, V in zip(self.blocks[-1], (Q, AQ)):
-            put(block, self.filled[-1], V)
-        self.filled[-1] += r
-        self.count += r
-
-    def _pairs(self) -> Iterator[tuple[Vectors, Vectors]]:
-        return ((part(Q, 0, k), part(AQ, 0, k)) for (Q, AQ), k in zip(self.blocks, self.filled))
-
-    def conjugate(self, Z: Vectors) -> Vectors:
-        """Return Z made A-conjugate to the directions."""
-        Z = as_block(Z) if self.blocks else Z
-        for Q, AQ in self._pairs():
-            axpy(Z, Q, -gram(AQ, Z))
-        return Z
-
-    def project(self, x: Vectors, r: Vectors) -> None:
-        """Minimise the energy along the directions, after r was replaced: x ← x + Q Qᵀr, r ← r − AQ Qᵀr."""
-        for Q, AQ in self._pairs():
-            alpha = gram(Q, r)
-            axpy(x, Q, alpha)
-            axpy(r, AQ, -alpha)
-
-    def end(self) -> None:
-        """Forget the directions, and keep no more: A is singular to rounding."""
-        self.most, self.count, self.blocks, self.filled = 0, 0, [], []
-
-    def state(self) -> dict[str, Any]:
-        """Return the directions, as a state from which a run continues."""
-        return {"most": self.most, "pairs": list(self._pairs())}
-
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self.most = state["most"]
-        for Q, AQ in state["pairs"]:
-            self._append(Q, AQ)
-
-
 @dataclass(frozen=True)
 class Directions(ABC):
     """The small algebra of a step: the minimum of the energy over the directions, and the next conjugate directions.
@@ -585,7 +540,7 @@ class Directions(ABC):
     """
 
     noise: float
-    past: Past
+    past: KeptDirections
 
     @abstractmethod
     def overlap(self, P: Vectors) -> Tensor:
@@ -600,8 +555,8 @@ class Directions(ABC):
         """Return the energy-minimising step, without directions whose curvature is not safely positive."""
 
     @abstractmethod
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        """Return Z made A-conjugate to the directions of the last step."""
+    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
+        """Return Z made A-conjugate to past directions and to those of the last step, if there is one."""
 
     @abstractmethod
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
@@ -647,10 +602,10 @@ class BlockDirections(Directions):
         sound = (unsafe == 0) & (info == 0) & torch.isfinite(alpha).all() & torch.isfinite(curvature).all()
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        if not step.Q.shape[1]:
-            return Z
+    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
         Z = self.past.conjugate(Z)
+        if step is None or not step.Q.shape[1]:
+            return Z
         L, _ = torch.linalg.cholesky_ex(step.curvature)
         return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
 
@@ -691,7 +646,9 @@ class ColumnDirections(Directions):
         alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
+        if step is None:
+            return Z
         beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
         return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z.dtype)
 

@@ -55,7 +55,8 @@ from curvops.linalg.core.vectors import (
     require_precision,
     shaped_as,
 )
-from curvops.linalg.solvers.cg import cg
+from curvops.linalg.solvers.cg import cg, recycling_cg
+from curvops.linalg.solvers.kept_directions import KeptDirections
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner
@@ -89,6 +90,9 @@ class TaggedOperator(Protocol):
 
     def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
         """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None if none pays off."""
+
+    def directions(self, columns: int = 1, *, memory_budget: int | None = None) -> KeptDirections | None:
+        """Return the search directions of earlier solves if this one is to start from them."""
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -202,16 +206,22 @@ class Request:
             return accept(lsmr(operator, B, consistent=square, **common), rtol)
         if self.method == "minres":
             return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
-        preconditioner, K = self.preconditioner, B.shape[1]
-        if preconditioner is None and isinstance(operator, TaggedOperator):
-            preconditioner = operator.preconditioner(K, memory_budget=self.memory_budget)
+        iterate, K = self._conjugate_gradients(operator, B.shape[1]), B.shape[1]
         if K <= MOST_COLUMNS:
-            return accept(cg(operator, B, preconditioner=preconditioner, **common), rtol)
+            return accept(iterate(operator, B, **common), rtol)
         X = empty_block(B, K)
         for start in range(0, K, MOST_COLUMNS):
-            block = part(B, start, start + MOST_COLUMNS)
-            put(X, start, accept(cg(operator, block, preconditioner=preconditioner, **common), rtol))
+            put(X, start, accept(iterate(operator, part(B, start, start + MOST_COLUMNS), **common), rtol))
         return X
+
+    def _conjugate_gradients(self, operator: LinearOperator, columns: int) -> Callable[..., Solution]:
+        """Return CG with the given preconditioner, else with what the operator keeps for so many columns."""
+        if self.preconditioner is not None or not isinstance(operator, TaggedOperator):
+            return partial(cg, preconditioner=self.preconditioner)
+        past = operator.directions(columns, memory_budget=self.memory_budget)
+        if past is not None:
+            return partial(recycling_cg, past=past)
+        return partial(cg, preconditioner=operator.preconditioner(columns, memory_budget=self.memory_budget))
 
 
 @on_shards
