@@ -52,6 +52,9 @@ MOST_COLUMNS = 128
 LEAST_KEPT = 64
 MOST_KEPT = 1024
 """The fewest and the most search directions that CG keeps with their images; fewer save no more than a tenth."""
+ENOUGH_KEPT = 512
+"""The fewest that later solves start from: a block of 8 columns takes as many at a condition number of 10⁵, and a
+sketch takes fewer products than a solve that keeps half of them."""
 KEPT_SHARE = 4
 """They take at most one part in so many of the bytes left; products need the rest."""
 SKETCH_SERVES = 4
@@ -232,9 +235,10 @@ def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route,
     plain = _route("cg", least, s.vectors(), *obstacles)
     if s.directions is None:
         return sketched, plain
-    few = (not s.directions, "memory has no room for the directions")
+    coarse = (s.itemsize < 8, "rounding in float32 ends their conjugacy")
+    few = (s.directions < min(ENOUGH_KEPT, s.rows), f"memory has room for {s.directions} directions, not {ENOUGH_KEPT}")
     return (
-        _route(RECYCLED, least, s.vectors() + 2 * s.directions * s.rows * s.itemsize, *obstacles, few),
+        _route(RECYCLED, least, s.vectors() + 2 * s.directions * s.rows * s.itemsize, *obstacles, coarse, few),
         sketched,
         plain,
     )

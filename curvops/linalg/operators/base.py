@@ -604,18 +604,15 @@ class Operator(LinearOperator):
             The directions, none before the first solve; None if a sketch or plain CG is expected to take fewer
             products.
         """
-        taken = routes.chosen(routes.conjugate_gradients(self._iterated(columns, memory_budget)))
+        system = routes.System(self.shape[-1], columns, itemsize=self.dtype.itemsize)
+        taken = routes.chosen(routes.conjugate_gradients(self._iterated(system, memory_budget)))
         return self._past_directions if taken is not None and taken.name == routes.RECYCLED else None
 
-    def _iterated(
-        self, columns: int, memory_budget: int | None = None, system: routes.System | None = None
-    ) -> routes.System:
+    def _iterated(self, system: routes.System, memory_budget: int | None = None) -> routes.System:
         """Return the system with the facts about its solution by conjugate gradients."""
-        past, system = self._past_directions, system or routes.System(self.shape[-1], columns)
-        fitting = (
-            None if past is None else most_directions(self, min(columns, routes.MOST_COLUMNS), memory_budget, past)
-        )
-        return replace(system, sketch=self._takes_sketch, directions=fitting)
+        past, columns = self._past_directions, min(system.columns, routes.MOST_COLUMNS)
+        most = None if past is None else most_directions(self, columns, memory_budget, past)
+        return replace(system, sketch=self._takes_sketch, directions=most)
 
     # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first. Without
     # one, a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has
@@ -638,7 +635,7 @@ class Operator(LinearOperator):
             TypeError, ValueError: columns is not a whole number, at least 1.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
-        return routes.SolvePlan({"solve": routes.routes(self._iterated(columns, system=system))})
+        return routes.SolvePlan({"solve": routes.routes(self._iterated(system))})
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.

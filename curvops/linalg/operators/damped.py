@@ -211,7 +211,8 @@ class Damped(UnaryOperator):
         # A run with a checkpoint saves a sketch, and continues with it to the bit.
         if not memories_of(self) or self.batch_shape or current():
             return None
-        return self._cache.get_or_compute("directions", self.representation(), KeptDirections, (self.shift,))
+        past = self._cache.get_or_compute("directions", self.representation(), KeptDirections, (self.shift,))
+        return None if past.ended else past
 
     @property
     def _takes_sketch(self) -> bool:

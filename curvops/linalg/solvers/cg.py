@@ -204,15 +204,18 @@ def recycling_cg(
 ) -> Solution:
     """Solve as `cg` does, from the minimum over the directions of earlier solves with A, and add those of this one.
 
+    Without ``maxiter`` it ends after twice as many products as directions fit: a preconditioner is then needed.
+
     Source: Krylov spaces recycled as by Erhel & Guyomarc'h 2000, with conjugation to all directions, not to the last.
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, None, memory_budget)
     require_accuracy(A, rtol)
-    goal = goal_of(facts.rows, rtol, maxiter, None)
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
-        directions = past.continued(most_directions(A, part.shape[1], memory_budget, past), partial(keep, A))
+        most = most_directions(A, part.shape[1], memory_budget, past)
+        directions = past.continued(most, partial(keep, A))
+        goal = Goal(float(rtol), CHECK_EVERY + 2 * most // part.shape[1] if maxiter is None else maxiter)
         found = _solve(A, as_function(None), _algebra(facts.dtype, directions), part, start, goal)
         if found.accepted:
             past.take(directions)

@@ -70,6 +70,8 @@ class KeptDirections:
     panels: tuple[Panel, ...] = ()
     own: int = field(default=0, init=False)
     """How many of the last panels belong to this solve; those of earlier solves are only read."""
+    ended: bool = field(default=False, init=False)
+    """Whether no directions are kept any more."""
 
     @property
     def count(self) -> int:
@@ -87,15 +89,16 @@ class KeptDirections:
 
     def take(self, later: KeptDirections) -> None:
         """Keep the directions of a further solve, too, without the room left in its last panel."""
-        if later.own and later.count > self.count:
-            last = Panel(*map(as_block, later.panels[-1].pair), later.panels[-1].filled)
+        if later.own and later.count > self.count and not self.ended:
+            Q, PQ = later.panels[-1].pair
+            last = Panel(as_block(Q), as_block(PQ), Q.shape[1])
             later.count_bytes(last)
             self.panels = (*later.panels[:-1], last)
 
-    def add(self, Q: Vectors, PQ: Vectors, curvature: Float[Tensor, "r r"]) -> None:
+    def add(self, Q: Vectors, PQ: Vectors, curvature: Float[Tensor, "r *r"]) -> None:
         """Keep directions that are conjugate to the others, if there is room for all of them."""
         r = Q.shape[1]
-        if not r or self.count + r > self.most:
+        if not r or self.ended or self.count + r > self.most:
             return
         L, _ = torch.linalg.cholesky_ex(curvature)
         scale = torch.linalg.solve_triangular(L, torch.eye(r, dtype=L.dtype, device=L.device), upper=False).mT
@@ -138,8 +141,8 @@ class KeptDirections:
         return (panel.pair for panel in self.panels)
 
     def end(self) -> None:
-        """Forget the directions, and keep no more: the matrix is singular to rounding."""
-        self.most, self.panels, self.own = 0, (), 0
+        """Forget the directions, and keep no more: the matrix is too close to singular for them."""
+        self.most, self.panels, self.own, self.ended = 0, (), 0, True
 
     def state(self) -> dict[str, Any]:
         """Return the directions, as a state from which a run continues."""

@@ -60,8 +60,11 @@ from curvops.linalg.solvers.kept_directions import KeptDirections
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner
-from curvops.linalg.solvers.verdicts import precision_limited
+from curvops.linalg.solvers.verdicts import UNDECIDED, precision_limited
 from curvops.progress import Progress, at_work, check_progress
+
+PRECONDITIONED = UNDECIDED | {Reason.SINGULAR}
+"""Reasons for which a system that plain CG did not solve is tried with a sketch."""
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
@@ -206,22 +209,27 @@ class Request:
             return accept(lsmr(operator, B, consistent=square, **common), rtol)
         if self.method == "minres":
             return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
-        iterate, K = self._conjugate_gradients(operator, B.shape[1]), B.shape[1]
-        if K <= MOST_COLUMNS:
-            return accept(iterate(operator, B, **common), rtol)
+        if (K := B.shape[1]) <= MOST_COLUMNS:
+            return accept(self._conjugate_gradients(operator, B, K, common), rtol)
         X = empty_block(B, K)
         for start in range(0, K, MOST_COLUMNS):
-            put(X, start, accept(iterate(operator, part(B, start, start + MOST_COLUMNS), **common), rtol))
+            block = part(B, start, start + MOST_COLUMNS)
+            put(X, start, accept(self._conjugate_gradients(operator, block, K, common), rtol))
         return X
 
-    def _conjugate_gradients(self, operator: LinearOperator, columns: int) -> Callable[..., Solution]:
-        """Return CG with the given preconditioner, else with what the operator keeps for so many columns."""
+    def _conjugate_gradients(self, operator: LinearOperator, B: Tensor, K: int, common: dict[str, Any]) -> Solution:
+        """Solve for B, of K columns in all, with the given preconditioner, else with what the operator keeps."""
         if self.preconditioner is not None or not isinstance(operator, TaggedOperator):
-            return partial(cg, preconditioner=self.preconditioner)
-        past = operator.directions(columns, memory_budget=self.memory_budget)
+            return cg(operator, B, preconditioner=self.preconditioner, **common)
+        start, past = None, operator.directions(K, memory_budget=self.memory_budget)
         if past is not None:
-            return partial(recycling_cg, past=past)
-        return partial(cg, preconditioner=operator.preconditioner(columns, memory_budget=self.memory_budget))
+            found = recycling_cg(operator, B, past, **common)
+            if self.maxiter is not None or not any(reason in PRECONDITIONED for reason in found.reasons):
+                return found
+            past.end()  # later solves take a sketch at once
+            start = found.x
+        M = operator.preconditioner(K, memory_budget=self.memory_budget)
+        return cg(operator, B, preconditioner=M, x0=start, **common)
 
 
 @on_shards

@@ -103,6 +103,7 @@ def plan(terms: PrecisionTerms, columns: int) -> SolvePlan:
     if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
         system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
     rows = replace(system, asked="cg", further=True, columns=columns + (cache.known("columns") or 0))
+    rows = terms.precision._iterated(rows)
     found = {"draws": routes(system), "predictions": routes(rows)}
     return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
 
