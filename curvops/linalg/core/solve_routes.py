@@ -236,7 +236,8 @@ def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route,
     if s.directions is None:
         return sketched, plain
     coarse = (s.itemsize < 8, "rounding in float32 ends their conjugacy")
-    few = (s.directions < min(ENOUGH_KEPT, s.rows), f"memory has room for {s.directions} directions, not {ENOUGH_KEPT}")
+    enough = min(ENOUGH_KEPT, s.rows // 2)
+    few = (s.directions < enough, f"memory has room for {s.directions} directions, not {enough}")
     return (
         _route(RECYCLED, least, s.vectors() + 2 * s.directions * s.rows * s.itemsize, *obstacles, coarse, few),
         sketched,

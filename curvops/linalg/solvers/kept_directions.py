@@ -157,5 +157,7 @@ class KeptDirections:
 
 def most_directions(A: Matrix, columns: int, memory_budget: int | None, past: KeptDirections) -> int:
     """Return how many directions, past ones included, fit beside the working vectors, for an operator of a network."""
-    size, room = vector_bytes(describe_square(A)), room_for(A, memory_budget, 0) if memories_of(A) else None
-    return 0 if room is None else kept_directions(room + past.nbytes - VECTORS * size * columns, size)
+    facts, room = describe_square(A), room_for(A, memory_budget, 0) if memories_of(A) else None
+    size = vector_bytes(facts)
+    fitting = 0 if room is None else kept_directions(room + past.nbytes - VECTORS * size * columns, size)
+    return min(facts.rows // 2, fitting)  # what is left of a small space is rounding

@@ -31,7 +31,7 @@ TAKEN = {
     "definite without a shift": (replace(LARGE, sketch=False), "cg"),
     "directions": (replace(LARGE, directions=512), "cg with kept directions"),
     "too few directions": (replace(LARGE, directions=511), "cg with a sketch"),
-    "directions of few rows": (System(rows=300, directions=300), "cg with kept directions"),
+    "directions of few rows": (System(rows=300, directions=150), "cg with kept directions"),
     "directions in float32": (replace(LARGE, directions=1024, itemsize=4), "cg with a sketch"),
     "directions without a shift": (replace(LARGE, directions=511, sketch=False), "cg"),
     "directions of an indefinite matrix": (replace(LARGE, directions=1024, definite=False), "minres"),
