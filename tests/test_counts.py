@@ -157,6 +157,8 @@ STREAMED, LAYERWISE, AUTODIFF = ({"engine": name} for name in ("streamed", "laye
 BFLOAT16 = {"compute_dtype": torch.bfloat16}
 X = torch.ones(4, 6, dtype=torch.float64)
 INTO_ONE_BATCH = BATCH / N
+SLOPES = 1
+"""The backward passes behind products by layer rules: this network's only hidden layer keeps slopes, whatever C."""
 LINEARISED = Counts(1, 1, C)
 """A pass forward and one backward for each output: what layer rules need, once."""
 TABLE = {
@@ -169,14 +171,14 @@ TABLE = {
     # A push and a pull of one vector share a pass; of several, each push has its own, and the pulls share one.
     "GGN product, streamed": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, 1, 1), STREAMED),
     "GGN products of 5 vectors, streamed": Row(lambda lin: times(co.GGN(lin), 5), Counts(1, 6, 5, 5), STREAMED),
-    "GGN product, layerwise": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, C, 1), LAYERWISE),
-    "four GGN products, layerwise": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, C, 4), LAYERWISE),
-    "four GGN products, bfloat16": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, C, 4), BFLOAT16),
+    "GGN product, layerwise": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, SLOPES, 1), LAYERWISE),
+    "four GGN products, layerwise": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, SLOPES, 4), LAYERWISE),
+    "four GGN products, bfloat16": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, SLOPES, 4), BFLOAT16),
     # The first streams; the second records a pass and another of tangents, checked on one batch; each pulls once.
     "four GGN products, autodiff": Row(
         lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 3, (4, 4 + INTO_ONE_BATCH), 4), AUTODIFF
     ),
-    "four GGN products, auto": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 1 + 1, 1 + C, 4)),
+    "four GGN products, auto": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 1 + 1, 1 + SLOPES, 4)),
     "20 products of a last layer": Row(
         lambda lin: times(co.GGN(lin), 1, 20), Counts(1, 1, 0, 20), {"parameters": "last_layer"}
     ),
@@ -184,11 +186,11 @@ TABLE = {
         lambda lin: times(co.EmpiricalFisher(lin), 1, 4), Counts(1, 1, 1, 4), LAYERWISE
     ),
     "Monte-Carlo GGN": Row(lambda lin: co.GGN(lin, mc_samples=2, generator=seeded()), Counts(1, 1)),
-    # With layer rules forced, the outputs from which targets are drawn come with the rules' C backward passes.
+    # With layer rules forced, the outputs from which targets are drawn come with the rules' slopes.
     "four products of a Monte-Carlo GGN": Row(
-        lambda lin: times(co.GGN(lin, mc_samples=2, generator=seeded()), 1, 4), Counts(2, 2, C + 2, 4), LAYERWISE
+        lambda lin: times(co.GGN(lin, mc_samples=2, generator=seeded()), 1, 4), Counts(2, 2, SLOPES + 2, 4), LAYERWISE
     ),
-    "five draws of N(0, G)": Row(lambda lin: co.linalg.draw(co.GGN(lin), 5, seeded()), LINEARISED),
+    "five draws of N(0, G)": Row(lambda lin: co.linalg.draw(co.GGN(lin), 5, seeded()), Counts(1, 1, SLOPES)),
     "diagonal of the GGN": Row(lambda lin: co.DiagonalGGN(lin), LINEARISED),
     "diagonal of one drawn target": Row(
         lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=seeded()), Counts(2, 2, 1)
@@ -207,34 +209,35 @@ TABLE = {
     "tangent kernel, formed": Row(lambda lin: co.TangentKernel(lin).to_dense(), Counts((1, 2), 1, C)),
     # Blocks of vectors: the cost rule takes layer rules at once, and every product is one of those asked for.
     "nystrom of rank 20": Row(
-        lambda lin: co.linalg.nystrom(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, C, 20)
+        lambda lin: co.linalg.nystrom(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, SLOPES, 20)
     ),
     "low_rank of rank 20, and 16 that measure its error": Row(
-        lambda lin: co.low_rank(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, C, 20 + 16)
+        lambda lin: co.low_rank(co.GGN(lin), rank=20, generator=seeded()), Counts(1, 1, SLOPES, 20 + 16)
     ),
     "trace of 30 products": Row(
-        lambda lin: co.linalg.trace(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, C, 30)
+        lambda lin: co.linalg.trace(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, SLOPES, 30)
     ),
     "diagonal of 30 products": Row(
-        lambda lin: co.linalg.diagonal(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, C, 30)
+        lambda lin: co.linalg.diagonal(co.GGN(lin), max_matvecs=30, generator=seeded()), Counts(1, 1, SLOPES, 30)
     ),
     "logdet of at most 100 products": Row(
-        lambda lin: co.linalg.logdet(damped(lin), max_matvecs=100, generator=seeded()), Counts(1, 1, C, (20, 100))
+        lambda lin: co.linalg.logdet(damped(lin), max_matvecs=100, generator=seeded()), Counts(1, 1, SLOPES, (20, 100))
     ),
     # Single vectors: the first product is streamed.
-    "lanczos of 10 steps": Row(lambda lin: co.linalg.lanczos(co.GGN(lin), 10), Counts(2, 2, 1 + C, 10)),
-    "cg": Row(lambda lin: co.linalg.cg(damped(lin), ones(damped(lin))), Counts(2, 2, 1 + C, (5, 40))),
+    "lanczos of 10 steps": Row(lambda lin: co.linalg.lanczos(co.GGN(lin), 10), Counts(2, 2, 1 + SLOPES, 10)),
+    "cg": Row(lambda lin: co.linalg.cg(damped(lin), ones(damped(lin))), Counts(2, 2, 1 + SLOPES, (5, 40))),
     "three eigenpairs": Row(
-        lambda lin: co.linalg.eigsh(co.GGN(lin), 3, generator=seeded()), Counts((1, 2), (1, 4), (C, 2 + C), (9, 60))
+        lambda lin: co.linalg.eigsh(co.GGN(lin), 3, generator=seeded()),
+        Counts((1, 2), (1, 4), (SLOPES, 2 + SLOPES), (9, 60)),
     ),
     "posterior of the GGN": Row(posterior, Counts()),
     "its evidence, from the formed matrix": Row(
-        lambda lin: posterior(lin).log_evidence(), Counts((1, 2), (1, 2), C, (0, 403))
+        lambda lin: posterior(lin).log_evidence(), Counts((1, 2), (1, 2), SLOPES, (0, 403))
     ),
-    "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (C, 2 * C), (0, 40))),
+    "its five draws": Row(lambda lin: posterior(lin).sample(5), Counts((1, 4), (1, 3), (SLOPES, 2 * C), (0, 40))),
     "its predictions at four points": Row(
         lambda lin: posterior(lin).predict(X).covariance_matrix,
-        Counts((1, 2), (1, 2), (C, 2 * C), (0, 12 * 12)),
+        Counts((1, 2), (1, 2), (SLOPES, 2 * C), (0, 12 * 12)),
     ),
     "Hessian product, after a check at two points": Row(
         lambda lin: times(co.Hessian(lin)), Counts(2, 1 + 2 / N, (0, float("inf")))

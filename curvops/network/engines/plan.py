@@ -12,6 +12,9 @@ Unit: one loss gradient of the batch, 3 F multiply-adds if a forward pass takes 
 For a Fisher from residuals the layerwise engine stores one row per sample and point instead of C (`for_rows`): building
 it takes 2/3 of a gradient for any C, and it pays from the first product.
 
+A layer that feeds the last one keeps slopes instead of δ, and multiplies by the last layer's weight, C multiply-adds a
+unit in each direction.
+
 Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
 Each visit of a layer costs `OVERHEAD` multiply-adds, whatever the layer's size: one visit per vector by autodiff, one
 per block by the layerwise engine. These visits are most of the cost of small networks.
@@ -95,7 +98,7 @@ class Plan(Tabular):
 
     def for_rows(self, rows: int) -> Plan:
         """Return the plan of Lᵀ J, with this number of rows per point instead of the outputs; L is the last δ."""
-        layers = tuple(dataclasses.replace(layer, is_last=False) for layer in self.layers)
+        layers = tuple(dataclasses.replace(layer, is_last=False, feeds_last=False) for layer in self.layers)
         return dataclasses.replace(self, num_outputs=rows, layers=layers)
 
     def bytes_needed(self, kind: EngineKind) -> int:
@@ -159,7 +162,7 @@ class Plan(Tabular):
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
-        backward = 0 if self.is_last_layer else self.num_outputs
+        backward = 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
         passes = (1 + backward) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
         return passes + (RECORDING if self.records(kind) else 0.0)
 
@@ -192,20 +195,23 @@ class Plan(Tabular):
         return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:
-        return not layer.is_last and layer.as_rows(self.num_outputs)
+        return not (layer.is_last or layer.feeds_last) and layer.as_rows(self.num_outputs)
 
     def _bytes(self, layer: Layer) -> int:
         numbers = self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
         return numbers * (self.itemsize if self.compute_dtype is None else self.compute_dtype.itemsize)
 
     def _read(self, layer: Layer) -> int:
-        """Return the numbers per point that a product reads: δ or the layer's own Jacobian; none for the last."""
+        """Return the numbers per point that a product reads: δ, slopes or the layer's Jacobian; none for the last."""
         if layer.is_last:
             return 0
+        if layer.feeds_last:
+            return layer.output[1:].numel()
         return self.num_outputs * (layer.size if self._as_rows(layer) else layer.output[1:].numel())
 
     def _product(self, layer: Layer) -> int:
-        return self._read(layer) + (0 if self._as_rows(layer) else layer.multiply_adds)
+        through = self.num_outputs * layer.output[1:].numel() if layer.feeds_last else self._read(layer)
+        return through + (0 if self._as_rows(layer) else layer.multiply_adds)
 
     __repr__ = Tabular.as_text
 
@@ -218,7 +224,8 @@ class Plan(Tabular):
                 rows.append((layer.path or "(model)", f"{layer.size:,}", f"autodiff: {why}", "", ""))
                 continue
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
-            kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"
+            kept = "Jacobian rows" if self._as_rows(layer) else "a and slopes" if layer.feeds_last else "a and δ"
+            kept = "a" if layer.is_last else kept
             rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{self._bytes(layer):,}", f"{cost:.2f}"))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
         head = ("layer", "parameters", "kept as", "bytes per point", "gradients per product")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.engines import layerwise
-from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of, record
+from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, Slopes, owners_of, record
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
@@ -256,3 +256,103 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
         assert mismatches(engine, reference) == set()
+
+
+def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:
+    network = Model(model.eval(), parameters)
+    return Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
+
+
+FUNCTIONS = [
+    *(
+        nn.ReLU(),
+        nn.ReLU(inplace=True),
+        nn.LeakyReLU(),
+        nn.ELU(),
+        nn.CELU(),
+        nn.SELU(),
+        nn.GELU(),
+        nn.SiLU(),
+        nn.Mish(),
+    ),
+    *(
+        nn.Softplus(),
+        nn.Tanh(),
+        nn.Sigmoid(),
+        nn.LogSigmoid(),
+        nn.Hardtanh(),
+        nn.ReLU6(),
+        nn.Hardswish(),
+        nn.Identity(),
+    ),
+    *(nn.Hardsigmoid(), nn.Threshold(0.1, 0.2), nn.Sequential(nn.Tanh(), nn.SiLU()), nn.Dropout()),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_an_elementwise_function_separates_from_the_last_keeps_slopes(
+    function: nn.Module, bias: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 5, bias), function, nn.Linear(5, 7, bias)).double()
+    inputs = torch.randn(6, 4).double()
+    engine = engine_of(model, inputs)
+    assert [type(part) for part in engine.parts] == [Slopes, Features]
+    J = dense_jacobian(model, inputs)
+    everything = engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double()))
+    assert agree(everything.flatten(1).mT, J)
+    pulled = engine.model.selection.join(engine.pull(torch.eye(J.shape[0]).double().unflatten(1, (6, 7))))
+    assert agree(pulled.mT, J)
+    assert engine.nbytes == 8 * 6 * (4 + 5 + 5) == sum(part.nbytes for part in engine.parts)
+    some = engine.at(slice(2, 5))
+    assert some is not None
+    assert agree(some.push(engine.model.selection.split(torch.eye(J.shape[1]).double())), everything[:, 2:5])
+
+
+def of_a_sum(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.fc1(x))
+    return m.head(torch.tanh(m.fc2(h)) + h)
+
+
+def used_twice(m: Any, x: Tensor) -> Tensor:
+    z = m.fc2(torch.tanh(m.fc1(x)))
+    return m.head(torch.tanh(z) * z)
+
+
+def over_a_softmax(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.fc2(torch.tanh(m.fc1(x))).softmax(-1))
+
+
+def beside_the_last(m: Any, x: Tensor) -> Tensor:
+    z = m.fc2(torch.tanh(m.fc1(x)))
+    return m.head(torch.tanh(z)) + z[:, :3]
+
+
+def at_positions(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(m.fc2(torch.tanh(m.fc1(x.unflatten(1, (1, -1))))))).flatten(1)
+
+
+def of_an_exponential(m: Any, x: Tensor) -> Tensor:
+    z = m.fc2(torch.tanh(m.fc1(x)))
+    return m.head(torch.tanh(z).exp())
+
+
+@pytest.mark.parametrize(
+    "wiring", [of_a_sum, used_twice, over_a_softmax, beside_the_last, at_positions, of_an_exponential]
+)
+def test_other_layers_before_the_last_keep_their_sensitivities(wiring: Any) -> None:
+    model, inputs = parts.Wired(wiring).double(), torch.randn(6, 4).double()
+    engine, J = engine_of(model, inputs), dense_jacobian(model, inputs)
+    assert Slopes not in {type(part) for part in engine.parts}
+    assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
+
+
+def test_slopes_need_the_weight_of_the_last_layer_as_a_parameter() -> None:
+    model, inputs = ZOO["inplace_relu"].build()
+    for parameters, first in ((["0.*"], Factors), (["0.*", "2.bias"], Factors), (["0.weight", "2.weight"], Slopes)):
+        engine = engine_of(model, inputs, parameters)
+        names = engine.model.selection.names
+        J = dense_jacobian(model, inputs).split([p.numel() for p in model.parameters()], 1)
+        J = torch.cat([part for (name, _), part in zip(model.named_parameters(), J) if name in names], 1)
+        assert type(engine.parts[0]) is first
+        assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)

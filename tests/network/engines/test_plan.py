@@ -23,17 +23,29 @@ def plan_of(model: nn.Module, inputs: torch.Tensor, engine: str = "auto") -> Pla
 
 
 def wide(num_outputs: int) -> Plan:
-    return plan_of(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, num_outputs)), torch.randn(2, 200))
+    hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
+    return plan_of(nn.Sequential(*hidden, nn.Linear(300, num_outputs)), torch.randn(2, 200))
 
 
 def test_bytes_by_hand() -> None:
-    """Two linear layers in float32: a of each, and δ of all but the last; recorded, what autograd saves."""
+    """Three linear layers in float32: a of each, δ of the first, slopes of the second; recorded, what is saved."""
     plan = wide(10)
-    a, delta = 200 + 300, 10 * 300
-    assert plan.layerwise_bytes == 4 * (a + delta)
-    assert plan.routes.saved_bytes == 4 * (200 + 300)
-    assert plan.forward == 200 * 300 + 300 * 10
+    a, delta, slopes = 200 + 300 + 300, 10 * 300, 300
+    assert plan.layerwise_bytes == 4 * (a + delta + slopes)
+    assert plan.routes.saved_bytes == 4 * (200 + 300 + 300)
+    assert plan.forward == 200 * 300 + 300 * 300 + 300 * 10
     assert plan.bytes_needed("streamed") == 0
+
+
+def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() -> None:
+    """Slopes take one backward pass and one number a unit, whatever C; both directions go through the last weight."""
+    plan = plan_of(nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 1000)), torch.randn(2, 200))
+    assert plan.layerwise_bytes == 4 * (200 + 300 + 300)
+    assert plan.build("layerwise") == 1 / 3
+    through = 2 * (200 * 300 + 2 * 300 * 1000 + 8 * 300)
+    assert plan.per_vector("layerwise") == through / (3 * plan.forward) < plan.per_vector("recorded")
+    assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
+    assert "a and slopes" in str(plan)
 
 
 @pytest.mark.parametrize("kind", ["recorded", "layerwise"])
@@ -128,7 +140,8 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
     monkeypatch.setattr(plan_module, "OVERHEAD", 0.0)
     outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
-    model = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, outputs)).double()
+    hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
+    model = nn.Sequential(*hidden, nn.Linear(300, outputs)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
     return passes

@@ -59,14 +59,14 @@ def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "OVERHEAD", 0.0)  # as of a large network
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 500))
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 500))
     x, draws = torch.randn(40, 20), torch.randn(1, 40, 500)
     whole = Passes(Model(model), labelled(x, torch.zeros(40), (40,)), memory_budget=PLENTY)
     walk, v = whole.with_root(Sampled(Gaussian(), draws)), torch.randn(whole.model.theta.numel(), 1)
     for passes in (whole, walk):
         push(passes, v)
     assert whole.plan.in_use == {} and walk.plan.in_use == {"layerwise": 1}
-    assert walk.plan.layerwise_bytes == 4 * (20 + 30 + 30 + 500)
+    assert walk.plan.layerwise_bytes == 4 * (20 + 30 + 30 + 30 + 30 + 500)
     assert walk._kept[0][1].nbytes == 40 * walk.plan.layerwise_bytes
 
 
@@ -85,7 +85,7 @@ def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_inpu
 
 
 def test_walks_share_one_budget_and_give_it_back() -> None:
-    whole, walk, S = reduced("mlp", "layerwise")
+    whole, walk, S = reduced("mlp", "layerwise", 1)
     V = columns(S.shape[1], 1)
     whole.memory.budget = N * whole.plan.layerwise_bytes
     assert walk.plan.layerwise_bytes < whole.plan.layerwise_bytes
