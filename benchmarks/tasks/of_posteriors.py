@@ -203,14 +203,13 @@ def subnetwork_ours(problem: Trained) -> Tensor:
 
 
 def subnetwork_theirs(problem: Trained) -> Tensor:
-    from laplace import SubnetLaplace
+    from laplace import Laplace
     from laplace.curvature import BackPackGGN
     from laplace.utils import LargestMagnitudeSubnetMask
 
     indices = LargestMagnitudeSubnetMask(problem.model, n_params_subnet=1000).select()
-    la: Any = SubnetLaplace(
-        problem.model, "classification", subnetwork_indices=indices, hessian_structure="full", backend=BackPackGGN
-    )
+    of = {"subset_of_weights": "subnetwork", "hessian_structure": "full", "subnetwork_indices": indices}
+    la: Any = Laplace(problem.model, "classification", **of, backend=BackPackGGN)
     la.fit(problem.loader)
     return torch.cat([la(x, link_approx="probit") for x in problem.parts])
 

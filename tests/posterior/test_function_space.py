@@ -95,6 +95,25 @@ def test_the_evidence_is_exact(formed):
     assert float(other.log_evidence(1e-9).log_determinant_ratio.value) == pytest.approx(float(expected), rel=1e-10)
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "gaussian"])
+def test_a_single_evidence_decomposes_nothing(likelihood, monkeypatch):
+    """Cholesky serves the first prior, unless rounding may matter; the spectrum later ones, to the same digits."""
+    lin, decomposed = wide(likelihood), []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *args: decomposed.append(1) or eigh(*args))
+    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    first = post.log_evidence(mode="map").log_determinant_ratio
+    assert not decomposed and first.reason.name == "CONVERGED"
+    again = post.log_evidence(mode="map").log_determinant_ratio
+    assert len(decomposed) == 1 and first.matvecs == again.matvecs
+    assert float(first.value) == pytest.approx(float(again.value), rel=1e-12)
+    assert abs(float(first.value - again.value)) <= float(first.bias_bound) <= 1e-9
+    expected = torch.logdet(co.GGN(lin).to_dense() / ALPHA + torch.eye(WIDE, dtype=DOUBLE))
+    assert float(first.value) == pytest.approx(float(expected), rel=1e-10)
+    tiny = co.laplace(wide(likelihood), prior_precision=1e-14, check_mode=False)
+    assert float(tiny.log_evidence(mode="map").log_determinant_ratio.bias_bound) > 0 and len(decomposed) == 2
+
+
 def test_draws_are_those_of_weight_space(formed):
     post, *_ = formed
     found = post.deviations(3, generator=torch.Generator().manual_seed(0), rtol=1e-9)
