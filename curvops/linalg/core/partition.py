@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 PANEL_BYTES = 2**22
 """The bytes of a panel of columns, in which long blocks are mapped on a CPU, so that its copies stay in the cache."""
+
+
+Bordered = tuple[range, range]
+"""The positions of a matrix (weights) and of a column to its right (biases), of which a part consists row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +48,15 @@ class Partition:
         """Return the parts of each row, (..., n) -> (..., p_i), as views if the positions are ranges."""
         if self.in_order:
             return list(torch.split(rows, self.sizes, dim=-1))
-        return [
-            rows.narrow(-1, part.start, len(part)) if isinstance(part, range) else rows.index_select(-1, part)
-            for part in self.parts
-        ]
+        return [_taken(rows, part, pair) for part, pair in zip(self.parts, self._bordered)]
 
     def join(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Join the parts again, the inverse of `split`; into `out` if it is given."""
-        if self._by_start is not None:
-            return torch.cat([parts[i] for i in self._by_start], dim=-1, out=out)
+        if all(isinstance(part, range) or pair for part, pair in zip(self.parts, self._bordered)):
+            pieces: dict[int, Tensor] = {}
+            for values, part, pair in zip(parts, self.parts, self._bordered):
+                pieces |= _cut(values, pair) if pair else {cast(range, part).start: values}
+            return torch.cat([pieces[start] for start in sorted(pieces)], dim=-1, out=out)
         return torch.index_select(torch.cat(list(parts), dim=-1), -1, self._places, out=out)
 
     def split_columns(self, block: Tensor) -> list[Tensor]:
@@ -77,10 +82,9 @@ class Partition:
         return found.mT
 
     @cached_property
-    def _by_start(self) -> list[int] | None:
-        """The order of the parts, if all of them are ranges."""
-        starts = [part.start for part in self.parts if isinstance(part, range)]
-        return sorted(range(len(starts)), key=starts.__getitem__) if len(starts) == len(self.parts) else None
+    def _bordered(self) -> list[Bordered | None]:
+        """The matrix and the column that each index tensor on a CPU consists of, if it does: copies, not gathers."""
+        return [_matrix_and_column(part) if isinstance(part, Tensor) else None for part in self.parts]
 
     @cached_property
     def _places(self) -> Tensor:
@@ -92,6 +96,37 @@ class Partition:
     def to(self, device: torch.device | None) -> Partition:
         """Return the partition with its index tensors on a device."""
         return Partition(tuple(p.to(device) if isinstance(p, Tensor) else p for p in self.parts))
+
+
+def _matrix_and_column(index: Tensor) -> Bordered | None:
+    """Return what these positions consist of; None for other positions, and on an accelerator, which would wait."""
+    jumps = (index.diff() != 1).nonzero() if index.device.type == "cpu" else index[:0]
+    if not len(jumps):
+        return None
+    columns = int(jumps[0]) + 1
+    rows = len(index) // (columns + 1)
+    start, beside = int(index[0]), int(index[columns])
+    matrix = torch.arange(start, start + rows * columns).view(rows, columns)
+    found = torch.cat([matrix, torch.arange(beside, beside + rows).unsqueeze(1)], 1).flatten()
+    pair = range(start, start + rows * columns), range(beside, beside + rows)
+    return pair if torch.equal(found, index) else None
+
+
+def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
+    """Return a part of each row, (..., n) -> (..., p)."""
+    if isinstance(part, range):
+        return rows.narrow(-1, part.start, len(part))
+    if pair is None:
+        return rows.index_select(-1, part)
+    matrix, column = (rows.narrow(-1, each.start, len(each)).unflatten(-1, (len(pair[1]), -1)) for each in pair)
+    return torch.cat([matrix, column], -1).flatten(-2)
+
+
+def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
+    """Return the matrix and the column of a part by the positions at which they start."""
+    matrix, column = pair
+    table = values.unflatten(-1, (len(column), -1))
+    return {matrix.start: table[..., :-1].flatten(-2), column.start: table[..., -1]}
 
 
 def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:

@@ -26,6 +26,11 @@ def close(actual, expected, tolerance=1e-10):
         [range(3), range(3, 5), range(5, 9)],
         [range(3, 5), range(5, 9), range(3)],
         [torch.tensor([8, 0, 3]), torch.tensor([1, 2]), torch.tensor([4, 5, 6, 7])],
+        [torch.tensor([2, 3, 0, 4, 5, 1]), torch.tensor([6, 7, 8])],  # a matrix with a column beside it, in front
+        [torch.tensor([0, 1, 7, 2, 3, 8]), torch.tensor([4, 5, 6])],
+        [torch.tensor([0, 1, 7, 2, 3, 6]), torch.tensor([8]), torch.tensor([4, 5])],  # not quite one
+        [torch.tensor([0, 4, 1, 5, 2, 6]), torch.tensor([8, 3]), torch.tensor([7])],
+        [torch.tensor([0, 8]), torch.tensor([1, 2, 3, 4, 5, 6, 7])],
     ],
 )
 def test_split_and_join_are_inverse(positions):
