@@ -104,14 +104,6 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def study(images: int) -> dict[str, Any]:
-    """Both parts, each line in a process of its own."""
-    return {
-        "growth": [run_apart("benchmarks.large_network", "--points", n)[-1] for n in POINTS],
-        "inference": run_apart("benchmarks.large_network", "--stages", images),
-    }
-
-
 STUDY = study_page.Study(
     "large_network_inference",
     __doc__,
