@@ -53,7 +53,7 @@ def sghmc_ours(problem: Regression) -> Tensor:
     sampler = S.chains(S.sghmc(f, STEP, alpha=FRICTION), CHAINS)
     data = [(problem.inputs, problem.targets)]
     chain = S.run(sampler, f.params, data, steps=STEPS, thin=THIN, generator=torch.Generator().manual_seed(0))
-    return chain.draws
+    return chain.theta
 
 
 def sghmc_theirs(problem: Regression) -> Tensor:
