@@ -17,7 +17,17 @@ from curvops.checkpoint import Checkpoint
 from curvops.network import read_precision
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
-from curvops.operators.function_space.gram_cost import FORMING, HELD, Sizes, gram_cost, layer_sets
+from curvops.operators.function_space.gram_cost import (
+    FORMED,
+    FORMING,
+    HELD,
+    PASS,
+    PRODUCT,
+    TOUCHED,
+    Sizes,
+    gram_cost,
+    layer_sets,
+)
 
 DOUBLE = torch.float64
 
@@ -173,7 +183,9 @@ def test_the_least_work():
         "pairs", "pairs", "images", "rows",
     ]  # fmt: skip
     assert Sizes(t=16, u=16, r=1, s=1, **sizes).form(512, 512) == "pairs"
-    assert Sizes(t=16, u=16, r=10, s=10, **sizes).work(2, 3)["rows"] == 256 * 2304 * (600 + FORMING * (320 + 480))
+    assert Sizes(t=16, u=16, r=10, s=10, **sizes).work(2, 3)["rows"] == 256 * 2304 * (
+        600 + 50 * (16 * FORMING + FORMED)
+    )
 
 
 def test_the_cost():
@@ -181,11 +193,12 @@ def test_the_cost():
     lin = co.linearize(Tokens(), (torch.randn(7, 32), torch.arange(7) % 3), "classification")
     forward = 2 * 16 * 24 + 48 * 3
     wide, out = Sizes(1, 2, 2, 24, 17, 3, 3).work(7, 7), Sizes(1, 1, 1, 3, 49, 3, 3).work(7, 7)
-    pairs = min(wide.values()) + min(out["rows"], out["pairs"])
-    assert gram_cost(lin.plan, 7) == pytest.approx((1 + 3) / 3 + pairs / (6 * forward * 7))
+    pairs = (min(wide.values()) + min(out["rows"], out["pairs"])) / 2
+    gradient = 7 * (3 * forward + TOUCHED * (48 + 3))
+    assert gram_cost(lin.plan, 7) == pytest.approx(PASS * (1 + 3) / 3 + PRODUCT * pairs / gradient)
     most = max(4 * 7 * (3 * 48 + 32), 4 * 7 * (9 + 48))
     small = replace(lin.plan, memory_budget=2 * math.ceil(most / HELD))
-    assert gram_cost(small, 7) == pytest.approx(2 * (1 + 3) / 3 + pairs / (6 * forward * 7))
+    assert gram_cost(small, 7) == pytest.approx(2 * PASS * (1 + 3) / 3 + PRODUCT * pairs / gradient)
     assert gram_cost(replace(small, memory_budget=small.memory_budget // 2), 7) > gram_cost(small, 7)
 
 

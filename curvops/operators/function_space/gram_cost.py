@@ -19,14 +19,16 @@ from curvops.network import Layer, Plan
 
 Form = Literal["rows", "pairs", "images"]
 
-FORMING = 3.0
-"""Multiply-adds of large matrix products in the time of one that forms rows, a product for each point."""
-PAIRED = 30.0
+PASS, TOUCHED = 1.5, 90.0
+"""Thirds of a gradient in the time of a pass for δ; multiply-adds in that of what a gradient does per layer output."""
+PRODUCT = 1.35
+"""Multiply-adds of a gradient in the time of one of a matrix product: 1.0 to 1.6, by processor and network."""
+FORMING, FORMED = 2.0, 80.0
+"""Multiply-adds of large matrix products in the time of one that forms rows, and of the passes over one number."""
+PAIRED = 200.0
 """Multiply-adds in the time of the passes over one product of two sensitivities."""
-IMAGED, MATCHED = 3.0, 2.0
-"""Multiply-adds in the time of one that makes an image of δ', or that multiplies δ by it."""
-IMAGE = 20.0
-"""Multiply-adds in the time of the passes over one number of an image."""
+IMAGED, IMAGE = 2.0, 400.0
+"""Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
 HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
 """Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
 
@@ -47,9 +49,9 @@ class Sizes(NamedTuple):
         g, t, u, p, q, r, s = self
         inner = n * m * t * u * q
         return {
-            "rows": g * p * q * (n * m * r * s + FORMING * (n * r * t + m * s * u)),
+            "rows": g * p * q * (n * m * r * s + n * r * (FORMING * t + FORMED) + m * s * (FORMING * u + FORMED)),
             "pairs": g * (inner + n * m * t * u * r * s * (p + PAIRED)),
-            "images": g * (inner + n * m * t * s * p * (IMAGED * u + MATCHED * r + IMAGE)),
+            "images": g * (inner + n * m * s * p * (t * (IMAGED * u + r) + IMAGE)),
         }
 
     def form(self, n: int, m: int) -> Form:
@@ -73,8 +75,9 @@ def gram_cost(plan: Plan, points: int) -> float:
         held = sum(_numbers(layer, columns) for layer in plan.layers) * plan.itemsize * points
         panels = math.ceil(held / (share * room))
         walks, together = (panels + 1) / 2, math.ceil(points / panels)
-    pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2
-    return walks * (1 + columns) / 3 + pairs / (6 * plan.forward * points)
+    pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
+    gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
+    return PASS * walks * (1 + columns) / 3 + PRODUCT * pairs / gradient
 
 
 def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:

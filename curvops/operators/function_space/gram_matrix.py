@@ -21,7 +21,13 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Passes
 from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, Form, Sizes, layer_sets
-from curvops.operators.function_space.row_products import Sides, add_product, add_row_products, matrix_of_scales
+from curvops.operators.function_space.row_products import (
+    STRIPES,
+    Sides,
+    add_product,
+    add_row_products,
+    matrix_of_scales,
+)
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
@@ -219,23 +225,24 @@ def _add_by_pairs(
     """Add to target Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
     (n, r, g, t, _), (m, s, _, u, _) = one.left.shape, other.left.shape
     single, is_cuda = t * u == 1, one.left.is_cuda
-    limit = most_bytes if single or is_cuda else min(most_bytes, BLOCK_BYTES)
+    limit = most_bytes if is_cuda else min(most_bytes, BLOCK_BYTES)
     pairs = max(1, limit // max(1, r * t * s * u * one.left.element_size()))
-    step = max(1, min(n, math.isqrt(pairs)))
+    step = max(1, min(-(-n // STRIPES) if half else n, math.isqrt(pairs)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
         a = one.right(some) * scale
         for column in range(start if half else 0, m, across := max(1, pairs // step)):
             against = slice(column, min(m, column + across))
             b, here = other.right(against), target[some.start * r : some.stop * r, against.start * s : against.stop * s]
+            here = here.view(-1, r, against.stop - column, s).permute(1, 0, 3, 2)
             for i in range(g):
-                deltas, others = (
-                    side.left[points, :, i].flatten(0, 2) for side, points in ((one, some), (other, against))
-                )
-                outer = (deltas @ others.mT).view(-1, r, t, against.stop - column, s, u)
-                inner = a[:, i].flatten(0, 1) @ b[:, i].flatten(0, 1).mT
-                outer.mul_(inner.view(len(outer), 1, t, against.stop - column, 1, u))
-                here += outer.view(len(here), -1) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
+                deltas = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
+                others = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
+                inner = a[:, i].transpose(0, 1).flatten(0, 1) @ b[:, i].transpose(0, 1).flatten(0, 1).mT
+                # Points come last, so that the passes run over contiguous numbers.
+                outer = (deltas @ others.mT).view(t, r, len(a), u, s, len(b))
+                outer.mul_(inner.view(t, 1, len(a), u, 1, len(b)))
+                here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
 def _add_by_images(

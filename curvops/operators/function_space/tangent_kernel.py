@@ -35,9 +35,10 @@ class TangentKernel(UserOperator, Operator):
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients per vector. Choose it for few
     points and many weights (function space). If there are fewer weights than rows, the kernel plus a positive
     diagonal is solved exactly with a D × D matrix. `to_dense`, the Gram matrix, costs a forward pass and C backward
-    passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions; a product of the layer's
-    own Jacobian replaces this sum if that is less work or A is not constant on the layer. Memory: as many rows as the
-    budget has room for, and the Gram matrix.
+    passes on each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions, in one of two orders; a
+    product of the layer's own Jacobian replaces this sum if that is less work or A is not constant on its tensors. If
+    not all layers fit into memory, the passes are made again for each set that does. Memory: as many rows as the budget
+    has room for, and the Gram matrix.
 
     Args:
         lin: the linearised network.
