@@ -17,6 +17,9 @@ PANEL_BYTES = 2**22
 Bordered = tuple[range, range]
 """The positions of a matrix (weights) and of a column to its right (biases), of which a part consists row by row."""
 
+GATHERED = 2**13
+"""Below this length, index tensors are gathered, whatever they consist of: few calls count more than few numbers."""
+
 
 @dataclass(frozen=True, eq=False)
 class Partition:
@@ -84,6 +87,8 @@ class Partition:
     @cached_property
     def _bordered(self) -> list[Bordered | None]:
         """The matrix and the column that each index tensor on a CPU consists of, if it does: copies, not gathers."""
+        if self.size < GATHERED:
+            return [None] * len(self.parts)
         return [_matrix_and_column(part) if isinstance(part, Tensor) else None for part in self.parts]
 
     @cached_property

@@ -33,7 +33,9 @@ def close(actual, expected, tolerance=1e-10):
         [torch.tensor([0, 8]), torch.tensor([1, 2, 3, 4, 5, 6, 7])],
     ],
 )
-def test_split_and_join_are_inverse(positions):
+@pytest.mark.parametrize("gathered", [0, 10])
+def test_split_and_join_are_inverse(positions, gathered, monkeypatch):
+    monkeypatch.setattr("curvops.linalg.core.partition.GATHERED", gathered)
     parts = partition(positions)
     rows = random(2, 9)
     pieces = parts.split(rows)
