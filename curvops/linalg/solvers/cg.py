@@ -23,7 +23,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply, keep
+from curvops.linalg.core.memory import Multiply, keep, memories_of
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
@@ -211,6 +211,8 @@ def recycling_cg(
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, None, memory_budget)
     require_accuracy(A, rtol)
+    for memory in memories_of(A):
+        memory.expect_many()  # one engine is used from the first product on, so that the solution depends on A and B
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         most = most_directions(A, part.shape[1], memory_budget, past)
