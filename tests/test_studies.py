@@ -28,6 +28,8 @@ from benchmarks import (
 from benchmarks.networks import build
 from benchmarks.parts import diagonal
 from benchmarks.report import filled
+from benchmarks.tasks import study as tasks
+from benchmarks.tasks.task import statements
 
 
 def test_intervals_and_verdicts_are_those_of_student():
@@ -317,3 +319,34 @@ def test_features_of_the_reprior_predict_as_its_readout_does():
 
 def test_the_exponent_of_a_power_of_the_width():
     assert infinite_width.slope((4, 16, 64), [3 * w**-0.5 for w in (4, 16, 64)]) == pytest.approx(-0.5)
+
+
+def test_a_table_of_tasks_says_at_least_where_a_program_was_stopped():
+    machine = {"machine": study_page.facts(1)}
+    ratio = {"median": 0.1, "low": 0.1, "high": 0.125}
+    both = {"ours": 2 * 2**20, "theirs": 3 * 2**20}
+    row = {
+        "name": "toy", "peer": "curvlinops-for-pytorch", "version": "1", "ended": False, "pairs": 2, "ratio": ratio,
+        "seconds": {"median": 12.0}, "unit_seconds": {"median": 120.0}, "first": {"ours": 13.0}, "compared": "fewer",
+        "quality": {"ours": {"nats": 0.5}, "theirs": {"nats": 0.6}}, "peaks": both, "lines": {"ours": 2, "theirs": 9},
+    }  # fmt: skip
+    found = {"1": {**machine, "rows": [row, row | {"ended": True}], "failed": ["toy, theirs: the process ended."]}}
+    first, second = tasks.readme_table(found).splitlines()[2:4]
+    assert [cell.strip() for cell in first.split("|")][2:6] == ["curvlinops", "≥ 10.0", "2 / 3", "2 / 9"]
+    assert "≥" not in second
+    full = tasks.full_tables(found)
+    assert "8.00–10.00" in full and "> 120" in full and "Not measured: toy, theirs" in full
+    assert "nats, of a smaller problem" in full
+
+
+def test_statements_of_a_program_are_counted_with_those_of_its_functions():
+    def program(problem):
+        """Not a statement."""
+
+        def inner(x):
+            return x + 1
+
+        return inner(problem)
+
+    assert statements(program) == 3
+    assert {task.prepare is not None and statements(task.ours) <= 6 for task in tasks.TASKS.values()} == {True}

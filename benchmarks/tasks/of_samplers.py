@@ -61,19 +61,20 @@ def sghmc_theirs(problem: Regression) -> Tensor:
 
     data, N = (problem.inputs, problem.targets), problem.points
 
+    def of_chain(params: Any, batch: Any) -> Tensor:
+        squares = (torch.func.functional_call(problem.model, params, (batch[0],)) - batch[1]).square().sum()
+        return -0.5 * (squares + sum(p.square().sum() for p in params.values())) / N
+
     def log_posterior(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        outputs = torch.func.functional_call(problem.model, params, (batch[0],))
-        prior = -0.5 * sum(p.square().sum() for p in params.values())
-        return -0.5 * (outputs - batch[1]).square().sum() / N + prior / N, torch.tensor([])
+        return torch.func.vmap(of_chain, in_dims=(0, None))(params, batch).sum(), torch.tensor([])
 
     torch.manual_seed(0)
     sampler = posteriors.sgmcmc.sghmc.build(log_posterior, lr=STEP, alpha=FRICTION, temperature=1 / N)
     start = {name: p.detach().expand(CHAINS, *p.shape).clone() for name, p in problem.model.named_parameters()}
-    state = torch.func.vmap(sampler.init, randomness="different")(start)
-    step = torch.func.vmap(sampler.update, in_dims=(0, None), randomness="different")
+    state = sampler.init(start)
     kept = []
     for i in range(STEPS):
-        state, _ = step(state, data)
+        state, _ = sampler.update(state, data, inplace=True)
         if i % THIN == THIN - 1:
             kept.append(torch.cat([p.flatten(1) for p in state.params.values()], 1))
     return torch.stack(kept, 1)

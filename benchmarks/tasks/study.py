@@ -10,7 +10,7 @@ smallest of the runs, above what was resident before them. A program of another 
 are the statements of the program that a user writes. An answer that is worse than the other's is an error.
 
 Rows are kept one by one: a run that was interrupted goes on, and `--row` measures one again. Figures of one and of two
-threads stand side by side.
+threads stand side by side. A row that fails is left out of README's table, and named in the other one.
 """
 
 from __future__ import annotations
@@ -135,9 +135,7 @@ def measure(threads: int, limit: int, row: int) -> dict[str, Any]:
         except RuntimeError as error:
             failed.append(str(error))
             print(error, file=sys.stderr, flush=True)
-    if failed:
-        sys.exit("\n".join(failed))
-    return {**kept, str(threads): {"machine": facts(threads), "rows": rows}}
+    return {**kept, str(threads): {"machine": facts(threads), "rows": rows, "failed": failed}}
 
 
 def peer(row: dict[str, Any]) -> str:
@@ -181,7 +179,8 @@ def full_tables(found: Any) -> str:
             rows[-1] += [sizes(r, "peaks", MIB), sizes(r, "lines")]
         title = f"Threads: {threads}."
         shown = [heads[:6], ["task", *heads[6:]]]
-        parts.append(f"{title}\n\n{tables(heads, rows, *shown)}\n\n{machine_line(of)}")
+        failed = "".join(f"\n\nNot measured: {error}" for error in of["failed"])
+        parts.append(f"{title}\n\n{tables(heads, rows, *shown)}{failed}\n\n{machine_line(of)}")
     return "\n\n".join([*parts, qualities(next(iter(found.values()))["rows"])])
 
 
