@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from curvops.network import Layer, Plan
 
-Form = Literal["rows", "pairs", "images"]
+RowForm = Literal["rows", "pairs", "images"]
 
 PASS, TOUCHED = 1.5, 90.0
 """Thirds of a gradient in the time of a pass for δ; multiply-adds in that of what a gradient does per layer output."""
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     r: int
     s: int
 
-    def work(self, n: int, m: int) -> dict[Form, float]:
+    def work(self, n: int, m: int) -> dict[RowForm, float]:
         """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
         g, t, u, p, q, r, s = self
         inner = n * m * t * u * q
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
             "images": g * (inner + n * m * s * p * (t * (IMAGED * u + r) + IMAGE)),
         }
 
-    def form(self, n: int, m: int) -> Form:
+    def form(self, n: int, m: int) -> RowForm:
         """Return the form that takes least; with one position each, images of δ' are of no use."""
         work = self.work(n, m)
         return min(("rows", "pairs") if self.t * self.u == 1 else work, key=work.__getitem__)

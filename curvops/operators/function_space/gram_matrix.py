@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Passes
-from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, Form, Sizes, layer_sets
+from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, RowForm, Sizes, layer_sets
 from curvops.operators.function_space.row_products import (
     STRIPES,
     Sides,
@@ -187,7 +187,7 @@ def sides_of(group: Group) -> Sides | None:
     return None if left is None else Sides(left, lambda points: part.at(points).right(), part.layer.width)
 
 
-def form_of(one: Sides, other: Sides) -> Form:
+def form_of(one: Sides, other: Sides) -> RowForm:
     """Return the form that takes least work if the scales are constant on each tensor."""
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
     return Sizes(g, t, u, p, one.width, r, s).form(n, m)
