@@ -10,6 +10,7 @@ import torch
 
 from curvops.linalg import (
     Dense,
+    Kronecker,
     apply_function,
     block_jacobi,
     cg,
@@ -35,6 +36,7 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.symmetry import IN_PLACE, eigh_in_place
 from tests.linalg.matrices import log_spaced, rotation, symmetric
 
 N = 60
@@ -281,3 +283,23 @@ def test_roots_of_singular_matrices_know_what_rounding_does(method, n, dtype):
         error = (found.value.double() - root).norm() / root.norm()
         assert error <= 10 * found.error_estimates[0] or found.error_estimates[0] > 0.1  # then nothing is claimed
         assert error <= 1e-6 + 10 * torch.finfo(dtype).eps or not found.converged.all()
+
+
+@pytest.mark.parametrize("n", [IN_PLACE - 1, IN_PLACE])
+def test_eigenvectors_take_the_memory_of_a_large_matrix(n):
+    X = torch.randn(2, n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    A = X + X.mT
+    given = A.clone()
+    values, V = eigh_in_place(given)
+    assert (values - torch.linalg.eigvalsh(A)).abs().max() <= 1e-10 * values.abs().max()
+    assert (V @ torch.diag_embed(values) @ V.mT - A).abs().max() <= 1e-10 * values.abs().max()
+    assert (V.data_ptr() == given.data_ptr()) == (n == IN_PLACE)
+
+
+def test_a_decomposition_leaves_a_factor_as_it_was():
+    """A factor in double precision is not copied for it."""
+    X = torch.randn(1, IN_PLACE, IN_PLACE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    A = X @ X.mT
+    given = A.clone()
+    Kronecker(torch.ones(1, 1, 1, dtype=torch.float64), given).eigen()
+    assert torch.equal(given, A)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 import threading
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from curvops.cli.bench.problem import Counter
+from curvops.linalg.core.memory import give_back_freed
 
 STATM = Path("/proc/self/statm")
 INTERVAL = 0.002
@@ -35,7 +35,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.start = torch.cuda.memory_allocated(self.device)
         elif STATM.exists():
-            _give_back_freed()
+            give_back_freed()  # so that memory that is used again counts as growth again
             self.start = self.most = _resident()
             self.ended = threading.Event()
             self.thread = threading.Thread(target=self._sample, daemon=True)
@@ -58,13 +58,6 @@ class Peak:
 
 def _resident() -> int:
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
-
-
-def _give_back_freed() -> None:
-    """Return freed pages to the system (glibc), so that memory that is used again counts as growth again."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 @dataclass

@@ -7,6 +7,7 @@ fail: the minimum that it needs is always allowed, and only the rest is limited.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ Attempted = TypeVar("Attempted")
 
 CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
+LONG_BYTES = 2**18
+"""Bytes of a vector from which on products take so long that freed memory is given back before many of them."""
 PRODUCT_VECTORS = 4
 """Vectors per column that a product works with, in addition to its argument and its result."""
 
@@ -84,11 +87,26 @@ def working(
         yield in_parts(multiply, sys.maxsize), memory_budget
         return
     vector = vector_bytes(describe(A))
+    give_back_freed(vector)
     room = room_in(memories, 0) or 0
     width = max(1, room // (4 * PRODUCT_VECTORS * vector))
     budget = max(least * vector, room - PRODUCT_VECTORS * width * vector)
     with hold(memories, budget):
         yield in_parts(multiply, width), budget
+
+
+def give_back_freed(block_bytes: int = LONG_BYTES) -> None:
+    """Return freed memory that the C library keeps (glibc) to the system, before blocks of that size are allocated.
+
+    glibc keeps freed blocks of up to 32 MiB. They are of no use to larger ones, so that both would be resident. Nothing
+    happens with other libraries, or before small blocks.
+    """
+    trim = getattr(_LIBRARY, "malloc_trim", None) if block_bytes >= LONG_BYTES else None
+    if trim is not None:
+        trim(0)
+
+
+_LIBRARY = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:

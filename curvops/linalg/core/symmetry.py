@@ -16,6 +16,8 @@ from curvops.linalg.core.results import Reason
 
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
+IN_PLACE = 512
+"""From this many rows on, eigenvectors replace the matrix on a CPU; for fewer a copy costs nothing."""
 TILE = 256
 """The number of columns mirrored at a time."""
 
@@ -76,3 +78,16 @@ def mirror(total: Tensor) -> Tensor:
         if start + TILE < p:
             total[:, after, here] = total[:, here, after].mT
     return total
+
+
+def eigh_in_place(matrix: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch n n"]]:
+    """Return the eigenvalues, ascending, and the eigenvectors of a symmetric matrix, whose memory the vectors may take.
+
+    Beside the matrix and its vectors LAPACK works with twice as much. The transposed matrix has the layout in which it
+    writes vectors, so that no copy is needed.
+    """
+    if matrix.is_cuda or matrix.shape[-1] < IN_PLACE:
+        return torch.linalg.eigh(matrix)
+    out = matrix.new_empty(matrix.shape[:-1]), matrix.mT
+    torch.linalg.eigh(matrix.mT, out=out)
+    return out

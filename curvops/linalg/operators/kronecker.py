@@ -18,6 +18,7 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
 from curvops.progress import PATIENCE, Progress, progress_bar
@@ -576,8 +577,11 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     elif details.root is not None and details.root.shape[1] < factor.shape[1]:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = to_double(factor, details)  # only its lower triangle is read
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2 if matrix.requires_grad else matrix)
+        matrix = to_double(factor, details)
+        if matrix.requires_grad:
+            values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        else:
+            values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
         vectors = vectors.to(factor.dtype)
     return _without_rounding(values, factor, details, name), vectors
 

@@ -59,6 +59,8 @@ class LanczosResult(Summarised):
         return tridiagonal(self.alphas, self.betas[:-1])
 
 
+RESERVED_BYTES = 2**30
+"""Bytes of a growing basis that are reserved at once on a CPU; more may be refused although they are never used."""
 LEAST_VECTORS = 6
 """The number of vectors that a run of two steps takes."""
 
@@ -190,9 +192,12 @@ class LockStep:
         """Prepare for ``first`` and later at most ``steps`` steps, as many as fit in ``memory_budget`` bytes."""
         n, K, vector = starts.shape[0], max(1, starts.shape[1]), column_bytes(starts)
         most = depth_within(steps, n, vector, K, memory_budget)
-        # If memory cannot hold a growing basis together with the previous one, all of it is reserved at once.
-        tight = memory_budget is not None and 3 * (most + 2) * vector * K > 2 * memory_budget
-        return cls(multiply, starts, most if tight else min(first, most), most)
+        # If memory cannot hold a growing basis together with the previous one, all of it is reserved at once. On a CPU
+        # memory that was reserved takes none until it is written to, so that nothing speaks against it.
+        whole = (most + 2) * vector * K
+        tight = memory_budget is not None and 3 * whole > 2 * memory_budget
+        at_once = tight or (starts.device.type == "cpu" and whole <= RESERVED_BYTES)
+        return cls(multiply, starts, most if at_once else min(first, most), most)
 
     @property
     def finite(self) -> bool:

@@ -516,6 +516,8 @@ def _parts(
     sizes = [(call.layer.size,) if rows else call.layer.output[1:] for call, rows in zip(calls, as_rows)]
     stores = [outputs.new_empty(n, columns, *size, dtype=dtype) for size in sizes]
     reached = [False] * len(calls)
+    if not outputs.is_cuda and bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
+        chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
     step, leaves = chunk_size(calls, outputs.element_size(), chunk_bytes), model.leaves()
     for start in range(0, columns if calls else 0, step):
         some = slice(start, min(start + step, columns))

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.linalg.core.memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Passes
 from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, RowForm, Sizes, layer_sets
@@ -85,6 +86,7 @@ def gram_terms(
             first = group.of(own)
             _add(target, first, first if group is partner else partner.of(own), scales, round(WORK * most_bytes))
 
+    give_back_freed(result.nbytes)
     with passes.memory.holding(most_bytes):
         for number, names in enumerate(sets[finished:], finished):
             for end, panel in _panels(passes.jacobian_rows(begin, names), share * most_bytes):

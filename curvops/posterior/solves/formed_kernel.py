@@ -19,9 +19,10 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate
-from curvops.linalg.core.memory import holding, keep
+from curvops.linalg.core.memory import give_back_freed, holding, keep
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
+from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.core.vectors import check_finite
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet
@@ -91,8 +92,9 @@ class FormedKernel(TrainingOutputs):
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
         J, beside = self.lin.jacobian(), (KERNEL_COPIES - 1) * self.kernel.nbytes
+        give_back_freed(beside)
         with torch.no_grad(), holding(J, beside):
-            values, vectors = torch.linalg.eigh(self._dual(self.root(self.outputs)))
+            values, vectors = eigh_in_place(self._dual(self.root(self.outputs)))
         keep(J, vectors, beside)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
