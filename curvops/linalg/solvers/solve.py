@@ -255,7 +255,7 @@ def solve(
         method: "auto", or one of the table.
         rtol: the true relative residual to reach; None means 1e-6, and 1.5e-8 in float64.
         maxiter: the maximum number of iterations of an iterative method.
-        preconditioner: as in `cg`; by default an `Operator` gives `cg` its own.
+        preconditioner: as in `cg`; by default an `Operator` gives `cg` its own, or the directions of earlier solves.
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch of an
             `Operator`'s own preconditioner; a sketch kept from an earlier solve is used whatever its size. None is the
             rest of the budget of the linearisation behind A, for both together.
