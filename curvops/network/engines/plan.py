@@ -42,7 +42,7 @@ from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
-READ = 8
+READ = 12
 SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
 RECORDING = 7 / 3
