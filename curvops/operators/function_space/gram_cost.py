@@ -124,7 +124,7 @@ def _least(layer: Layer, columns: int, points: int) -> float:
     """Return the multiply-adds of one layer for all pairs of points."""
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if layer.as_rows(columns) or not positions:
-        return columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds)
+        return float(columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds))
     groups = getattr(layer.module, "groups", 1)
     sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns)
     return sizes.work(points, points)[sizes.form(points, points)]
