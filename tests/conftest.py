@@ -53,6 +53,25 @@ def _fixed_seed() -> None:
     shape_checks.restart()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread: a fork waits for ever for those of its parent's pool, which it has not."""
+    yield from _threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads, as a user has them."""
+    yield from _threads(2)
+
+
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _own_proofs(request: pytest.FixtureRequest) -> None:
     """Proofs of networks serve all cases of a test function, unless it may replace what was proven."""

@@ -64,15 +64,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
     assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == []
 
 
-@pytest.fixture
-def one_thread():
-    """A fork would wait for ever for the threads of its parent's pool, which it has not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_kill_9_loses_nothing(tmp_path, saved_at_each_step, one_thread):

@@ -44,6 +44,14 @@ def test_without_its_third_term_the_log_determinant_is_another():
     torch.testing.assert_close(flat(rep.map(phi)), scale * (like + J.mT @ alpha), rtol=1e-10, atol=1e-10)
 
 
+def test_chains_that_are_mapped_together_have_the_values_of_each(two_threads):
+    """With 170 weights: on several threads torch's LU of two such matrices is wrong."""
+    rep = built(width=28)
+    phis = [one(rep, seed) for seed in (0, 1)]
+    together = torch.vmap(rep.energy)({name: torch.stack([phi[name] for phi in phis]) for name in phis[0]})
+    torch.testing.assert_close(together, torch.stack([rep.energy(phi) for phi in phis]), rtol=1e-10, atol=1e-10)
+
+
 def test_the_energy_has_a_gradient():
     rep = built(width=2, n=2)
     phi = one(rep)

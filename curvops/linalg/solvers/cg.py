@@ -374,7 +374,7 @@ class ConjugateGradients:
         axpy(self.r, step.AQ, -step.alpha)
 
     def propose(self, step: Step | None) -> Vectors:
-        """Return the next directions: preconditioned residuals, conjugate to past ones and those of the last step."""
+        """Return what the next directions span: preconditioned residuals, conjugate to the directions of the last step."""
         return self.directions.conjugate(self.precondition(self.r), step)
 
     def repair(self, step: Step) -> Step:
@@ -553,7 +553,7 @@ class Directions(ABC):
 
     @abstractmethod
     def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
-        """Return orthonormal directions spanning P, whose columns have these relative errors."""
+        """Return directions that span P, whose columns have these relative errors, conjugate to past ones."""
 
     @abstractmethod
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
@@ -561,7 +561,7 @@ class Directions(ABC):
 
     @abstractmethod
     def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
-        """Return Z made A-conjugate to past directions and to those of the last step, if there is one."""
+        """Return Z made A-conjugate to the directions of the last step, if there is one."""
 
     @abstractmethod
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
@@ -595,7 +595,8 @@ class BlockDirections(Directions):
 
     def basis(self, P: Vectors, overlap_host: Tensor, rounding: Tensor) -> Vectors:
         # Without other directions to be conjugate to, one that is rounding costs less than one left out too early.
-        return independent_basis(P, overlap_host, rounding if self.past.most else None)
+        Q = independent_basis(P, overlap_host, rounding if self.past.most else None)
+        return self.past.conjugate(Q)  # as late as this, since a basis of nearly dependent columns magnifies its error
 
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature = gram(Q, AQ)
@@ -608,7 +609,6 @@ class BlockDirections(Directions):
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
     def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
-        Z = self.past.conjugate(Z)
         if step is None or not step.Q.shape[1]:
             return Z
         L, _ = torch.linalg.cholesky_ex(step.curvature)

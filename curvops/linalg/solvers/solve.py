@@ -315,7 +315,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     matrix = operator.to_dense()
     if symmetric:
         matrix = (matrix + matrix.mT) / 2  # makes gradients inside A symmetric, too
-    x, info = torch.linalg.solve_ex(matrix, B)
+    x, info = _solve_by_lu(matrix, B)
     with torch.no_grad():
         found = certify_dense(matrix.detach(), x.detach(), B.detach(), info, rtol)
         if definite and clearly_indefinite(matrix.detach()):
@@ -323,6 +323,21 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
             found = replace(found, reasons=reasons, converged=converged(reasons))
         accept(found, rtol)
     return x
+
+
+def _solve_by_lu(matrix: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A⁻¹ B and LAPACK's info of each matrix; one at a time on a CPU.
+
+    There torch factorises the matrices of a batch side by side, and those of more than 150 rows wrongly
+    (https://github.com/pytorch/pytorch/issues/142815).
+    """
+    if matrix.ndim == 2 or matrix.is_cuda:
+        x, info = torch.linalg.solve_ex(matrix, B)
+        return x, info
+    batch = torch.broadcast_shapes(matrix.shape[:-2], B.shape[:-2])
+    A, B = (block.expand(*batch, *block.shape[-2:]).flatten(0, -3) for block in (matrix, B))
+    x, info = map(torch.stack, zip(*(torch.linalg.solve_ex(one, right) for one, right in zip(A, B))))
+    return x.unflatten(0, batch), info.unflatten(0, batch)
 
 
 def certify_dense(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:

@@ -136,7 +136,7 @@ class TangentMap(Change):
         if not found.accepted:
             raise NotConverged(found, accuracy)
         mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
-        known = self._kernel_term(at) + torch.linalg.slogdet(mixed)[1].double()
+        known = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
         if method == "slq":
             middle = _by_quadrature(v, product, rtol, max_matvecs, generator)
         else:
@@ -170,9 +170,11 @@ class TangentMap(Change):
 
         H: Tensor = jacrev(grad(value))(v)
         curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
-        mixed = self._identity(at) - self._mixed_rows(v, at) @ torch.linalg.solve(curved, at.J.mT) / self.level
-        terms = (torch.linalg.slogdet(matrix)[1].double() for matrix in (curved, mixed))
-        return self._kernel_term(at) + sum(terms)
+        Q, R = torch.linalg.qr(curved)  # not LU, which torch computes wrongly for many chains on several threads
+        mixed = (
+            self._identity(at) - self._mixed_rows(v, at) @ solve_triangle(R, Q.mT @ at.J.mT, upper=True) / self.level
+        )
+        return self._kernel_term(at) + _log_size(R) + _log_size(torch.linalg.qr(mixed)[1])
 
     def _kernel_term(self, at: Tangents) -> Float[Tensor, ""]:
         return len(at.L) * math.log(self.level) - 2 * at.L.diagonal().double().log().sum()
@@ -198,6 +200,11 @@ class TangentMap(Change):
             return found
 
         return lambda block: vmap(one, in_dims=1, out_dims=1)(block)
+
+
+def _log_size(R: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
+    """Return log|det R| of a triangular matrix, in float64."""
+    return R.diagonal().double().abs().log().sum()
 
 
 def _by_quadrature(

@@ -6,7 +6,7 @@ Tests `indexing.py`, `root_gradients.py`, `roots.py`.
 import pytest
 import torch
 
-from curvops.linalg import Dense, Diagonal, LowRank
+from curvops.linalg import Dense, Diagonal, LowRank, solve
 from tests.linalg.known import Rooted
 
 N = 300
@@ -48,14 +48,23 @@ def test_logdet_quadratic_and_roots_of_each_member(name):
     A, B = operator.to_dense(), torch.randn(2, N, 3, dtype=torch.float64)
     stochastic = name == "products and shifts"
     quadratic, logdet = operator.inv_quad_logdet(B, logdet=True)
-    torch.testing.assert_close(logdet, torch.logdet(A), rtol=0.05 if stochastic else 1e-9, atol=0)
-    torch.testing.assert_close(quadratic, (B * torch.linalg.solve(A, B)).sum((-2, -1)), rtol=1e-6, atol=0)
+    L = torch.linalg.cholesky(A)
+    known = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    torch.testing.assert_close(logdet, known, rtol=0.05 if stochastic else 1e-9, atol=0)
+    torch.testing.assert_close(quadratic, (B * torch.cholesky_solve(B, L)).sum((-2, -1)), rtol=1e-6, atol=0)
     root = symmetric_inverse_root(A)
     torch.testing.assert_close(operator.sqrt_inv_matmul(B), root @ B, rtol=1e-8, atol=1e-8)
     L = torch.randn(4, N, dtype=torch.float64)
     product, squares = operator.sqrt_inv_matmul(B, L)
     torch.testing.assert_close(product, L @ root @ B, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(squares, (L @ root).square().sum(-1), rtol=1e-8, atol=1e-8)
+
+
+def test_each_member_is_solved_on_several_threads(two_threads):
+    """On a CPU with several threads torch's own LU of such a batch is wrong."""
+    A, B = matrices(), torch.randn(2, N, 3, dtype=torch.float64)
+    expected = torch.cholesky_solve(B, torch.linalg.cholesky(A))
+    torch.testing.assert_close(solve(Dense(A), B), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", BATCHES)
