@@ -33,8 +33,9 @@ OVER = ("scalar", "layers", "tensors", "weights")
 FURTHEST = 1e10
 # Products with one vector are used for all precisions down to this fraction of the present one.
 WINDOW = 100.0
-# γ below this many units of rounding per weight of a group counts as zero.
+# γ below this many units of rounding per weight of a group counts as zero; so does one below its error and NEGLIGIBLE.
 ROUNDING = 50
+NEGLIGIBLE = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +150,13 @@ class Hyperparameters:
             return None
         counts = groups.counts
         if exact.value.ndim:
-            gamma, spread = groups.totals(exact.value), groups.totals(exact.stderr)
+            gamma, spread, error = map(groups.totals, (exact.value, exact.stderr, exact.bias_bound))
         else:  # a sum over at most as many directions as there are outputs
-            gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
+            gamma, spread, error = (x.reshape(1).to(counts) for x in (exact.value, exact.stderr, exact.bias_bound))
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
+        rounding = torch.maximum(rounding, torch.minimum(error, NEGLIGIBLE * counts))
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
     @property

@@ -374,7 +374,7 @@ class ConjugateGradients:
         axpy(self.r, step.AQ, -step.alpha)
 
     def propose(self, step: Step | None) -> Vectors:
-        """Return what the next directions span: preconditioned residuals, conjugate to the directions of the last step."""
+        """Return what the next directions span: preconditioned residuals, conjugate to the last directions."""
         return self.directions.conjugate(self.precondition(self.r), step)
 
     def repair(self, step: Step) -> Step:
