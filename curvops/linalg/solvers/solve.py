@@ -227,7 +227,7 @@ class Request:
             if self.maxiter is not None or not any(reason in PRECONDITIONED for reason in found.reasons):
                 return found
             past.end()  # later solves take a sketch at once
-            start = found.x
+            start = None if Reason.SINGULAR in found.reasons else found.x
         M = operator.preconditioner(K, memory_budget=self.memory_budget)
         return cg(operator, B, preconditioner=M, x0=start, **common)
 
