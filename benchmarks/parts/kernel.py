@@ -76,7 +76,7 @@ def _beside_count(figures: Figures, problem: Problem) -> None:
             torch.autograd.grad(nn.functional.cross_entropy(problem.model(x), y, reduction="sum"), problem.parameters)
 
     gradient()
-    lin.passes.engines.checked_owners(batches[0][0])  # once for a network
+    lin.passes.engines.checked_others(batches[0][0])  # once for a network
     count = gram_cost(lin.plan, problem.points)
     comparison = alternate(gradient, _dense(lin), 1 if count * problem.points > SLOW else PAIRS, warmup=0)
     figures.add(problem.label, "TangentKernel.to_dense", comparison)
