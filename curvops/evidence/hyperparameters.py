@@ -148,11 +148,11 @@ class Hyperparameters:
         exact = shares_of_weights(post.terms, rtol, generator)
         if exact is None:
             return None
-        counts = groups.counts
+        counts, parts = groups.counts, (exact.value, exact.stderr, torch.as_tensor(exact.bias_bound))
         if exact.value.ndim:
-            gamma, spread, error = map(groups.totals, (exact.value, exact.stderr, exact.bias_bound))
+            gamma, spread, error = map(groups.totals, parts)
         else:  # a sum over at most as many directions as there are outputs
-            gamma, spread, error = (x.reshape(1).to(counts) for x in (exact.value, exact.stderr, exact.bias_bound))
+            gamma, spread, error = (part.reshape(1).to(counts) for part in parts)
             lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
