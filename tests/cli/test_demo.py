@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from curvops.cli import app
@@ -61,9 +62,14 @@ def printed(output: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The folder of the tiny demo in this process, and what it printed and reported."""
-    folder = tmp_path_factory.mktemp("demo")
+    """The folder of the tiny demo in this process, and what it printed and reported.
+
+    It has one thread, as each of the processes that it is compared with.
+    """
+    folder, threads = tmp_path_factory.mktemp("demo"), torch.get_num_threads()
+    torch.set_num_threads(1)
     code, *said = printed(str(folder))
+    torch.set_num_threads(threads)
     assert code == int("FAIL" in said[0]), said
     return folder, *said
 
