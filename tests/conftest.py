@@ -21,6 +21,7 @@ from tests import shape_checks
 collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
 from curvops.network.engines.proofs import _proofs  # noqa: E402
+from tests.threads import using_threads  # noqa: E402
 
 
 def pytest_configure() -> None:
@@ -56,20 +57,15 @@ def _fixed_seed() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One thread: a fork waits for ever for those of its parent's pool, which it has not."""
-    yield from _threads(1)
+    with using_threads(1):
+        yield
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Two threads, as a user has them."""
-    yield from _threads(2)
-
-
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    with using_threads(2):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from curvops.cli import app
@@ -20,6 +19,7 @@ from curvops.posterior import NotAMode
 from curvops.process_group import WithoutGroup
 from tests import shape_checks
 from tests.ranks.processes import run_programs
+from tests.threads import using_threads
 
 TINY = demo.DemoSize(
     train=100,
@@ -66,10 +66,9 @@ def alone(tmp_path_factory):
 
     It has one thread, as each of the processes that it is compared with.
     """
-    folder, threads = tmp_path_factory.mktemp("demo"), torch.get_num_threads()
-    torch.set_num_threads(1)
-    code, *said = printed(str(folder))
-    torch.set_num_threads(threads)
+    folder = tmp_path_factory.mktemp("demo")
+    with using_threads(1):
+        code, *said = printed(str(folder))
     assert code == int("FAIL" in said[0]), said
     return folder, *said
 

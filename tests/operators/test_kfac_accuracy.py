@@ -25,6 +25,7 @@ from curvops.linalg.operators import kronecker
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.operators.kfac import outer_sums
+from tests.threads import using_threads
 
 PRIORS = (1e-6, 1e-4, 1e-2)
 CURVATURES: dict[str, Callable[[Any], Any]] = {
@@ -288,17 +289,14 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     x, y = torch.randn(100, 30).double(), torch.arange(100) % 3
     seen = []
     lin = co.linearize(model, (x, y), "classification", progress=lambda *step: seen.append(step))
-    v, threads = torch.linspace(-1, 1, lin.num_parameters).double(), torch.get_num_threads()
+    v = torch.linspace(-1, 1, lin.num_parameters).double()
     expected = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
     assert not any(what == "eigendecompositions" for what, *_ in seen)  # small ones are not worth a thread
     monkeypatch.setattr("curvops.linalg.operators.kronecker.AT_ONCE", 0)
     for count in (1, 3):
-        torch.set_num_threads(count)
-        try:
+        with using_threads(count):
             found = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
             assert torch.get_num_threads() == count
-        finally:
-            torch.set_num_threads(threads)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         assert seen.count(("eigendecompositions", 4, 4)) == 2
         seen.clear()

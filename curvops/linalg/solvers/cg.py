@@ -163,16 +163,11 @@ def cg(
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = as_function(preconditioner)
-    none = KeptDirections()
-    most = (
-        0
-        if not block
-        else most_directions(A, as_columns(B).shape[1], memory_budget, none)
-        if keep_directions is None
-        else keep_directions
-    )
+    most = (keep_directions or 0) if block else 0
+    if block and keep_directions is None:
+        most = most_directions(A, as_columns(B).shape[1], memory_budget, KeptDirections())
     most = kept.attach("directions", lambda: most) or most
-    begin_directions = partial(none.continued, most, partial(keep, A))
+    begin_directions = partial(KeptDirections, most, partial(keep, A))
 
     done: list[int] = []
 
@@ -375,7 +370,8 @@ class ConjugateGradients:
 
     def propose(self, step: Step | None) -> Vectors:
         """Return what the next directions span: preconditioned residuals, conjugate to the last directions."""
-        return self.directions.conjugate(self.precondition(self.r), step)
+        Z = self.precondition(self.r)
+        return Z if step is None else self.directions.conjugate(Z, step)
 
     def repair(self, step: Step) -> Step:
         """Take a step along its safe directions only; columns without a safe direction restart, or stop.
@@ -560,8 +556,8 @@ class Directions(ABC):
         """Return the energy-minimising step, without directions whose curvature is not safely positive."""
 
     @abstractmethod
-    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
-        """Return Z made A-conjugate to the directions of the last step, if there is one."""
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+        """Return Z made A-conjugate to the directions of the last step."""
 
     @abstractmethod
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
@@ -608,8 +604,8 @@ class BlockDirections(Directions):
         sound = (unsafe == 0) & (info == 0) & torch.isfinite(alpha).all() & torch.isfinite(curvature).all()
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
-        if step is None or not step.Q.shape[1]:
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+        if not step.Q.shape[1]:
             return Z
         L, _ = torch.linalg.cholesky_ex(step.curvature)
         return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
@@ -651,9 +647,7 @@ class ColumnDirections(Directions):
         alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def conjugate(self, Z: Vectors, step: Step | None) -> Vectors:
-        if step is None:
-            return Z
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
         return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z.dtype)
 

@@ -13,6 +13,7 @@ columns of L, not unit vectors. For a Fisher from residuals, R is one per sample
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -133,12 +134,10 @@ Recording = tuple[Tensor, list[Call], set[str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
-    """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
+class FactoredCall(ABC):
+    """One call of a layer, kept as factors of its rows, that is multiplied by some vectors of a block at a time."""
 
     layer: Layer
-    kept: Tensor
-    delta: Tensor
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         given = self.layer.of(tangents)
@@ -148,6 +147,25 @@ class Factors:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         pieces = [self._pull(cotangents[part]) for part in self._parts(cotangents)]
         return {local: concatenate([piece[local] for piece in pieces]) for local in self.layer.names}
+
+    @abstractmethod
+    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
+        """Return the images of the vectors of a part."""
+
+    @abstractmethod
+    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
+        """Return the adjoint's images of the vectors of a part."""
+
+    def _parts(self, block: Tensor) -> list[slice]:
+        return in_parts(len(block), self.layer.output.numel() * block.element_size(), block.is_cuda)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors(FactoredCall):
+    """One call of a layer, kept as its input a and sensitivity δ (n, R, *out): the rows of J are sums of products."""
+
+    kept: Tensor
+    delta: Tensor
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
         z = next(iter(tangents.values()))
@@ -175,9 +193,6 @@ class Factors:
         rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
 
-    def _parts(self, block: Tensor) -> list[slice]:
-        return in_parts(len(block), self.layer.output.numel() * block.element_size(), block.is_cuda)
-
     def at(self, points: slice) -> Factors:
         return replace(self, kept=self.kept[points], delta=self.delta[points])
 
@@ -187,22 +202,12 @@ class Factors:
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
+class Slopes(FactoredCall):
     """A layer that feeds the last one, kept as its input a and the slopes m (n, out) in between: δ = W ∘ m."""
 
-    layer: Layer
     kept: Tensor
     slopes: Float[Tensor, "n out"]
     weight: Float[Tensor, "C out"]
-
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        given = self.layer.of(tangents)
-        parts = self._parts(next(iter(given.values())))
-        return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
-
-    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
-        pieces = [self._pull(cotangents[part]) for part in self._parts(cotangents)]
-        return {local: concatenate([piece[local] for piece in pieces]) for local in self.layer.names}
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
         dtype = self.weight.dtype
