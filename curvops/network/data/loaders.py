@@ -42,16 +42,13 @@ class LoaderPasses:
             loader.generator, loader._iterator = self._generator, None
         try:
             yield from loader
-        except GeneratorExit:
-            self._idle.append(loader)
-            raise
         except (ConnectionError, EOFError) as error:  # a worker ended while it handed over a batch
             if loader.num_workers == 0 or "in DataLoader worker process" in str(error):  # raised by the dataset
                 raise
             raise RuntimeError(
                 f"DataLoader worker exited unexpectedly while it handed over a batch: {error}"
             ) from error
-        self._idle.append(loader)  # not after an error: its workers may have died
+        self._idle.append(loader)  # after a whole pass only: the workers of any other may have died
 
     def __reduce__(self) -> Any:
         return LoaderPasses, (self.loader,)  # neither iterators nor their workers can be copied
