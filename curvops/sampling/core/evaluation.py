@@ -39,6 +39,8 @@ class Evaluation:
         """Return the value of log_posterior."""
         with torch.no_grad(), self._guarded():
             value = self._evaluate(self._value, theta, structure, batch)[0]
+        if self._split is not None:
+            value += self._split.prior_and_gradient(theta, structure)[0]
         return value if self._ranks is None else self._ranks.add_up(value, theta)
 
     def gradient(
@@ -47,6 +49,9 @@ class Evaluation:
         """Return log_posterior and its gradient, each in new memory."""
         with self._guarded():
             value, gradient = self._evaluate(self._gradient, theta, structure, batch)
+        if self._split is not None:
+            prior, pull = self._split.prior_and_gradient(theta, structure)
+            value, gradient = value + prior, gradient.add_(pull)
         if self._ranks is None:
             return value, gradient
         both = self._ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1), theta)  # in one message
@@ -56,6 +61,12 @@ class Evaluation:
     def _ranks(self) -> Ranks | None:
         """The ranks whose shares of log_posterior are added up."""
         return self.log_posterior.ranks if isinstance(self.log_posterior, LogPosterior) else None
+
+    @property
+    def _split(self) -> LogPosterior | None:
+        """The log posterior whose prior is added in closed form, for all chains together, outside of the graph."""
+        f = self.log_posterior
+        return f if isinstance(f, LogPosterior) and f.ranks is None and f.prior.diagonal is not None else None
 
     def _guarded(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.guarded()
@@ -102,12 +113,16 @@ class Evaluation:
         leaves = [part.requires_grad_() for part in structure.parts(theta.detach())]
         with torch.enable_grad():
             value = self._call(leaves, theta.ndim, structure, batch)
+        if self._split is not None and not value.requires_grad:
+            return value, torch.zeros_like(theta)
         if not value.requires_grad:
             raise ValueError(
                 "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
                 "the params that it receives (torch.func.functional_call for a module)."
             )
         gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
+        if self._split is not None:  # the prior depends on all of them
+            gradients = tuple(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, gradients))
         missing = [name for name, each in zip(structure.names, gradients) if each is None]
         if missing:
             raise ValueError(
@@ -120,6 +135,8 @@ class Evaluation:
         function = self.log_posterior
         if isinstance(function, LogPosterior) and function.ranks is not None:
             function = function.share
+        elif self._split is not None:
+            function = self._split.log_likelihood
 
         def call(*tensors: Tensor) -> Tensor:
             return checked_value(function(structure.tree(tensors), batch))

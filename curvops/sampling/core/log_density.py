@@ -28,6 +28,7 @@ from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
+from curvops.sampling.core.structure import Structure
 
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
@@ -166,6 +167,26 @@ class LogPosterior:
         held = gap.detach()
         pull = self.prior.product(held)
         return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient is −A(θ − m), whatever A's product records
+
+    @torch.no_grad()
+    def prior_and_gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """Return log prior / N and its gradient at vectors of parameters; the precision is a number or a vector."""
+        A, m = self.prior.diagonal, self.prior.mean
+        assert A is not None
+        A, m = (x if x.ndim == 0 else self._in_order(x, structure) for x in (A / self.data_size, m))
+        gap = theta - m
+        pull = A * gap
+        return -0.5 * (pull * gap).sum(-1), pull.neg_()
+
+    def _in_order(self, vector: Float[Tensor, " d"], structure: Structure) -> Float[Tensor, " d"]:
+        """Return a vector that is ordered as `params` in the order of the parameters of this structure."""
+        selection, given = self.model.selection, list(structure.tree(structure.names))
+        if given in ([SUBNETWORK], list(selection.names)):
+            return vector
+        parts = dict(zip(selection.names, vector.split([shape.numel() for shape in selection.shapes])))
+        return torch.cat([parts[name] for name in given])
 
     @cached_property
     def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:

@@ -119,10 +119,17 @@ class Transition(Summarised, ABC):
         self._check_state(state)
         new = state if inplace else state.clone()
         noise = NoiseSource(new.random, new.theta.device)
-        info = self._step(new, batch, noise)
+        info = self.advance(new, batch, noise)
         noise.keep()
-        new.step.add_(1)
         return new, info
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def advance(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+        """Take one step in place, as `update` does; the source of noise is that of the state, and stays open."""
+        info = self._step(state, batch, noise)
+        state.step.add_(1)
+        return info
 
     def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
         """Return this sampler with another D, such as one of more recent curvature; states stay valid."""

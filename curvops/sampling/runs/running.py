@@ -21,7 +21,7 @@ from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.metric import OperatorMetric
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.spread import Spread
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition
 from curvops.sampling.runs.divergence import Watch
 from curvops.sampling.runs.feed import Feed, require_repeatable
@@ -176,10 +176,12 @@ def _take_steps(
 ) -> _RunState:
     """Take all remaining steps."""
     total = warmup + reached.traces["log_posterior"].shape[1]
-    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy.
-    inplace = not kept
-    if inplace:
+    # Without a checkpoint, no state between two steps is visible, so steps are made in place, on a copy, and the
+    # generators' states are written into it only at the end.
+    noise = None
+    if not kept:
         reached = replace(reached, state=reached.state.clone())
+        noise = NoiseSource(reached.state.random, reached.state.theta.device)
     watch = Watch(sampler)
     adapted: Any = None
     with progress_bar("sampling", total, progress) as bar:
@@ -195,7 +197,10 @@ def _take_steps(
                         "step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
                     )
                 watch.before(reached.state, batch)
-                state, info = adapted.update(reached.state, batch, inplace=inplace)
+                if noise is None:
+                    state, info = adapted.update(reached.state, batch)
+                else:
+                    state, info = reached.state, adapted.advance(reached.state, batch, noise)
                 watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
                 reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
                 if sampler.spread is not None:
@@ -203,6 +208,8 @@ def _take_steps(
                 kept.save(reached.record)
                 bar.advance()
             watch.finish(reached.state)
+            if noise is not None:
+                noise.keep()
         except BaseException:
             kept.save(reached.record, now=True)
             raise
