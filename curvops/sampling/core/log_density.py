@@ -182,7 +182,7 @@ class LogPosterior:
 
     def _in_order(self, vector: Float[Tensor, " d"], structure: Structure) -> Float[Tensor, " d"]:
         """Return a vector that is ordered as `params` in the order of the parameters of this structure."""
-        selection, given = self.model.selection, list(structure.tree(structure.names))
+        selection, given = self.model.selection, list(structure.unflatten(vector))
         if given in ([SUBNETWORK], list(selection.names)):
             return vector
         parts = dict(zip(selection.names, vector.split([shape.numel() for shape in selection.shapes])))
