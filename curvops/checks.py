@@ -112,6 +112,15 @@ def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -
     check_generator(generator)
 
 
+def refuse_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError in single precision under `torch.autocast`, which rounds matrix products to half precision."""
+    if dtype == torch.float32 and torch.is_autocast_enabled(device.type):
+        raise ValueError(
+            "torch.autocast is on, which would round these products to half precision: make this call outside of it, "
+            f"or under torch.autocast({device.type!r}, enabled=False). A model may use autocast in its own forward."
+        )
+
+
 def check_flag(name: str, given: object, hint: str = "") -> None:
     """Raise TypeError unless ``given`` is True or False; the ``hint`` is the end of the message."""
     if not isinstance(given, bool):

@@ -119,6 +119,20 @@ class Centred(nn.Module):
         return CentredGradient.apply(x)
 
 
+class NothingForZeros(torch.autograd.Function):
+    """tanh, whose gradient is None where it would be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(y := x.tanh())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y.square()) if bool(gradient.any()) else None
+
+
 class ScaledNumpy(nn.Module):
     """Parameters without a layer rule, before and after a function whose backward pass leaves autograd."""
 

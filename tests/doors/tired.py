@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -29,6 +30,18 @@ def net() -> nn.Sequential:
 def lin() -> co.Linearization:
     """Of three classes, with 27 weights."""
     return co.linearize(net(), (X, Y), "classification")
+
+
+@cache
+def single() -> co.Linearization:
+    """In single precision, which autocast would change."""
+    return co.linearize(net().float(), (X, Y), "classification")
+
+
+def autocast(call: Callable[[], object]) -> object:
+    """Call this as in the middle of mixed-precision training."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return call()
 
 
 @cache
@@ -140,6 +153,22 @@ DOORS = [
                 TypeError,
                 "Pass the module itself",
             ),
+            "autocast": (
+                lambda: autocast(lambda: co.linearize(nn.Linear(4, 3), (X.float(), Y), "classification")),
+                ValueError,
+                "make this call outside of it",
+            ),
+            "a gradient under autocast": (lambda: autocast(single().gradient), ValueError, "torch.autocast is on"),
+            "a diagonal under autocast": (
+                lambda: autocast(lambda: co.DiagonalGGN(single())),
+                ValueError,
+                "torch.autocast is on",
+            ),
+            "predictions under autocast": (
+                lambda: autocast(lambda: co.laplace(single(), co.KFAC, check_mode=False).predict(X).variance),
+                ValueError,
+                "torch.autocast is on",
+            ),
             "a class of modules": (
                 lambda: co.linearize(nn.Linear, (X, Y), "classification"),
                 TypeError,
@@ -215,6 +244,21 @@ DOORS = [
     Door(
         "linear algebra by a tired user",
         rows={
+            "products under autocast": (
+                lambda: autocast(lambda: co.linalg.Dense(torch.eye(3)) @ torch.ones(3)),
+                ValueError,
+                r"torch.autocast is on.*torch.autocast\('cpu', enabled=False\)",
+            ),
+            "a solve under autocast": (
+                lambda: autocast(lambda: co.linalg.solve(torch.eye(3), torch.ones(3))),
+                ValueError,
+                "torch.autocast is on",
+            ),
+            "draws under autocast": (
+                lambda: autocast(lambda: co.linalg.draw(co.linalg.Diagonal(torch.ones(3)), 2)),
+                ValueError,
+                "torch.autocast is on",
+            ),
             "an array to multiply": (lambda: precision() @ ONES, TypeError, r"got ndarray. Pass torch.as_tensor"),
             "an array to solve for": (
                 lambda: co.linalg.cg(precision(), ONES),

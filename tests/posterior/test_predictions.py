@@ -187,6 +187,21 @@ def test_a_gradient_in_the_prior_is_computed_again() -> None:
         assert found != 0
 
 
+@pytest.mark.parametrize("which", ["noise", "prior precision"])
+def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = {name: torch.tensor(2.0, dtype=DOUBLE, requires_grad=True) for name in ("noise", "prior precision")}
+    monkeypatch.setitem(LIKELIHOODS, "gaussian", co.likelihoods.Gaussian(learned["noise"]))
+    post = co.laplace(linearized("gaussian"), prior_precision=learned["prior precision"], check_mode=False)
+    at = post.at(X)
+    with torch.no_grad():
+        before = at.predict().variance
+        learned[which].mul_(5)
+        after, parts = at.predict().variance, at.uncertainty()
+        torch.testing.assert_close(after, post.predict(X).variance, rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts.total, after + learned["noise"], rtol=1e-12, atol=0)
+        assert float((after / before - 1).abs().min()) > 0.1
+
+
 def test_the_accuracy_is_that_of_all_answers() -> None:
     post = laplace(co.GGN)("classification")
     at = post.at(X, rtol=1e-3)

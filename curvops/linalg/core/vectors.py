@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_generator, drawn_seed
+from curvops.checks import check_generator, drawn_seed, refuse_autocast
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -87,12 +87,13 @@ def describe(A: Matrix) -> Description:
         raise ValueError(f"A must have at least one row and one column, got {A.shape[0]} x {A.shape[1]}.")
     if not A.dtype.is_floating_point:
         raise TypeError(f"A must have a real floating-point dtype, got {A.dtype}.")
-    require_precision(A.dtype)
+    require_precision(A.dtype, torch.device(A.device))
     return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
 
 
-def require_precision(dtype: torch.dtype) -> None:
-    """Raise TypeError for half precision, in which matrices can only be multiplied."""
+def require_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise TypeError for half precision, in which matrices can only be multiplied; ValueError under autocast."""
+    refuse_autocast(dtype, device)
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
             f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "

@@ -25,7 +25,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, checked_whole, shown
+from curvops.checks import carries_graph, checked_whole, refuse_autocast, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -223,6 +223,9 @@ class Operator(LinearOperator):
                 f"{named}"
             )
         self._require_fit(other)
+        if other.ndim > 1 and not other.shape[-1]:  # there is nothing to multiply
+            batch = torch.broadcast_shapes(self.batch_shape, other.shape[:-2])
+            return other.new_zeros(*batch, self.shape[-2], 0)
         found: Tensor = super().matmul(other)
         recorded = torch.is_grad_enabled() and carries_graph(self.representation())
         return differentiable_once(found) if recorded else found
@@ -240,6 +243,7 @@ class Operator(LinearOperator):
 
     def _require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
+        refuse_autocast(self.dtype, self.device)
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
@@ -663,7 +667,7 @@ class Operator(LinearOperator):
 
     def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         return solve(self, rhs, rtol=rtol)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
@@ -690,7 +694,7 @@ class Operator(LinearOperator):
 
         Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite if A is not positive definite.
         """
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         form = self._exact_form()
         if form is not None:
             return form.logdet()
@@ -722,7 +726,7 @@ class Operator(LinearOperator):
 
     def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
         """Return R with R Rᵀ ≈ A: Cholesky if A is small, otherwise Lanczos of rank `_root_decomposition_size()`."""
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         if self._is_formed:
             self._require_psd()
             if self._is_regularised and method in (None, "cholesky", "lanczos") and self.shape[-1] > 1:
@@ -735,7 +739,7 @@ class Operator(LinearOperator):
         self, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
     ) -> RootLinearOperator:
         """Return R with R Rᵀ ≈ A⁻¹: Cholesky if A is small, otherwise from the Ritz pairs of Lanczos."""
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         if self._is_small:
             self._require_psd()
             method = "cholesky" if method in (None, "lanczos") else method
@@ -765,7 +769,7 @@ class Operator(LinearOperator):
             FunctionNotConverged: the tolerance was not reached.
             NotPositiveSemidefinite: A is indefinite.
         """
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         if self.batch_shape and not self._is_small:
             return roots.multiply_inverse_roots(self._members(), self.batch_shape, rhs, lhs)
         return roots.multiply_inverse_root(self, rhs, lhs)
@@ -786,7 +790,7 @@ class Operator(LinearOperator):
         self, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
     ) -> tuple[Tensor, LinearOperator | None]:
         self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         values, vectors = torch.linalg.eigh(self.to_dense())  # keeps negative values, which clamping would hide
         return values, to_linear_operator(vectors) if eigenvectors else None
 

@@ -293,7 +293,7 @@ class Damped(UnaryOperator):
         form = closed_form(self.base, self.shift)
         if self.batch_shape or form is None:
             return None
-        require_precision(self.dtype)
+        require_precision(self.dtype, self.device)
         tensors = (*self.base.representation(), self.shift)
         return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
 

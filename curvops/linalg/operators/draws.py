@@ -6,6 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import refuse_autocast
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.results import NotPositiveSemidefinite
@@ -45,6 +46,7 @@ def draw(
     Raises:
         ValueError: A is large, does not provide a root, and is not tagged as positive semidefinite.
     """
+    refuse_autocast(operator.dtype, operator.device)
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
     noise = ColumnNoise.of(generator, k, operator.device)
@@ -69,7 +71,7 @@ def draw_together(operator: LinearOperator, k: int, generator: torch.Generator |
 
 def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
     """Draw by the eigenvectors of the dense matrix."""
-    require_precision(operator.dtype)
+    require_precision(operator.dtype, operator.device)
     values, vectors = torch.linalg.eigh(operator.to_dense())
     require_not_negative(values, rounding=10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max())
     noise = normal(len(values), k, values.dtype, values.device, generator)

@@ -212,7 +212,7 @@ def recycling_cg(
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         most = most_directions(A, part.shape[1], memory_budget, past)
         directions = past.continued(most, partial(keep, A))
-        goal = Goal(float(rtol), CHECK_EVERY + 2 * most // part.shape[1] if maxiter is None else maxiter)
+        goal = Goal(float(rtol), CHECK_EVERY + 2 * most // max(1, part.shape[1]) if maxiter is None else maxiter)
         found = _solve(A, as_function(None), _algebra(facts.dtype, directions), part, start, goal)
         if found.accepted:
             past.take(directions)

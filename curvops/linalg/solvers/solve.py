@@ -277,7 +277,7 @@ def solve(
     check_tensor("B", B)
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
-    require_precision(A.dtype)
+    require_precision(A.dtype, A.device)
     if not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_limits(rtol, maxiter, memory_budget=memory_budget)

@@ -531,8 +531,10 @@ def _parts(
         into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
         run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
         for i, delta in enumerate(model.holding(leaves, run)):
-            reached[i] = delta is not None
-            if delta is not None and delta is not into[i]:
+            reached[i] |= delta is not None
+            if delta is None:  # for these columns; a custom function may return nothing for zeros
+                stores[i][:, some] = 0
+            elif delta is not into[i]:
                 with torch.no_grad():
                     stores[i][:, some] = _rows(calls[i], delta) if as_rows[i] else delta
     found = [
@@ -602,20 +604,27 @@ def _gather(
 ) -> list[Tensor | None]:
     """Concatenate the δ of the cotangents, (n, 1, *out) each, into (n, r, *out)."""
     if graph:
-        rows = list(zip(*each))
-        return [None if row[0] is None else torch.cat(row, 1) for row in rows]
+        return [_joined(row) for row in zip(*each)]
     stores: list[Tensor | None] = [None] * len(into)
     for r, row in enumerate(each):
         for i, delta in enumerate(row):
-            if delta is None:
-                continue
             store = stores[i]
-            if store is None:
+            if store is None and delta is not None:
                 given = into[i]
                 new = delta.new_empty(columns, len(delta), *delta.shape[2:]).transpose(0, 1) if given is None else given
                 store = stores[i] = new
-            store[:, r] = delta[:, 0]
+                store[:, :r] = 0  # where there was none
+            if store is not None:
+                store[:, r] = 0 if delta is None else delta[:, 0]
     return stores
+
+
+def _joined(row: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate the δ of one call, zeros where there is none."""
+    known = next((delta for delta in row if delta is not None), None)
+    if known is None:
+        return None
+    return torch.cat([torch.zeros_like(known) if delta is None else delta for delta in row], 1)
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ class TrainedNetwork:
             warn_without_group()
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
+        network.refuse_autocast()
         if by_running:
             first, _, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
             network = Model(model, parameters, last_layer(network, first))
@@ -263,6 +264,7 @@ class TrainedNetwork:
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
+        self.model.refuse_autocast()
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(

@@ -234,6 +234,7 @@ class Passes(JacobianRows):
 
         A walk over cached batches does not read the data again.
         """
+        self.model.refuse_autocast()
         with self.model.lock:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
@@ -491,6 +492,7 @@ class Passes(JacobianRows):
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
         """Return steps that count points, or the number of rows per point times points."""
+        self.model.refuse_autocast()
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:

@@ -294,6 +294,10 @@ class Laplace(GaussianWeights):
         self.cache.require_gradients()
         return DrawnOutputs(self.lin, weights)
 
+    def _learned(self) -> list[Tensor]:
+        A, tensors = self.terms.A, [tensor for _, tensor in self.cache._learned()]
+        return [tensor.detach() for tensor in (*tensors, *([] if A is None else [A])) if tensor.requires_grad]
+
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws
 

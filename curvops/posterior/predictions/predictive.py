@@ -78,6 +78,10 @@ class Predictive(ABC):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         """Return the outputs at draws of the weights."""
 
+    def _learned(self) -> list[Tensor]:
+        """Return the tensors, such as a noise that is being learned, whose present values the outputs follow."""
+        return []
+
     def at(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
     ) -> Predictions:
@@ -279,6 +283,8 @@ class Predictions:
     gather: bool
     _outputs: OutputDistribution = field(repr=False)
     _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
+    _followed: list[Tensor] = field(init=False, repr=False, default_factory=list)
+    """The values of learned tensors to which what is shared belongs."""
 
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
@@ -403,8 +409,13 @@ class Predictions:
     ) -> tuple[SomeOutputs, SplitPoints]:
         """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
 
-        The same outputs serve later questions while gradients are recorded, or while they are not.
+        The same outputs serve later questions while gradients are recorded, or while they are not, until a learned
+        tensor changes.
         """
+        learned = self.posterior._learned()
+        if len(learned) != len(self._followed) or not all(map(torch.equal, learned, self._followed)):
+            self._followed[:] = [tensor.clone() for tensor in learned]
+            self._shared.clear()
         told = call if normals is None else f"{call}, seed={normals.seed}"
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
 

@@ -143,6 +143,12 @@ def test_copies_of_an_operator_keep_no_directions():
     assert P.directions().count and not P.to(DOUBLE).clone().directions().count
 
 
+def test_no_right_hand_sides_have_no_solutions():
+    P = precision()
+    for B in (right_hand_sides(482, 2)[:, :0], right_hand_sides(482, 2), right_hand_sides(482, 2)[:, :0]):
+        assert P.solve(B).shape == B.shape
+
+
 @pytest.mark.parametrize("kind", ["zero", "dependent", "not finite"])
 def test_special_columns_of_a_further_solve(kind):
     P, B = precision(), right_hand_sides(482, 4)

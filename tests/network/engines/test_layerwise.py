@@ -17,6 +17,7 @@ from curvops.network.walks.passes import Passes
 from tests import zoo_modules as parts
 from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference
+from tests.zoo_functions import NothingForZeros
 
 
 def wrong_by_one_percent(method: str, factor: float = 1.01) -> Any:
@@ -221,6 +222,18 @@ def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: st
     J = reference(name)
     for engine in (small, large):
         assert agree(engine.push(network.selection.split(V)).flatten(1).mT, J @ V)
+
+
+@pytest.mark.parametrize("chunk", [1, PLENTY])
+def test_outputs_that_a_layer_does_not_reach_have_zeros_where_a_function_returns_nothing(chunk: int) -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        beside = m.fc2(x)
+        return torch.cat([beside[:, :1], m.head(NothingForZeros.apply(m.fc1(x))), beside[:, 1:2]], 1)
+
+    model, inputs = parts.Wired(wiring).double(), torch.randn(6, 4).double()
+    network, J = Model(model), dense_jacobian(model, inputs)
+    engine = Layerwise(network, record(network, inputs, owners_of(network)), None, chunk)
+    assert agree(engine.push(network.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "sequence_layernorm"])
