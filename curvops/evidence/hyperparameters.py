@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.network import Batch, BatchMap
 from curvops.network.model.parameters import layer_of
-from curvops.operators import EmpiricalFisher, Linearization
+from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
@@ -47,13 +47,18 @@ class PrecisionGroups:
     base: Float[Tensor, " D"]
     counts: Float[Tensor, " G"]
 
+    @cached_property
+    def is_one_number(self) -> bool:
+        """Whether all weights have one precision."""
+        return bool((self.base == 1).all())
+
     def totals(self, each: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return the sum over each group."""
         return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
         """Return A in the form that a posterior takes: 0-d if it is a single number."""
-        if len(alpha) == 1 and bool((self.base == 1).all()):
+        if len(alpha) == 1 and self.is_one_number:
             return alpha[0].to(self.base.dtype)
         return (alpha.to(self.base.dtype)[self.index]) * self.base
 
@@ -109,7 +114,8 @@ class Hyperparameters:
         """The posterior at the first noise that has the same shares of the weights and the same mode."""
         factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
         post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
-        return dataclasses.replace(post, temperature=1.0)  # the evidence is that of the model
+        # The evidence is that of the model.
+        return post if post.temperature == 1 else dataclasses.replace(post, temperature=1.0)
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return (θ − m)ᵀ base (θ − m) for each group."""
@@ -185,7 +191,13 @@ class Hyperparameters:
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
         """Return the posterior under these hyperparameters, with its curvature at their noise."""
-        post = self.origin if self.noise is None else self.origin.with_noise(self.noise, generator)
+        post, curvature = self.origin, self.origin.curvature
+        if self.noise is not None:
+            post = post.with_noise(self.noise, generator)
+            known = self.origin.cache.known("spectrum")
+            if known is not None and isinstance(curvature, GGN) and curvature.asked == {}:  # without draws of its own
+                values = known.values * (self.origin.observation_noise / self.noise)
+                post.cache.put("spectrum", dataclasses.replace(known, values=values), known.vectors.nbytes)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
 
 

@@ -32,18 +32,25 @@ class DenseSpectrum:
         """
         return stack([self._logdet(mu, rtol) for mu in shifts])
 
-    def _logdet(self, mu: float, rtol: float) -> Estimate:
+    def _definite(self, mu: float) -> tuple[Float[Tensor, " n"], float, float]:
+        """Return the eigenvalues, the effect of rounding on each, and their size; an error as of `logdet`.
+
+        With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished from
+        zero.
+        """
         values, n = self.values, len(self.values)
         lowest, size = float(values[0]), float(values.abs().amax())
         delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
-        # With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be distinguished
-        # from zero.
         if mu > 0 and lowest >= -n * self.eps * size:
-            delta, values = max(delta, -lowest), values.clamp_min(0)
-        elif lowest + mu <= n * self.eps * size:
+            return values.clamp_min(0), max(delta, -lowest), size
+        if lowest + mu <= n * self.eps * size:
             raise indefinite(
                 f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}."
             )
+        return values, delta, size
+
+    def _logdet(self, mu: float, rtol: float) -> Estimate:
+        (values, delta, _), n = self._definite(mu), len(self.values)
         total = values + mu
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
         bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
@@ -56,16 +63,15 @@ class DenseSpectrum:
         Raises:
             NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
         """
-        _ = self._logdet(mu, rtol)  # raises for an indefinite matrix
-        size = float(self.values.abs().amax())
+        *_, size = self._definite(mu)
         near = self.values.abs() <= len(self.values) * self.eps * size
         values = torch.where(near, self.values.clamp_min(0), self.values)
         # An eigenvalue near zero cannot be distinguished from zero, whatever its computed value.
         delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
         of = share(mu)
-        least = torch.minimum(values, (values - delta).clamp_min(0))
-        value, bias = of(values).sum(), torch.maximum(of(values + delta) - of(values), of(values) - of(least)).sum()
-        return Estimate.rounded(value, bias, rtol, len(values))
+        least, found = torch.minimum(values, (values - delta).clamp_min(0)), of(values)
+        bias = torch.maximum(of(values + delta) - found, found - of(least)).sum()
+        return Estimate.rounded(found.sum(), bias, rtol, len(values))
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
         """Return (A + μ − bound)⁻¹."""

@@ -72,12 +72,16 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
 def _route(terms: PrecisionTerms, rtol: float) -> tuple[routes.System, str]:
     """Return the facts under a prior that is a number or a vector, and the route that follows from them.
 
-    If there is a closed form it comes first, and the other facts are skipped.
+    A closed form comes first, and then, for a number, a spectrum that is known; the other facts are then skipped.
     """
+    A = terms.A
+    assert A is not None
     if terms.closed_form is not None:
         return routes.System(len(terms.lin.theta), closed_form=True), "closed form"
-    system, A, known = system_of(terms), terms.A, terms.cache.known("quadrature")
-    assert system.posterior is not None and A is not None
+    if not A.ndim and terms.cache.known("spectrum") is not None:
+        return routes.System(len(terms.lin.theta)), "spectrum"
+    system, known = system_of(terms), terms.cache.known("quadrature")
+    assert system.posterior is not None
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
     system = replace(system, posterior=replace(system.posterior, prepared=prepared))
     first = routes.chosen(routes.determinants(system))
@@ -231,6 +235,8 @@ def normal_mode(terms: PrecisionTerms) -> Float[Tensor, " D"] | None:
 
 def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
     """Spend the products that every scalar prior precision from `smallest` upwards needs; none for a closed form."""
+    if cache.known("spectrum") is not None:
+        return
     theta = cache.lin.theta
     terms = PrecisionTerms(cache, Prior(theta.new_tensor(smallest), theta.new_zeros(())))
     with cache.lock, naming_the_ggn(cache.curvature):
