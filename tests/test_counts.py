@@ -161,6 +161,8 @@ SLOPES = 1
 """The backward passes behind products by layer rules: this network's only hidden layer keeps slopes, whatever C."""
 LINEARISED = Counts(1, 1, C)
 """A pass forward and one backward for each output: what layer rules need, once."""
+SUMMED = Counts(1, 1, C - 1)
+"""A sum over a softmax's curvature takes one backward pass fewer, since its rank is C − 1."""
 TABLE = {
     "log_likelihood": Row(lambda lin: lin.log_likelihood(), Counts(1, 1)),
     "outputs": Row(lambda lin: lin.outputs(), Counts(1, 1)),
@@ -191,19 +193,19 @@ TABLE = {
         lambda lin: times(co.GGN(lin, mc_samples=2, generator=seeded()), 1, 4), Counts(2, 2, SLOPES + 2, 4), LAYERWISE
     ),
     "five draws of N(0, G)": Row(lambda lin: co.linalg.draw(co.GGN(lin), 5, seeded()), Counts(1, 1, SLOPES)),
-    "diagonal of the GGN": Row(lambda lin: co.DiagonalGGN(lin), LINEARISED),
+    "diagonal of the GGN": Row(lambda lin: co.DiagonalGGN(lin), SUMMED),
     "diagonal of one drawn target": Row(
         lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=seeded()), Counts(2, 2, 1)
     ),
     "diagonal of the empirical Fisher": Row(lambda lin: co.DiagonalGGN(lin, fisher="empirical"), Counts(1, 1, 1)),
-    "diagonal, then log-likelihood": Row(lambda lin: [co.DiagonalGGN(lin), score(lin)], LINEARISED),
-    "KFAC": Row(lambda lin: co.KFAC(lin), LINEARISED),
+    "diagonal, then log-likelihood": Row(lambda lin: [co.DiagonalGGN(lin), score(lin)], SUMMED),
+    "KFAC": Row(lambda lin: co.KFAC(lin), SUMMED),
     "KFAC, evidence, draws, predictions of its posterior": Row(
         lambda lin: everything_of(co.laplace(lin, co.KFAC(lin), 1.0, check_mode=False)),
-        Counts(1, 1 + len(X) / N, C + C * len(X) / N),
+        Counts(1, 1 + len(X) / N, C - 1 + C * len(X) / N),
     ),
-    "the check that weights are a mode": Row(lambda lin: co.laplace(lin, co.KFAC(lin), 1.0), Counts(2, 2, C + 1)),
-    "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * C)),
+    "the check that weights are a mode": Row(lambda lin: co.laplace(lin, co.KFAC(lin), 1.0), Counts(2, 2, C)),
+    "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * (C - 1))),
     "block of ten weights": Row(lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(10)), LINEARISED),
     "block of each layer": Row(lambda lin: co.BlockDiagonal(lin), LINEARISED),
     "tangent kernel, formed": Row(lambda lin: co.TangentKernel(lin).to_dense(), Counts((1, 2), 1, C)),

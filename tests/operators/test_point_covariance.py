@@ -11,6 +11,8 @@ import curvops as co
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.kfac import kfac_factors
+from curvops.operators.kfac.kfac_factors import fewer_positions
 from curvops.posterior.predictions.covariance import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
@@ -105,6 +107,42 @@ def test_joint_predictions_of_several_pieces():
     dense, P = lin.jacobian(inputs).to_dense(), post.precision.to_dense()
     expected = dense @ torch.linalg.solve(P, dense.mT)
     torch.testing.assert_close(post.predict(inputs, joint=True).covariance_matrix, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("sizes", [(9, 3, 2, 5, 4), (9, 2, 3, 2, 5), (3, 3, 2, 5, 4), (8, 1, 1, 6, 7)], ids=str)
+def test_rows_at_fewer_positions_are_the_same_rows(sizes):
+    """Also where they come from another dtype, as inputs do that are kept in fewer digits."""
+    t, r, g, p, q = sizes
+    left, right = torch.randn(2, r, g, t, p).double(), torch.randn(2, g, t, q)
+    fewer = fewer_positions(left, right)
+    assert fewer[0].shape[3] == fewer[1].shape[2] == min(t, r * p, q)
+    torch.testing.assert_close(*(a.mT @ b.double().unsqueeze(1) for a, b in ((left, right), fewer)), **TIGHT)
+
+
+@pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC, functools.partial(co.KFAC, bias="separate")])
+def test_layers_at_more_positions_than_they_have_columns(curvature, monkeypatch):
+    """An adapter of low rank beside many tokens, and a convolution of few channels in groups."""
+    torch.manual_seed(0)
+    adapter = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 2))
+    images = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(2), nn.Linear(25, 2))
+    for model, shape in ((adapter, (4, 11, 5)), (images, (4, 2, 6, 6))):
+        whole = nn.Sequential(model, Means()).double()
+        x, y = torch.randn(shape).double(), torch.tensor([0, 1, 1, 0])
+        lin = co.linearize(whole, (x, y), "classification")
+        A = curvature(lin)
+        inverse, J = A.add_diagonal(0.7).inverse(), lin.jacobian(x)
+        for size in (2, 4):
+            torch.testing.assert_close(point_covariances(J, inverse, size), by_solves(J, inverse, size), **TIGHT)
+        with monkeypatch.context() as patched:
+            patched.setattr(kfac_factors, "fewer_positions", lambda left, right: (left, right))
+            torch.testing.assert_close(curvature(lin).to_dense(), A.to_dense(), **TIGHT)
+
+
+class Means(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, f):
+        return f.mean(1)
 
 
 @pytest.mark.parametrize("structure", ["DiagonalGGN", "LowRank", "BlockDiagonal"])

@@ -71,6 +71,22 @@ class Categorical(Likelihood):
         log_p = f.log_softmax(-1)
         return self._curvature_weight(f, y, w).sqrt() * (0.5 * log_p).exp() * _centre(u, log_p.exp())
 
+    def narrow_columns(self, num_outputs: int) -> int:
+        return num_outputs - 1
+
+    def narrow_root(self, f: Outputs, y: Tensor, w: Weights, start: int, stop: int) -> Float[Tensor, "M n C"]:
+        """Return columns of the Cholesky factor of diag(p) - p p^T, whose last one is zero (Tanabe & Sagae 1992).
+
+        With q_j = p_j + ... + p_C, column j is √(p_j / (q_j q_{j+1})) times q_{j+1} at j, and times -p_i at i > j. It
+        is computed from logarithms: no entry is a difference, and none underflows before it is zero itself.
+        """
+        log_p = f.log_softmax(-1)
+        tails = log_p.flip(-1).logcumsumexp(-1).flip(-1).clamp_min(torch.finfo(f.dtype).min / 8)
+        scale = 0.5 * (log_p[:, :-1] - tails[:, :-1] - tails[:, 1:])[:, start:stop].mT.unsqueeze(-1)
+        root = -(scale + log_p).exp().movedim(0, 1).triu(start + 1).movedim(1, 0)
+        root.diagonal(start, 0, 2).copy_((scale.squeeze(-1) + tails[:, 1:][:, start:stop].mT).exp().mT)
+        return self._curvature_weight(f, y, w).sqrt() * root
+
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(f.detach().softmax(-1), 1, generator=generator).squeeze(-1)
 

@@ -74,6 +74,18 @@ class Likelihood(ABC):
         """Return the number R of columns of the square root L for C = ``num_outputs``."""
         return num_outputs
 
+    def narrow_columns(self, num_outputs: int) -> int:
+        """Return the number M <= R of columns of ``narrow_root``."""
+        return self.root_columns(num_outputs)
+
+    def narrow_root(
+        self, f: Outputs, y: Tensor, w: Weights, start: int, stop: int
+    ) -> Float[Tensor, "{stop}-{start} n C"]:
+        """Return some columns of a square root of H that has no more of them than H has rank, if one is known."""
+        units = f.new_zeros(stop - start, len(f), self.root_columns(f.shape[-1]))
+        units.diagonal(start, 0, 2).fill_(1.0)
+        return self.root_product(f, units, y, w)
+
     @abstractmethod
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         """Draw one target per point from p(. | f), in the form that ``log_prob`` takes."""

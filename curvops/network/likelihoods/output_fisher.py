@@ -54,6 +54,11 @@ class OutputFisher(ABC):
         units.diagonal(start, 0, 2).fill_(1.0)
         return self.root_product(f, units, batch)
 
+    @property
+    def narrow(self) -> OutputFisher:
+        """The same Fisher with as few columns as are known to suffice, for sums over all of them."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class Exact(OutputFisher):
@@ -69,23 +74,28 @@ class Exact(OutputFisher):
         return self.likelihood.root_columns(num_outputs)
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(self._shift_outputs(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.hessian_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(self._shift_outputs(f, batch), z, batch.targets, batch.weights)
+        return self.likelihood.root_product(self.outputs_at(f, batch), z, batch.targets, batch.weights)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(self._shift_outputs(f, batch), u, batch.targets, batch.weights)
+        return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
 
     def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the gradient of each point's negative log-likelihood in its outputs."""
-        return self.likelihood.residual(self._shift_outputs(f, batch), batch.targets, batch.weights)
+        return self.likelihood.residual(self.outputs_at(f, batch), batch.targets, batch.weights)
 
     def log_prob(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, " n"]:
         """Return each point's log-likelihood in nats."""
-        return self.likelihood.log_prob(self._shift_outputs(f, batch), batch.targets, batch.weights)
+        return self.likelihood.log_prob(self.outputs_at(f, batch), batch.targets, batch.weights)
 
-    def _shift_outputs(self, f: Tensor, batch: Batch) -> Tensor:
+    @property
+    def narrow(self) -> OutputFisher:
+        return Narrow(self)
+
+    def outputs_at(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
+        """Return the outputs at which H is evaluated."""
         return f if self.shift is None else f + self.shift[batch.start : batch.start + len(f)]
 
 
@@ -116,8 +126,42 @@ class FromResiduals(OutputFisher):
         return self.root_product(f, self.root_transpose_product(f, u, batch), batch)
 
 
+class FromColumns(FromResiduals):
+    """An output Fisher whose columns are computed all at once."""
+
+    @abstractmethod
+    def all_columns(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "M n C"]:
+        """Return every column of every point."""
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("mnc,knm->knc", self.all_columns(f, batch), z)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("mnc,knc->knm", self.all_columns(f, batch), u)
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return self.all_columns(f, batch)[start:stop]
+
+
+class Narrow(FromColumns):
+    """The likelihood's output Fisher by the narrowest root that the likelihood knows: a softmax has C − 1 columns."""
+
+    def __init__(self, exact: Exact) -> None:
+        self.exact, self.likelihood = exact, exact.likelihood
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.likelihood.narrow_columns(num_outputs)
+
+    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.columns(f, batch, 0, self.num_columns(f.shape[1]))
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        at = self.exact.outputs_at(f, batch)
+        return self.likelihood.narrow_root(at, batch.targets, batch.weights, start, stop)
+
+
 @dataclass(frozen=True, eq=False)
-class Sampled(FromResiduals):
+class Sampled(FromColumns):
     """The Monte-Carlo Fisher: residuals (M, N, C), divided by √M, at targets drawn once from the model."""
 
     likelihood: Likelihood
@@ -126,16 +170,7 @@ class Sampled(FromResiduals):
     def num_columns(self, num_outputs: int) -> int:
         return len(self.draws)
 
-    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return torch.einsum("mnc,knm->knc", self._residuals(f, batch), z)
-
-    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return torch.einsum("mnc,knc->knm", self._residuals(f, batch), u)
-
-    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        return self._residuals(f, batch)[start:stop]
-
-    def _residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "M n C"]:
+    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         return self.draws[:, batch.start : batch.start + f.shape[0]]
 
 

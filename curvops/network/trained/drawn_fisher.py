@@ -12,11 +12,11 @@ from curvops.checkpoint import Checkpoint
 from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromColumns, OutputFisher, Sampled, check_kind
 from curvops.network.walks.passes import Passes
 
 
-class DrawnFisher(FromResiduals):
+class DrawnFisher(FromColumns):
     """`Sampled` with targets drawn on first use, in the walk's own pass if that covers all points at once."""
 
     def __init__(
@@ -36,20 +36,11 @@ class DrawnFisher(FromResiduals):
     def num_columns(self, num_outputs: int) -> int:
         return self.mc_samples
 
-    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self._sample(f, batch).root_product(f, z, batch)
-
-    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self._sample(f, batch).root_transpose_product(f, u, batch)
-
-    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
-        return self._sample(f, batch).columns(f, batch, start, stop)
-
-    def _sample(self, f: Tensor, batch: Batch) -> Sampled:
+    def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         if self.draws is None:
             whole = self.passes.shard is None and len(f) == self.num_data
             self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
-        return Sampled(self.likelihood, self.draws)
+        return Sampled(self.likelihood, self.draws).all_columns(f, batch)
 
     def draw(self) -> Float[Tensor, "M N C"]:
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""

@@ -331,7 +331,7 @@ class TrainedNetwork:
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
         """Return Σ_n Σ_r g[n, r]², elementwise, for rows g[n, r] of LᵀJ with H = L Lᵀ."""
         chunk = self.passes.chunk_bytes
-        groups = (group for _, groups in self.root_pieces(fisher, chunk) for group in groups)
+        groups = (group for _, groups in self.root_pieces(fisher.narrow, chunk) for group in groups)
         return sum_squares(self.passes, groups, chunk)
 
     def positions_apart(self, per_token: bool) -> int:

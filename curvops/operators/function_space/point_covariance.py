@@ -34,7 +34,7 @@ from curvops.linalg.operators.kronecker import EigenKroneckerForm
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
-from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, members, rotate
+from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
@@ -326,7 +326,10 @@ def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s
 
 def _add(target: Target, matrices: list[FactorPair], layer: LayerMetric, most_bytes: int) -> None:
     """Add to target the blocks of one layer, or of layers that share weights."""
-    sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
+    if layer.left is not None:
+        pairs = (fewer_positions(left, right) for left, right in matrices)
+        matrices = [(rotate(left, layer.left), right) for left, right in pairs]
+    sides = matrices
     together = len(target) < len(sides[0][0])  # a block contains several points
     if len(sides) == 1 and not sides[0][1].is_floating_point() and not together:
         _add_embedded(target, *sides[0], layer.weights)

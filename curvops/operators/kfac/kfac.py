@@ -107,7 +107,7 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
     ) -> None:
         check_sharing(sharing)
         check_bias(bias)
-        output = lin.output_fisher(fisher, mc_samples, generator)  # all walks use the same draws
+        output = lin.output_fisher(fisher, mc_samples, generator).narrow  # all walks use the same draws
         seed = seed_of(getattr(output, "generator", None))
 
         def problem() -> dict[str, Any]:
@@ -146,8 +146,8 @@ class KFAC(KroneckerCurvature):
     low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
     Martens & Grosse's factored damping instead.
 
-    Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), and the factors' matrix
-    products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's
+    Cost to build: a forward pass, a backward pass for each column (C − 1 for a softmax, else C; `mc_samples`; or 1), and
+    the factors' matrix products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's
     own products cost too much and a diagonal is too crude.
 
     Args:

@@ -296,8 +296,25 @@ def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tupl
 
 def _second_moments(matrices: list[FactorPair], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
     """Return Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
-    rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
+    pairs = (fewer_positions(left, right) for left, right in matrices)
+    rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in pairs]
     return OuterRows(rotated).second_moments(base.values.shape[2], chunk_bytes)
+
+
+def fewer_positions(left: Float[Tensor, "n r g t p"], right: Shaped[Tensor, "n g t *q"]) -> FactorPair:
+    """Return two sides with the same rows Σ_t left ⊗ right at no more positions than either side has columns.
+
+    At more of them, such as the tokens beside an adapter of low rank, one side becomes the rows themselves, and the
+    other one unit vectors: a rotation takes a product for each position.
+    """
+    n, r, g, t, p = left.shape
+    if not right.is_floating_point() or t <= min(r * p, right.shape[3]):
+        return left, right
+    rows = left.mT @ right.to(left.dtype).unsqueeze(1)  # (n, r, g, p, q)
+    if right.shape[3] <= r * p:
+        return rows.mT, torch.eye(right.shape[3], dtype=rows.dtype, device=rows.device).expand(n, g, -1, -1)
+    units = torch.eye(r * p, dtype=rows.dtype, device=rows.device).view(r, p, r * p).mT
+    return units.unsqueeze(1).expand(n, r, g, r * p, p), rows.transpose(1, 2).flatten(2, 3)
 
 
 def rotate(side: Tensor, vectors: Tensor) -> Tensor:

@@ -101,6 +101,39 @@ def test_products_match_dense_hessian(case: tuple[Likelihood, Tensor], w: Tensor
     torch.testing.assert_close(transposed, torch.einsum("ncr,knc->knr", root, block), **TIGHT)
 
 
+def narrow_columns(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None = None, step: int = 9) -> Tensor:
+    """The columns of the narrow root, some at a time."""
+    M = likelihood.narrow_columns(f.shape[1])
+    return torch.cat([likelihood.narrow_root(f, y, w, i, min(M, i + step)) for i in range(0, M, step)])
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_the_narrow_root_is_a_root_with_as_many_columns_as_the_hessian_has_rank(
+    case: tuple[Likelihood, Tensor], w: Tensor | None, step: int
+) -> None:
+    likelihood, y = case
+    f = outputs()
+    hessians = autograd_hessians(likelihood, f, y, w)
+    columns = narrow_columns(likelihood, f, y, w, step)
+    assert len(columns) == int(torch.linalg.matrix_rank(hessians).max())
+    torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", columns, columns), hessians, **TIGHT)
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1e4, math.inf])
+def test_the_narrow_root_keeps_its_digits_at_extreme_logits(scale: float) -> None:
+    """Entries and sums of columns, which are zero; a logit of minus infinity excludes a class."""
+    f = torch.zeros(C, C).fill_diagonal_(-scale) if scale == math.inf else scale * torch.eye(C)
+    f[-1] = torch.tensor([0.0, -scale, -scale, 0.5])
+    y = torch.arange(C)
+    single, double = narrow_columns(Categorical(), f, y), narrow_columns(Categorical(), f.double(), y)
+    torch.testing.assert_close(single.double(), double, rtol=2e-5, atol=1e-37)
+    sums = double.sum(-1).abs()
+    assert (sums <= 1e-12 * double.abs().sum(-1)).all()
+    p = f.double().softmax(-1)
+    H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", double, double), H, **TIGHT)
+
+
 def test_monte_carlo_residual_has_the_hessian_as_second_moment(
     case: tuple[Likelihood, Tensor], w: Tensor | None
 ) -> None:
