@@ -146,9 +146,9 @@ class KFAC(KroneckerCurvature):
     low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
     Martens & Grosse's factored damping instead.
 
-    Cost to build: a forward pass, a backward pass for each column (C − 1 for a softmax, else C; `mc_samples`; or 1), and
-    the factors' matrix products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's
-    own products cost too much and a diagonal is too crude.
+    Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the
+    factors' matrix products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if
+    the GGN's own products cost too much and a diagonal is too crude.
 
     Args:
         lin: the linearised network.
