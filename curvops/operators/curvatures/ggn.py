@@ -92,7 +92,8 @@ class DiagonalGGN(UserOperator, Diagonal):
     Cost to build, at construction and without a gradient graph: one forward pass, one backward pass for each of the C
     columns (of a softmax C − 1; "mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each
     column; a layer that is applied at one position shares that product among all columns. Memory: a chunk of
-    sensitivities within the budget, never a Jacobian. Parameters without a layer rule need a backward pass for each point and column.
+    sensitivities within the budget, never a Jacobian. Parameters without a layer rule need a backward pass for each
+    point and column.
 
     Args:
         lin: the linearised network.
