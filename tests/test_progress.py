@@ -93,7 +93,7 @@ def test_a_function_hears_of_every_batch_and_of_the_total_once_it_is_known():
     assert [step[1:] for step in heard[-3:]] == [(4, heard[-1][2]), (8, heard[-1][2]), (12, heard[-1][2])]
     heard.clear()
     co.KFAC(lin)
-    assert heard[-1] == ("rows of the curvature's root", 24, 24)
+    assert heard[-1] == ("rows of the curvature's root", 12, 12)  # of two classes, a column each
     heard.clear()
     lin.jacobian(torch.randn(9, 3)) @ v
     assert heard[-1][1] == 9
@@ -105,8 +105,8 @@ def test_rows_of_a_batch_are_counted_column_by_column(monkeypatch):
     """One large batch was silent to its end."""
     monkeypatch.setattr("curvops.network.walks.passes.COLUMN_BYTES", 1)
     seen = []
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    points = torch.randn(12, 3), torch.arange(12) % 2
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    points = torch.randn(12, 3), torch.arange(12) % 3
     lin = co.linearize(model, points, "classification", progress=lambda *step: seen.append(step))
     seen.clear()
     co.KFAC(lin)
