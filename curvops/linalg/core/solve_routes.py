@@ -57,6 +57,8 @@ ENOUGH_KEPT = 512
 sketch takes fewer products than a solve that keeps half of them."""
 KEPT_SHARE = 4
 """They take at most one part in so many of the bytes left; products need the rest."""
+FEW_ITERATIONS = 25
+"""Up to this many iterations kept directions save CG at most a tenth of its products."""
 SKETCH_SERVES = 4
 """A sketch is used for up to this many times the columns it was made for; more would justify a larger one."""
 UNEVEN = 4.0
@@ -180,6 +182,17 @@ def kept_directions(room: float | int, vector_bytes: int) -> int:
     """Return how many search directions, two vectors each, CG keeps in a room of bytes."""
     fitting = int(min(room, 2**62)) // KEPT_SHARE // (2 * vector_bytes)
     return min(MOST_KEPT, fitting) if fitting >= LEAST_KEPT else 0
+
+
+def directions_pay(condition: float, rtol: float, columns: int, points_a_weight: float) -> bool:
+    """Return whether it is cheaper for CG to keep its directions, given the condition number that a sketch leaves.
+
+    ``points_a_weight`` are the multiply-adds of a forward pass over all data, for each weight: a product takes twice as
+    many. Conjugation takes a multiply-add in float64 and one in float32 a direction, and half of them are there on
+    average.
+    """
+    iterations = math.sqrt(condition) * math.log(2 / rtol) / 2
+    return iterations > FEW_ITERATIONS or 0.1 * 2 * points_a_weight > 3 * iterations * columns / 2
 
 
 def routes(system: System) -> tuple[Route, ...]:

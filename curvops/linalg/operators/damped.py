@@ -438,6 +438,11 @@ class ScaledPreconditioner:
         """The number of products spent on M."""
         return self.inner.matvecs
 
+    @property
+    def condition(self) -> float:
+        """The condition number that M leaves."""
+        return self.inner.condition
+
     def shifted(self, shift: float) -> ScaledPreconditioner:
         """Return the preconditioner for another multiple of S⁻² added to the matrix."""
         return ScaledPreconditioner(self.scale, self.inner.shifted(shift))

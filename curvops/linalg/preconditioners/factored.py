@@ -108,6 +108,11 @@ class LowRankPreconditioner(FilteredPreconditioner):
         """Return (Â + shift)/shift: the same approximation plus another multiple of the identity."""
         return replace(self, values=(self.eigenvalues + shift) / shift, level=1.0)
 
+    @property
+    def condition(self) -> float:
+        """The condition number that P leaves by its smallest value, 1 + tail/μ; ∞ if the rank is 0."""
+        return float(self.values.amin()) / self.level if len(self.values) else math.inf
+
     def logdet(self) -> Float[Tensor, ""]:
         """Return log det P."""
         return self.values.log().sum() + (self.U.shape[0] - len(self.values)) * math.log(self.level)

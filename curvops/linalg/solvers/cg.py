@@ -335,6 +335,8 @@ class ConjugateGradients:
             elif not (Q := self.directions.basis(P, overlap, self.rounding())).shape[1]:
                 self.stop_all(Reason.STAGNATION)
             else:
+                del P
+                step = self.last = None  # three blocks that the product does not need
                 step = self.take_step(Q)
                 P = self.propose(step)
                 self.kept.save(partial(self.state, step, P))

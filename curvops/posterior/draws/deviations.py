@@ -21,7 +21,7 @@ from curvops.checks import carries_graph, check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution
-from curvops.linalg.core.solve_routes import METHODS, SKETCHED
+from curvops.linalg.core.solve_routes import METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
@@ -141,7 +141,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     P, right = systems.precision, systems.right_sides()
     if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
         M, spent = preconditioner(systems.terms, systems.count)
-        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
+        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, keep_directions=_directions(systems, M, rtol))
         return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exact if P is small or has a closed form; carries its gradient
     with torch.no_grad():
@@ -150,6 +150,14 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     none = residuals.new_full(residuals.shape, math.nan)
     matvecs = len(z) + systems.count
     return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
+
+
+def _directions(systems: Systems, M: Any, rtol: float) -> int | None:
+    """Return 0 if conjugation to all directions takes more time, and much memory, than the products that it saves."""
+    lin, condition = systems.terms.lin, getattr(M, "condition", math.inf)
+    points_a_weight = lin.plan.forward * lin.num_data / lin.num_parameters
+    known = points_a_weight > 0 and not lin.plan.others
+    return 0 if known and not directions_pay(condition, rtol, systems.count, points_a_weight) else None
 
 
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
