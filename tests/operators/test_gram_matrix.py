@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import curvops as co
+import curvops.operators.function_space.gram_cost as gram_cost_module
 import curvops.operators.function_space.gram_matrix as gram_matrix
 from curvops.checkpoint import Checkpoint
 from curvops.network import read_precision
@@ -80,10 +81,16 @@ PRIORS = {
     ("prior", "room"),
     [("number", None), ("tensors", None), ("vector", None), ("tensors", 3 * 2**13), ("tensors", 0), ("vector", 0)],
 )
-@pytest.mark.parametrize("form", ["rows", "pairs", "images"])
-def test_the_forms(lin, form, prior, room, monkeypatch):
-    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one."""
+@pytest.mark.parametrize(
+    ("form", "shifted"), [("rows", 0), ("pairs", math.inf), ("pairs", 0), ("images", math.inf), ("images", 0)]
+)
+def test_the_forms(lin, form, shifted, prior, room, monkeypatch):
+    """Every form gives J A⁻¹ Jᵀ and J A⁻¹ J'ᵀ, whole, in sets of layers and some points at a time, or one by one.
+
+    Inner products of patches are taken from patches where shifted sums count as infinite work, otherwise from pixels.
+    """
     monkeypatch.setattr(gram_matrix, "form_of", lambda *_: form)
+    monkeypatch.setattr(gram_cost_module, "SHIFTED", shifted)
     A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
     if room is not None:

@@ -6,6 +6,8 @@ Two points whose rows are Σ_t δ_t ⊗ a_t, with t positions, p × q weights an
 - by pairs of positions, Σ_tu (δ_t·δ'_u)(a_t·a'_u): t²q + C²t²p, and passes over C²t² numbers;
 - by images, Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): t²q + Ct²p + C²tp, and passes over Ctp numbers.
 
+For a kernel of k pixels with stride 1, the patches' t²q are t²q/k with their pixels, and passes over t² numbers.
+
 Matrix products of a few columns run more slowly than large ones, which constants take into account.
 """
 
@@ -29,6 +31,8 @@ PAIRED = 200.0
 """Multiply-adds in the time of the passes over one product of two sensitivities."""
 IMAGED, IMAGE = 2.0, 400.0
 """Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
+SHIFTED = 20.0
+"""Multiply-adds in the time of the passes over one product of two pixels for each entry of a kernel's side."""
 HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
 """Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
 
@@ -43,11 +47,18 @@ class Sizes(NamedTuple):
     q: int
     r: int
     s: int
+    pixels: float = math.inf
+    """Multiply-adds of (a_t·a'_u) from the pixels of patches; ∞ if there are none."""
+
+    @property
+    def by_pixels(self) -> bool:
+        """Whether (a_t·a'_u) takes less work from pixels than from patches."""
+        return self.pixels < self.t * self.u * self.q
 
     def work(self, n: int, m: int) -> dict[RowForm, float]:
         """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
-        g, t, u, p, q, r, s = self
-        inner = n * m * t * u * q
+        g, t, u, p, q, r, s, pixels = self
+        inner = n * m * min(t * u * q, pixels)
         return {
             "rows": g * p * q * (n * m * r * s + n * r * (FORMING * t + FORMED) + m * s * (FORMING * u + FORMED)),
             "pairs": g * (inner + n * m * t * u * r * s * (p + PAIRED)),
@@ -58,6 +69,11 @@ class Sizes(NamedTuple):
         """Return the form that takes least; with one position each, images of δ' are of no use."""
         work = self.work(n, m)
         return min(("rows", "pairs") if self.t * self.u == 1 else work, key=work.__getitem__)
+
+
+def work_of_pixels(x: int, y: int, c: int, q: int, dims: int) -> float:
+    """Return the multiply-adds of (a_t·a'_u) from x and y pixels of c channels, if a patch has q numbers."""
+    return x * y * (c + SHIFTED * dims * (q / c) ** (1 / dims)) if dims else math.inf
 
 
 def gram_cost(plan: Plan, points: int) -> float:
@@ -125,6 +141,8 @@ def _least(layer: Layer, columns: int, points: int) -> float:
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if layer.as_rows(columns) or not positions:
         return float(columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds))
-    groups = getattr(layer.module, "groups", 1)
-    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns)
+    groups, (channels, *kernel) = getattr(layer.module, "groups", 1), layer.shape_of("weight")[1:] or (1,)
+    x = layer.inputs // (groups * channels)
+    pixels = work_of_pixels(x, x, channels, layer.width, len(kernel))
+    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns, pixels)
     return sizes.work(points, points)[sizes.form(points, points)]

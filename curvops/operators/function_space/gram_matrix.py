@@ -8,7 +8,7 @@ product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,10 +20,17 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
-from curvops.network import Group, Passes
-from curvops.operators.function_space.gram_cost import HELD_OF_SOME, OTHERS, WORK, RowForm, Sizes, layer_sets
+from curvops.network import Group, Layer, Passes
+from curvops.operators.function_space.gram_cost import (
+    HELD_OF_SOME,
+    OTHERS,
+    WORK,
+    RowForm,
+    Sizes,
+    layer_sets,
+    work_of_pixels,
+)
 from curvops.operators.function_space.row_products import (
-    STRIPES,
     Sides,
     add_product,
     add_row_products,
@@ -33,8 +40,10 @@ from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
 """Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions; three passes go over it."""
-IMAGE_BYTES = 4 * 2**20
-"""Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time: they stay in a cache."""
+STRIPES = 16
+"""The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""
+IMAGE_BYTES, ACROSS = 2**19, 8
+"""Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time and stay in a cache; the least x'."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
@@ -175,9 +184,15 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    one = one.held(most_bytes // 4)
+    factors, each = scale[0, 0], most_bytes // 4
+    if _sizes(one, other).by_pixels:
+        gather = partial(_of_patches, layer, factors[-1] if "bias" in layer.names else None)
+        one, other, factors = one.of_pixels(gather), other.of_pixels(gather), factors[:1]
+    else:
+        one = one.held(each)
+        other = one if same else other.held(each)
     add = _add_by_images if form == "images" else _add_by_pairs
-    add(target, one, one if same else other.held(most_bytes // 4), scale[0, 0], most_bytes // 4, same)
+    add(target, one, other, factors, each, same)
 
 
 def sides_of(group: Group) -> Sides | None:
@@ -186,13 +201,25 @@ def sides_of(group: Group) -> Sides | None:
         return None
     (part,) = group.parts
     left = part.left()
-    return None if left is None else Sides(left, lambda points: part.at(points).right(), part.layer.width)
+    if left is None:
+        return None
+    pixels = part.layer.rule.pixels(part.layer.module, part.kept)
+    return Sides(left, lambda points: part.at(points).right(), part.layer.width, pixels)
 
 
 def form_of(one: Sides, other: Sides) -> RowForm:
     """Return the form that takes least work if the scales are constant on each tensor."""
-    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
-    return Sizes(g, t, u, p, one.width, r, s).form(n, m)
+    return _sizes(one, other).form(len(one.left), len(other.left))
+
+
+def _sizes(one: Sides, other: Sides) -> Sizes:
+    (_, r, g, t, p), (_, s, _, u, _) = one.left.shape, other.left.shape
+    sizes = Sizes(g, t, u, p, one.width, r, s)
+    if one.pixels is None or other.pixels is None:
+        return sizes
+    *x, c = one.pixels.shape[2:]
+    y = other.pixels.shape[2:-1].numel()
+    return sizes._replace(pixels=work_of_pixels(math.prod(x), y, c, one.width, len(x)))
 
 
 def _add_by_all_rows(
@@ -221,6 +248,21 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
+def _inner_products(
+    a: Float[Tensor, "n *x q"], b: Float[Tensor, "m *y q"], gather: Callable[[Tensor], Tensor] | None
+) -> Float[Tensor, "*t n *u m"]:
+    """Return (a_t·a'_u). Points come last, so that passes run over contiguous numbers."""
+    products = a.movedim(0, -2).flatten(0, -2) @ b.movedim(0, -2).flatten(0, -2).mT
+    products = products.view(*a.shape[1:-1], len(a), *b.shape[1:-1], len(b))
+    return products if gather is None else gather(products)
+
+
+def _of_patches(layer: Layer, bias: Tensor | None, products: Tensor) -> Tensor:
+    """Return the inner products of patches, and of the ones for the bias, from those of their pixels."""
+    found: Tensor = layer.rule.patch_products(layer.module, products)
+    return found if bias is None else found + bias
+
+
 def _add_by_pairs(
     target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
 ) -> None:
@@ -240,22 +282,22 @@ def _add_by_pairs(
             for i in range(g):
                 deltas = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 others = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
-                inner = a[:, i].transpose(0, 1).flatten(0, 1) @ b[:, i].transpose(0, 1).flatten(0, 1).mT
-                # Points come last, so that the passes run over contiguous numbers.
+                inner = _inner_products(a[:, i], b[:, i], one.gather)
                 outer = (deltas @ others.mT).view(t, r, len(a), u, s, len(b))
-                outer.mul_(inner.view(t, 1, len(a), u, 1, len(b)))
+                outer.mul_(inner.reshape(t, 1, len(a), u, 1, len(b)))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
 def _add_by_images(
     target: Float[Tensor, "nr ms"], one: Sides, other: Sides, scale: Float[Tensor, " q"], most_bytes: int, half: bool
 ) -> None:
-    """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u), for some points x' at a time and one point x."""
+    """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): images of some points x' and output channels, for one point x."""
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
-    limit = most_bytes if one.left.is_cuda else min(most_bytes, IMAGE_BYTES)
-    across = max(1, min(m, limit // max(1, s * p * t * one.left.element_size())))
-    step = max(1, min(n, limit // max(1, t * across * u * one.left.element_size())))
-    images = target.new_empty(across, s * p, t)
+    size, is_cuda = one.left.element_size(), one.left.is_cuda
+    images = max(1, (most_bytes if is_cuda else min(most_bytes, IMAGE_BYTES)) // max(1, s * t * size))
+    across = min(m, max(images // p, min(images, ACROSS)))
+    channels = -(-p // -(-p * across // images))
+    step = max(1, min(n, (most_bytes if is_cuda else min(most_bytes, BLOCK_BYTES)) // max(1, t * across * u * size)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
         a, mine = one.right(some) * scale, one.left[some].mT.contiguous()
@@ -263,14 +305,15 @@ def _add_by_images(
             against = slice(column, min(m, column + across))
             b, others = other.right(against), other.left[against].mT
             for i in range(g):
-                inner = a[:, i].flatten(0, 1) @ b[:, i].flatten(0, 1).mT
-                inner = inner.view(-1, t, against.stop - column, u).permute(0, 2, 3, 1)
-                deltas = others[:, :, i].reshape(len(others), -1, u)
-                for k, weights in enumerate(inner):
-                    first = max(0, start + k - column) if half else 0
-                    if first >= len(deltas):
-                        break
-                    image = torch.bmm(deltas[first:], weights[first:], out=images[: len(deltas) - first])
-                    row = (start + k) * r
-                    here = target[row : row + r, (column + first) * s : against.stop * s]
-                    here.addmm_(mine[k, :, i].flatten(1), image.view(-1, p * t).mT)
+                inner = _inner_products(b[:, i], a[:, i], one.gather).flatten(0, -2).mT.contiguous()
+                weights = inner.view(len(a), u, len(b), t).transpose(1, 2)
+                for block in (slice(first, first + channels) for first in range(0, p, channels)):
+                    deltas = others[:, :, i, block].flatten(1, 2).contiguous()
+                    for k in range(len(a)):
+                        first = max(0, start + k - column) if half else 0
+                        if first >= len(b):
+                            break
+                        image = torch.bmm(deltas[first:], weights[k, first:]).view((len(b) - first) * s, -1)
+                        row = (start + k) * r
+                        here = target[row : row + r, (column + first) * s : against.stop * s]
+                        here.addmm_(mine[k, :, i, block].flatten(1), image.mT)

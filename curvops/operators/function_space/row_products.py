@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Layer
 
-STRIPES, LEAST_STRIPE = 16, 64
-"""The most stripes of a symmetric product, each of which is computed from the diagonal on; the least rows of one."""
+LEAST_HALVED = 128
+"""The rows of a symmetric product up to which it is computed whole."""
 PIECE_BYTES = 8 * 2**20
 """The bytes of a, on a CPU, that rows are formed from at a time: they stay in a cache."""
 ROW_BYTES = 2**27
@@ -33,6 +33,10 @@ class Sides(NamedTuple):
     right: Callable[[slice], Tensor]
     width: int
     """q."""
+    pixels: Tensor | None = None
+    """The numbers (n, g, *size, c) of which a consists, if it has patches."""
+    gather: Callable[[Tensor], Tensor] | None = None
+    """What turns inner products of pixels into those of patches, if `right` gives pixels."""
 
     @property
     def num_rows(self) -> int:
@@ -51,6 +55,10 @@ class Sides(NamedTuple):
     def held(self, most_bytes: int) -> Sides:
         """Return these sides with a for all points in memory, if it fits."""
         return self._replace(right=self.right(slice(None)).__getitem__) if self.is_held(most_bytes) else self
+
+    def of_pixels(self, gather: Callable[[Tensor], Tensor]) -> Sides:
+        """Return these sides with pixels in place of a, if a has patches."""
+        return self if self.pixels is None else self._replace(right=self.pixels.__getitem__, gather=gather)
 
 
 class Block(NamedTuple):
@@ -94,10 +102,13 @@ def add_product(
     target: Float[Tensor, "n m"], rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"], half: bool
 ) -> None:
     """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
-    step = max(LEAST_STRIPE, -(-len(rows) // STRIPES)) if half else max(1, len(rows))
-    for start in range(0, len(rows), step):
-        column = start if half else 0
-        target[start : start + step, column:].addmm_(rows[start : start + step], others[column:].mT)
+    if not half or len(rows) <= LEAST_HALVED:
+        target.addmm_(rows, others.mT)
+        return
+    cut = len(rows) // 2
+    for part in (slice(0, cut), slice(cut, None)):
+        add_product(target[part, part], rows[part], others[part], half)
+    target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
 
 
 def row_products(
