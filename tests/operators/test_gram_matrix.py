@@ -97,6 +97,7 @@ def test_the_forms(lin, form, shifted, prior, room, monkeypatch):
         monkeypatch.setattr(Budget, "room", lambda self: room)
         monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
         monkeypatch.setattr(gram_matrix, "BLOCK_BYTES", room)
+        monkeypatch.setattr(gram_matrix, "INNER_BYTES", room)
         monkeypatch.setattr(gram_matrix, "IMAGE_BYTES", room)
     with patch.object(gram_matrix, "add_row_products", wraps=gram_matrix.add_row_products) as by_rows:
         torch.testing.assert_close(co.TangentKernel(lin, A).to_dense(), J / scale @ J.mT, rtol=1e-10, atol=1e-10)

@@ -29,10 +29,10 @@ FORMING, FORMED = 2.0, 80.0
 """Multiply-adds of large matrix products in the time of one that forms rows, and of the passes over one number."""
 PAIRED = 200.0
 """Multiply-adds in the time of the passes over one product of two sensitivities."""
-IMAGED, IMAGE = 2.0, 400.0
+IMAGED, IMAGE = 1.6, 240.0
 """Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
 SHIFTED = 20.0
-"""Multiply-adds in the time of the passes over one product of two pixels for each entry of a kernel's side."""
+"""Multiply-adds in the time of the passes over one product of two pixels, for each pixel of a side of the kernel."""
 HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
 """Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
 

@@ -42,7 +42,9 @@ BLOCK_BYTES = 16 * 2**20
 """Bytes, on a CPU, of a block (δ δ'ᵀ) over all pairs of positions; three passes go over it."""
 STRIPES = 16
 """The most steps in which pairs of points of a symmetric matrix are walked over, each from the diagonal on."""
-IMAGE_BYTES, ACROSS = 2**19, 8
+INNER_BYTES = 4 * 2**20
+"""Bytes, on a CPU, of the inner products (a_t·a'_u) that images are made from."""
+IMAGE_BYTES, ACROSS = 2**20, 16
 """Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time and stay in a cache; the least x'."""
 
 Piece = tuple[int, Group]
@@ -184,13 +186,13 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    factors, each = scale[0, 0], most_bytes // 4
+    factors, each = scale[0, 0], most_bytes // 4  # of products as well, and as much for making a contiguous
     if _sizes(one, other).by_pixels:
         gather = partial(_of_patches, layer, factors[-1] if "bias" in layer.names else None)
         one, other, factors = one.of_pixels(gather), other.of_pixels(gather), factors[:1]
     else:
-        one = one.held(each)
-        other = one if same else other.held(each)
+        one = one.held(each, contiguous=True)
+        other = one if same else other.held(each, contiguous=True)
     add = _add_by_images if form == "images" else _add_by_pairs
     add(target, one, other, factors, each, same)
 
@@ -248,19 +250,22 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
-def _inner_products(
-    a: Float[Tensor, "n *x q"], b: Float[Tensor, "m *y q"], gather: Callable[[Tensor], Tensor] | None
-) -> Float[Tensor, "*t n *u m"]:
-    """Return (a_t·a'_u). Points come last, so that passes run over contiguous numbers."""
-    products = a.movedim(0, -2).flatten(0, -2) @ b.movedim(0, -2).flatten(0, -2).mT
-    products = products.view(*a.shape[1:-1], len(a), *b.shape[1:-1], len(b))
-    return products if gather is None else gather(products)
-
-
 def _of_patches(layer: Layer, bias: Tensor | None, products: Tensor) -> Tensor:
     """Return the inner products of patches, and of the ones for the bias, from those of their pixels."""
     found: Tensor = layer.rule.patch_products(layer.module, products)
     return found if bias is None else found + bias
+
+
+def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
+    """Return a with points last, so that passes over its products run over contiguous numbers."""
+    return a.movedim(0, -2).contiguous()
+
+
+def _inner_products(
+    a: Float[Tensor, "*x n q"], b: Float[Tensor, "*y m q"], gather: Callable[[Tensor], Tensor] | None
+) -> Float[Tensor, "*t n *u m"]:
+    products = (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
+    return products if gather is None else gather(products)
 
 
 def _add_by_pairs(
@@ -274,17 +279,17 @@ def _add_by_pairs(
     step = max(1, min(-(-n // STRIPES) if half else n, math.isqrt(pairs)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
-        a = one.right(some) * scale
+        a = _by_position(one.right(some) * scale)
         for column in range(start if half else 0, m, across := max(1, pairs // step)):
             against = slice(column, min(m, column + across))
             b, here = other.right(against), target[some.start * r : some.stop * r, against.start * s : against.stop * s]
-            here = here.view(-1, r, against.stop - column, s).permute(1, 0, 3, 2)
+            b, points, others = _by_position(b), some.stop - start, against.stop - column
+            here = here.view(points, r, others, s).permute(1, 0, 3, 2)
             for i in range(g):
-                deltas = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
-                others = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
-                inner = _inner_products(a[:, i], b[:, i], one.gather)
-                outer = (deltas @ others.mT).view(t, r, len(a), u, s, len(b))
-                outer.mul_(inner.reshape(t, 1, len(a), u, 1, len(b)))
+                d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
+                e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
+                outer = (d @ e.mT).view(t, r, points, u, s, others)
+                outer.mul_(_inner_products(a[i], b[i], one.gather).reshape(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
@@ -294,26 +299,30 @@ def _add_by_images(
     """Add to target Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): images of some points x' and output channels, for one point x."""
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
     size, is_cuda = one.left.element_size(), one.left.is_cuda
-    images = max(1, (most_bytes if is_cuda else min(most_bytes, IMAGE_BYTES)) // max(1, s * t * size))
-    across = min(m, max(images // p, min(images, ACROSS)))
-    channels = -(-p // -(-p * across // images))
-    step = max(1, min(n, (most_bytes if is_cuda else min(most_bytes, BLOCK_BYTES)) // max(1, t * across * u * size)))
+    most = max(1, (most_bytes if is_cuda else min(most_bytes, IMAGE_BYTES)) // max(1, s * t * size))
+    across = min(m, max(most // p, min(most, ACROSS)))
+    channels = -(-p // -(-p * across // most))
+    images = target.new_empty(across * channels * s * t)
+    inner = most_bytes if is_cuda else min(most_bytes, INNER_BYTES)
+    step = max(1, min(-(-2 * n // STRIPES) if half else n, inner // max(1, t * across * u * size)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
-        a, mine = one.right(some) * scale, one.left[some].mT.contiguous()
+        a, mine = _by_position(one.right(some) * scale), one.left[some].mT.contiguous()
         for column in range(start if half else 0, m, across):
             against = slice(column, min(m, column + across))
-            b, others = other.right(against), other.left[against].mT
+            b, others = _by_position(other.right(against)), other.left[against].mT
             for i in range(g):
-                inner = _inner_products(b[:, i], a[:, i], one.gather).flatten(0, -2).mT.contiguous()
-                weights = inner.view(len(a), u, len(b), t).transpose(1, 2)
+                inner = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
+                weights = inner.view(-1, u, len(others), t).transpose(1, 2)
                 for block in (slice(first, first + channels) for first in range(0, p, channels)):
                     deltas = others[:, :, i, block].flatten(1, 2).contiguous()
-                    for k in range(len(a)):
+                    for k, weight in enumerate(weights):
                         first = max(0, start + k - column) if half else 0
-                        if first >= len(b):
+                        if first >= len(deltas):
                             break
-                        image = torch.bmm(deltas[first:], weights[k, first:]).view((len(b) - first) * s, -1)
+                        some_deltas = deltas[first:]
+                        out = images[: some_deltas.shape[:2].numel() * t].view(*some_deltas.shape[:2], t)
+                        image = torch.bmm(some_deltas, weight[first:], out=out).view(len(out) * s, -1)
                         row = (start + k) * r
                         here = target[row : row + r, (column + first) * s : against.stop * s]
                         here.addmm_(mine[k, :, i, block].flatten(1), image.mT)

@@ -52,9 +52,12 @@ class Sides(NamedTuple):
         """Return whether a for all points fits into this many bytes."""
         return len(self.left) * self.point_bytes <= most_bytes
 
-    def held(self, most_bytes: int) -> Sides:
-        """Return these sides with a for all points in memory, if it fits."""
-        return self._replace(right=self.right(slice(None)).__getitem__) if self.is_held(most_bytes) else self
+    def held(self, most_bytes: int, contiguous: bool = False) -> Sides:
+        """Return these sides with a for all points in memory, if it fits; the q numbers of one position contiguous."""
+        if not self.is_held(most_bytes):
+            return self
+        a = self.right(slice(None))
+        return self._replace(right=(a.contiguous() if contiguous else a).__getitem__)
 
     def of_pixels(self, gather: Callable[[Tensor], Tensor]) -> Sides:
         """Return these sides with pixels in place of a, if a has patches."""
