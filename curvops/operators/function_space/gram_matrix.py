@@ -186,7 +186,7 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    factors, each = scale[0, 0], most_bytes // 4  # of products as well, and as much for making a contiguous
+    factors, each = scale[0, 0], most_bytes // 4  # for a on each side, while one is made contiguous, and for products
     if _sizes(one, other).by_pixels:
         gather = partial(_of_patches, layer, factors[-1] if "bias" in layer.names else None)
         one, other, factors = one.of_pixels(gather), other.of_pixels(gather), factors[:1]
@@ -303,7 +303,7 @@ def _add_by_images(
     across = min(m, max(most // p, min(most, ACROSS)))
     channels = -(-p // -(-p * across // most))
     images = target.new_empty(across * channels * s * t)
-    inner = most_bytes if is_cuda else min(most_bytes, INNER_BYTES)
+    inner = most_bytes // 4 if is_cuda else min(most_bytes, INNER_BYTES)
     step = max(1, min(-(-2 * n // STRIPES) if half else n, inner // max(1, t * across * u * size)))
     for start in range(0, n, step):
         some = slice(start, min(n, start + step))
