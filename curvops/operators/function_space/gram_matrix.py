@@ -312,8 +312,8 @@ def _add_by_images(
             against = slice(column, min(m, column + across))
             b, others = _by_position(other.right(against)), other.left[against].mT
             for i in range(g):
-                inner = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
-                weights = inner.view(-1, u, len(others), t).transpose(1, 2)
+                products = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
+                weights = products.view(-1, u, len(others), t).transpose(1, 2)
                 for block in (slice(first, first + channels) for first in range(0, p, channels)):
                     deltas = others[:, :, i, block].flatten(1, 2).contiguous()
                     for k, weight in enumerate(weights):
