@@ -1,4 +1,4 @@
-"""Write the figures of `benchmarks.operators` and `benchmarks.memory` into their pages:   python -m benchmarks.report
+"""Write the figures of `operators`, `memory` and `working_memory` into their pages:   python -m benchmarks.report
 
 Only the contents of the files are written: machine, date and versions are those of the run. The page's own text stays;
 a table goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
@@ -18,6 +18,22 @@ from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tabl
 
 UNIT = "gradient"
 PAGE = "docs/benchmarks.md"
+RESIDENT = {
+    "resnet": {
+        "products": "12 products",
+        "solve": "a solve of 4 columns",
+        "evidence": "log evidence",
+        "sample": "4 draws",
+        "predict": "predictions at 8 images",
+        "mode": "the linear mode",
+    },
+    "factors": {
+        "kfac": "KFAC and its log evidence",
+        "kfac predict": "predictions at 64 images with KFAC",
+        "ekfac predict": "EKFAC and its predictions",
+    },
+}
+"""What `benchmarks.working_memory` measures on each network, in words."""
 MEASURED = Path(__file__).parent / "measured"
 ROOT = Path(__file__).parents[1]
 
@@ -149,6 +165,26 @@ def memory_table(result: dict[str, Any]) -> str:
     return "\n".join([machine_line(result), "", apart, "", text])
 
 
+def resident_table(result: dict[str, Any], network: str, names: Mapping[str, str]) -> str:
+    """Peaks of one network in `benchmarks.working_memory`, beyond one batch and the results, by budget."""
+    rows = [row for row in result["rows"] if row["network"] == network]
+    budgets = sorted({row["budget"] for row in rows})
+    own = {(row["algorithm"], row["budget"]): row for row in rows}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        text = f"{(row['over'] - row['batch'] - row['asked']) / MIB:,.0f}"
+        return text if row["over"] <= row["bound"] else f"**{text}**"
+
+    lines = [[text, *(cell(own.get((name, budget))) for budget in budgets)] for name, text in names.items()]
+    batches = sorted({round(row["batch"] / MIB) for row in rows})
+    return (
+        f"{table(['budget, MiB', *(f'{budget / MIB:,.0f}' for budget in budgets)], lines)}\n\n"
+        f"One batch takes {batches[0]} to {batches[-1]} MiB. {machine_line(result)}"
+    )
+
+
 def diagonal(parts: Mapping[str, Any]) -> str:
     """What README says of the exact diagonal and of the tangent kernel, from parts of `benchmarks.operators`."""
     names = {"mlp": "the MLP", "cnn": "the CNN"}
@@ -177,6 +213,9 @@ def pages(result: dict[str, Any]) -> dict[str, dict[str, str]]:
     """The sections that a file of either kind fills, by page and by the name that the page gives them."""
     if result["kind"] == "memory":
         return {PAGE: {"memory": memory_table(result)}}
+    if result["kind"] == "working memory":
+        sections = {f"resident: {key}": resident_table(result, key, names) for key, names in RESIDENT.items()}
+        return {"docs/scale.md": sections}
     parts = result["parts"]
     found = {PAGE: {f"operators: {name}": part_tables(part) for name, part in parts.items()}}
     if all(parts.get(name, {}).get("times") for name in ("laplace", "kernel")):
@@ -231,8 +270,8 @@ def _inverse(row: dict[str, Any] | None) -> str:
 def main() -> None:
     """Read the files, write their tables into the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    kept = [MEASURED / f"{name}.json" for name in ("operators", "memory")]
-    parser.add_argument("files", type=Path, nargs="*", default=kept, help="what the two benchmarks wrote")
+    kept = [MEASURED / f"{name}.json" for name in ("operators", "memory", "working_memory")]
+    parser.add_argument("files", type=Path, nargs="*", default=kept, help="what these benchmarks wrote")
     for file in parser.parse_args().files:
         fill_pages(json.loads(file.read_text(encoding="utf-8")))
 

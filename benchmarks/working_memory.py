@@ -1,8 +1,8 @@
 """Do algorithms stay within the memory budget?
 
     python -m benchmarks.working_memory --budgets 128 256 1024
-    python -m benchmarks.working_memory --network resnet --budgets 1024 2048 4096
-    python -m benchmarks.working_memory --network factors --budgets 1024 2048
+    python -m benchmarks.working_memory --network resnet --budgets 512 1024 2048 4096 --keep
+    python -m benchmarks.working_memory --network factors --budgets 512 1024 2048 4096 --keep
 
 The network "mlp" has two million weights and few points: a vector is 8 MB, so that every working vector shows. The
 bound for each algorithm is the memory before it, the budget, one batch's forward and backward pass, and the result. The
@@ -12,8 +12,9 @@ returns large freed blocks at once, as in `benchmarks.memory`.
 "resnet" is a ResNet-18 with eleven million weights and batches of 64 images, as many as its engines have room for in
 the budget; "factors" is the same with 1,280 images, so that KFAC's factors have full rank. The algorithms run one after
 the other, and what they keep stays: the bound is the memory before the network is linearised, the budget, the measured
-peak of one batch's forward and backward pass, and the results. The allocator is glibc's with its default rules, so that
-freed blocks which it keeps count (`--allocator`).
+peak of one batch's forward and backward pass, and the results, among them what KFAC and EKFAC store. The allocator is
+glibc's with its default rules, so that freed blocks which it keeps count (`--allocator`). With `--keep` the rows go to
+`benchmarks/measured/`, in place of the same ones, and to docs/scale.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.machine import reset_peak, resident, run_apart
+from benchmarks.machine import facts, reset_peak, resident, run_apart
+from benchmarks.report import MEASURED, fill_pages
 from benchmarks.tables import MIB, table, within
 
 WIDTHS, POINTS = (1000, 1400, 400, 10), 12
@@ -83,7 +85,13 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
 
     def kfac() -> Any:
         kept["kfac"] = factored(co.KFAC)
-        return kept["kfac"].log_evidence()
+        kept["kfac"].log_evidence()
+        return kept["kfac"].curvature
+
+    def ekfac() -> Any:
+        found = factored(co.EKFAC)
+        _ = found.predict(x).variance
+        return found.curvature
 
     calls = {
         "gradient": unit,
@@ -95,7 +103,7 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
         "mode": lambda: post.linear_mode(rtol=0.1),
         "kfac": kfac,
         "kfac predict": lambda: kept["kfac"].predict(x).variance,
-        "ekfac predict": lambda: factored(co.EKFAC).predict(x).variance,
+        "ekfac predict": ekfac,
     }
     return calls, D * lin.theta.element_size(), batch, before
 
@@ -181,26 +189,31 @@ def child(network: str, budget: int, names: Sequence[str], threads: int) -> None
     warnings.simplefilter("ignore")
     load_code()
     calls, vector, batch, base = NETWORKS[network][0](budget)
+    stored = 0
     for name in names:
         before, start = reset_peak(), time.perf_counter()
         result = calls[name]()
         peak, seconds = resident("VmHWM"), time.perf_counter() - start
         over = peak - (before if base is None else base)
-        row = {"algorithm": name, "budget": budget, "over": over, "seconds": round(seconds, 2)}
-        row["asked"] = sum(t.nbytes for t in tensors(result) if t.numel() * t.element_size() >= vector)
+        row = {"network": network, "algorithm": name, "budget": budget, "over": over, "batch": batch}
+        row["seconds"] = round(seconds, 2)
+        stored += sum(t.nbytes for block in getattr(result, "blocks", ()) for t in tensors(block))
+        row["asked"] = stored + sum(t.nbytes for t in tensors(result) if t.numel() * t.element_size() >= vector)
         bound = budget + batch + row["asked"] + SLACK
         print(json.dumps(row | {"bound": bound, "capped": capped(result)}), flush=True)
         del result
 
 
 def tensors(result: Any) -> list[Any]:
-    """The tensors of a result, of its fields, and of operators' arguments."""
+    """The tensors of a result, of its fields, and of operators' arguments and decompositions."""
     from torch import Tensor
 
     if isinstance(result, Tensor):
         return [result]
     fields = list(getattr(result, "__dict__", {}).values()) + list(getattr(result, "_args", ()))
-    return [field for field in fields if isinstance(field, Tensor)]
+    fields += [field for known in getattr(result, "details", ()) for field in (known.rest, known.root)]
+    eigen = getattr(result, "known_eigen", None)
+    return [field for field in fields if isinstance(field, Tensor)] + ([] if eigen is None else tensors(eigen))
 
 
 def capped(result: Any) -> str:
@@ -219,6 +232,16 @@ def rows(
     return run_apart("benchmarks.working_memory", *arguments, prompt=prompt)
 
 
+def keep(found: Sequence[dict[str, Any]], threads: int) -> None:
+    """Put these rows in place of the same ones among the raw results, and the tables into the page."""
+    file = MEASURED / "working_memory.json"
+    before = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    kept = {tuple(row[key] for key in ("network", "budget", "algorithm")): row for row in [*before, *found]}
+    result = {"kind": "working memory", "machine": facts(threads), "rows": [kept[key] for key in sorted(kept)]}
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fill_pages(result)
+
+
 def main() -> None:
     """Measure every algorithm at every budget and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.working_memory", description=__doc__)
@@ -227,6 +250,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[128, 256, 1024], metavar="MIB")
     parser.add_argument("--allocator", choices=["prompt", "default"], help="by default that of the network")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="write the rows to benchmarks/measured/ and the page")
     parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.algorithms or NETWORKS[options.network][1]
@@ -237,7 +261,10 @@ def main() -> None:
     header = ["algorithm", "budget", "asked for", "bound", "over", "within", "capped", "s"]
     lines = []
     for budget in options.budgets:
-        for row in rows(round(budget * MIB), names, options.threads, options.network, prompt):
+        found = rows(round(budget * MIB), names, options.threads, options.network, prompt)
+        if options.keep:
+            keep(found, options.threads)
+        for row in found:
             sizes = [f"{row[key] / MIB:,.0f}" for key in ("budget", "asked", "bound", "over")]
             verdict = within(row["over"], row["bound"])
             lines.append([row["algorithm"], *sizes, verdict, row["capped"], f"{row['seconds']:.1f}"])

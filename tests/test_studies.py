@@ -222,7 +222,7 @@ def test_a_page_shows_what_the_raw_results_say(name):
     module = import_module(f"benchmarks.{name}")
     if name == "wide_networks":  # a file that grows cell by cell
         pages = {module.PAGE: module.texts(module.read(module.KEPT))}
-    elif name in ("operators", "memory"):  # whose parts are measured one at a time
+    elif name in ("operators", "memory", "working_memory"):  # whose parts are measured one at a time
         pages = report.pages(json.loads((study_page.MEASURED / f"{name}.json").read_text(encoding="utf-8")))
     else:
         pages = module.STUDY.pages(study_page.measured(name))

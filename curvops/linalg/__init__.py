@@ -5,7 +5,7 @@ from curvops.linalg.operators.base import (
 )
 
 # isort: split
-from curvops.linalg.core.memory import BlockHalved
+from curvops.linalg.core.memory import BlockHalved, BudgetExceeded
 from curvops.linalg.core.results import (
     Eigenpairs,
     Estimate,
@@ -59,6 +59,7 @@ from curvops.linalg.spectra.svds import svds
 
 __all__ = [
     "BlockHalved",
+    "BudgetExceeded",
     "BlockPreconditioner",
     "ClosedFormPreconditioner",
     "Damped",

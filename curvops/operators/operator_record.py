@@ -26,7 +26,7 @@ from curvops.linalg.operators.kronecker import Details
 from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
-from curvops.operators.kfac.kfac import EKFAC, KFAC, LayerBlocks
+from curvops.operators.kfac.kfac import EKFAC, KFAC, TOLD, LayerBlocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.user_operator import ScaledByNoise, UserOperator
@@ -63,7 +63,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
             f"{what} holds {name}, an operator that cannot be saved: use co.low_rank(op), co.KFAC(lin), or for few "
             "weights co.linalg.Dense(op.to_dense(), psd=True)."
         )
-    kwargs = {key: v for key, v in operator._kwargs.items() if key != "progress" and not isinstance(v, Cache)}
+    kwargs = {key: v for key, v in operator._kwargs.items() if key not in TOLD and not isinstance(v, Cache)}
     record = {
         "class": name,
         "args": [record_of_value(arg, lin, what) for arg in operator._args],
@@ -104,7 +104,7 @@ def _operator(record: Mapping[str, Any], lin: Linearization) -> Any:
         raise ValueError(f"it holds an operator {name}, which this version does not have; upgrade curvops.")
     kind = TENSOR_OPERATORS[name]
     if issubclass(kind, LayerBlocks):
-        kwargs["progress"] = lin.passes.progress
+        kwargs |= {"progress": lin.passes.progress, "memory": lin.memory}
     operator = kind(*(value_of_record(arg, lin) for arg in record["args"]), **kwargs)
     if "eigen" in record:
         operator.keep_eigen(operator_of_record(record["eigen"], lin))

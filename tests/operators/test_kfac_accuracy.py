@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit,
 from curvops.linalg.operators import kronecker
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.walks import layer_roots as roots
+from curvops.network.walks.budget import Budget
 from curvops.operators.kfac import outer_sums
 from tests.threads import using_threads
 
@@ -303,6 +305,35 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
     with pytest.raises(NotPositiveSemidefinite, match="right factor"):
         wrong.eigen()
+
+
+def test_as_many_eigendecompositions_run_as_memory_has_room_for(monkeypatch):
+    running, most, held = [], [], []
+    decomposition, lock = kronecker._eigh, threading.Lock()
+
+    def counted(factor, *given):
+        with lock:
+            running.append(factor)
+            most.append(len(running))
+            held.append(memory.for_engines)
+        time.sleep(0.02)
+        found = decomposition(factor, *given)
+        running.remove(factor)
+        return found
+
+    monkeypatch.setattr(kronecker, "_eigh", counted)
+    monkeypatch.setattr(kronecker, "AT_ONCE", 0)
+    work = 8 * kronecker.WORK_COPIES * 30**2
+    monkeypatch.setattr("curvops.network.walks.budget.LEAST_ROOM", 0)
+    for room, workers in ((0, 1), (work, 1), (2 * work, 2), (3 * work - 1, 2), (9 * work, 4)):
+        memory = Budget(room)
+        blocks = [Kronecker(torch.eye(30)[None], torch.eye(30)[None]) for _ in range(6)]
+        with using_threads(4):
+            kronecker.decompose(blocks, memory=memory)
+        assert max(most) <= workers
+        assert set(held) == {room - workers * work} and memory.room() == room
+        most.clear()
+        held.clear()
 
 
 def test_an_interrupt_leaves_eigendecompositions_that_have_not_begun(monkeypatch):

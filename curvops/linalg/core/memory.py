@@ -2,7 +2,8 @@
 
 The `memories` of an operator are the budgets that its products draw on. An operator that is not built from a network
 has none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm
-fail: the minimum that it needs is always allowed, and only the rest is limited.
+fail: the minimum that it needs is always allowed, with a warning if it exceeds the whole budget; only the rest is
+limited.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ Attempted = TypeVar("Attempted")
 
 CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
+UNTOLD_BYTES = 2**24
+"""The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
 LONG_BYTES = 2**18
 """Bytes of a vector from which on products take so long that freed memory is given back before many of them."""
 PRODUCT_VECTORS = 4
@@ -36,6 +39,10 @@ PRODUCT_VECTORS = 4
 @runtime_checkable
 class Memory(Protocol):
     """A budget of bytes shared by several users."""
+
+    @property
+    def budget(self) -> int:
+        """All bytes of the budget."""
 
     @property
     def of_ranks(self) -> Ranks | None:
@@ -63,8 +70,13 @@ def memories_of(A: Any) -> Memories:
 
 
 def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
-    """Return the given bytes, else those left to A's networks, at least ``least``; None if there is no limit."""
-    return room_in(memories_of(A), least) if memory_budget is None else memory_budget
+    """Return the given bytes, else those left to A's networks, at least ``least``; None if there is no limit.
+
+    Warns if the budget, whatever is left of it, is less than ``least``.
+    """
+    memories = memories_of(A)
+    _require([memory.budget for memory in memories] if memory_budget is None else [memory_budget], least)
+    return room_in(memories, least) if memory_budget is None else memory_budget
 
 
 def room_in(memories: Memories, least: int) -> int | None:
@@ -87,6 +99,7 @@ def working(
         yield in_parts(multiply, sys.maxsize), memory_budget
         return
     vector = vector_bytes(describe(A))
+    _require([memory.budget for memory in memories], least * vector)
     give_back_freed(vector)
     room = room_in(memories, 0) or 0
     width = max(1, room // (4 * PRODUCT_VECTORS * vector))
@@ -195,6 +208,21 @@ NO_ROOM = (
 
 class BlockHalved(UserWarning):
     """A warning that memory did not suffice for a block of columns, which is now split into smaller blocks."""
+
+
+class BudgetExceeded(UserWarning):
+    """A warning that a memory budget is less than the least that an algorithm needs, which it takes all the same."""
+
+
+def _require(budgets: Sequence[int], least: int) -> None:
+    """Warn if one of these budgets is less than the bytes that an algorithm needs at least."""
+    if least > max(UNTOLD_BYTES, short := min(budgets, default=least)):
+        warnings.warn(
+            f"the memory budget is {short:,} bytes, but the working vectors take at least {least:,}, and will be "
+            "allocated: pass a memory_budget of that size, or linearise fewer parameters.",
+            BudgetExceeded,
+            stacklevel=6,
+        )
 
 
 @dataclass

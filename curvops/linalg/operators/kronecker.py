@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.memory import Memory, give_back_freed, hold, room_in
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
@@ -28,6 +30,9 @@ AT_ONCE = 2**26
 VALUES_ALONE = 2**22
 """Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
 needed; beyond, computing both would take noticeably longer."""
+
+WORK_COPIES = 3
+"""Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -514,28 +519,35 @@ def _shift(factor: Tensor, levels: Tensor) -> Tensor:
 Factor = tuple[Tensor, Details, str]
 
 
-def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
+def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory | None = None) -> None:
     """Compute the missing eigendecompositions of Kronecker blocks in parallel, if that pays; each block keeps its own.
 
-    The others are computed on first use.
+    The others are computed on first use. As many run at a time as ``memory`` has room for, at least one.
     """
     blocks = [block for block in blocks if isinstance(block, Kronecker)]
     if sum(_operations(factor) for block in blocks for factor in block.factors) < AT_ONCE:
         return
     wanted = [block for block in blocks if block.known_eigen is None and not carries_graph((block.left, block.right))]
-    found = _decompositions([factor for block in wanted for factor in block.factors], progress)
+    found = _decompositions([factor for block in wanted for factor in block.factors], progress, memory)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))
 
 
-def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> list[tuple[Tensor, Tensor]]:
+def _decompositions(
+    factors: Sequence[Factor], progress: Progress = None, memory: Memory | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """Run `_eigh` on each factor; on a CPU large ones run in parallel, sharing torch's threads."""
     costs = list(map(_operations, factors))
     tensors = [factor for factor, *_ in factors]
     if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
         return [_eigh(*factor) for factor in factors]
     threads = torch.get_num_threads()
-    workers = min(threads, math.ceil(sum(costs) / max(costs)))
+    sizes = sorted((8 * WORK_COPIES * tensor.numel() for tensor in tensors if tensor.ndim == 3), reverse=True)
+    memories = frozenset() if memory is None else frozenset((memory,))
+    room = room_in(memories, 0)
+    fitting = threads if room is None else sum(total <= room for total in accumulate(sizes))
+    workers = max(1, min(threads, math.ceil(sum(costs) / max(costs)), fitting))
+    give_back_freed(sizes[0])
     inference = torch.is_inference_mode_enabled()
 
     def work(factor: Factor) -> tuple[Tensor, Tensor]:
@@ -545,6 +557,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
     limit: Callable[[int], None] = torch.set_num_threads
     try:
         with (
+            hold(memories, sum(sizes[:workers])),
             progress_bar("eigendecompositions", len(factors), progress) as steps,
             ThreadPoolExecutor(workers, initializer=limit, initargs=(threads // workers,)) as pool,
         ):

@@ -138,6 +138,11 @@ class Agreed:
     layout: RowLayout
     of_ranks: Ranks | None = None
 
+    @property
+    def budget(self) -> int:
+        """All bytes of this rank's budget."""
+        return self.memory.budget
+
     def room(self) -> int:
         """Return the bytes left on every rank. One all-reduce."""
         own = torch.tensor([self.memory.room()], dtype=torch.float64, device=self.layout.mesh.device_type)

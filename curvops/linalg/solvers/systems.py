@@ -19,6 +19,7 @@ from curvops.linalg.core.memory import (
     Halving,
     Multiply,
     columns_at_a_time,
+    give_back_freed,
     holding,
     room_for,
     vector_bytes,
@@ -230,6 +231,7 @@ def _in_groups(
     X, start, halving = B, 0, Halving("solved for")
     widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
     kept.save(lambda: widths, now=True)
+    give_back_freed(width * vector_bytes(describe(A)))
 
     def work(start: int, stop: int) -> Solution:
         with holding(A, width * column):

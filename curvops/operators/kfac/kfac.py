@@ -13,6 +13,7 @@ from curvops.checkpoint import Place, begin, resumable, seed_of
 from curvops.checks import carries_graph
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.memory import Memory
 from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
@@ -31,6 +32,9 @@ from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.progress import Progress
 
+TOLD = "progress", "memory"
+"""The keywords of layer blocks that belong to the linearisation, not to the matrix."""
+
 
 class LayerBlocksForm(DirectSumForm):
     """The closed form of layer blocks plus a diagonal; layers too large for Cholesky need a multiple of I."""
@@ -39,7 +43,7 @@ class LayerBlocksForm(DirectSumForm):
     def decomposed(self) -> list[ClosedForm]:
         """The forms of all blocks, with their eigendecompositions computed together."""
         blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, KroneckerForm))
-        decompose(blocks, self.base.progress)
+        decompose(blocks, self.base.progress, self.base.memory)
         return self.forms
 
 
@@ -57,8 +61,10 @@ class LayerBlocks(DirectSum):
         names: tuple[tuple[str, ...], ...] = (),
         sources: Sources | None = None,
         progress: Progress = None,
+        memory: Memory | None = None,
     ) -> None:
-        self._store(blocks, positions, cache, space=space, names=names, sources=sources, progress=progress)
+        told = {"progress": progress, "memory": memory}
+        self._store(blocks, positions, cache, space=space, names=names, sources=sources, **told)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -69,6 +75,11 @@ class LayerBlocks(DirectSum):
     def progress(self) -> Progress:
         return self._kwargs["progress"]
 
+    @property
+    def memory(self) -> Memory | None:
+        """The budget for decompositions."""
+        return self._kwargs["memory"]
+
     def _made_of(self) -> str:
         return f"{len(self.blocks)} blocks"
 
@@ -76,7 +87,7 @@ class LayerBlocks(DirectSum):
         return not carries_graph((*beside, *self.representation()))
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        kept = {name: self._kwargs[name] for name in ("positions", "space", "names", "progress")}
+        kept = {name: self._kwargs[name] for name in ("positions", "space", "names", *TOLD)}
         blocks = (block._mul_constant(factor) for block in self.blocks)
         return LayerBlocks(*blocks, **kept, sources=scale_sources(self.sources, factor))
 
@@ -118,7 +129,8 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         # Each selected tensor lies in one block as a whole, so there is nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
-        super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **lin.origin)
+        told = {"progress": lin.passes.progress, "memory": lin.memory}
+        super().__init__(*operators, positions=positions, names=names, **told, **lin.origin)
 
     @staticmethod
     def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:

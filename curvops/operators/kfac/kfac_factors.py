@@ -259,7 +259,7 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
     walk = SummedWalk(lin, fisher, "second moments")
     factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}
     if walk.sums is None:
-        decompose(factored.values(), lin.passes.progress)
+        decompose(factored.values(), lin.passes.progress, lin.memory)
         bases = [found.eigen() for found in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # keep the bases, too: another machine may find other bases for equal eigenvalues

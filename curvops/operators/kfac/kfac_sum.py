@@ -79,6 +79,7 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
         names=tuple(order),
         sources=sources,
         progress=next((term.progress for term in terms if term.progress is not None), None),
+        memory=next((term.memory for term in terms if term.memory is not None), None),
     )
     # Squares are known up to the rounding of the sum's square.
     rounding = ROUNDINGS * torch.finfo(value.dtype).eps

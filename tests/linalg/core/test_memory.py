@@ -1,14 +1,18 @@
 """Algorithms take their blocks and bases from what the networks behind an operator have left."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
 from curvops.linalg import Reason, draw
+from curvops.linalg.core import memory
 from curvops.linalg.core.memory import (
     CALLER_VECTORS,
     BlockHalved,
+    BudgetExceeded,
     in_parts,
     is_out_of_memory,
     memories_of,
@@ -151,6 +155,28 @@ def test_bases_within_little_memory_still_find_eigenvalues():
     triplets = co.linalg.svds(linearized(14).jacobian(), 1, rtol=1e-4, generator=generator())
     J = linearized(10**6).jacobian().to_dense()
     torch.testing.assert_close(triplets.values, torch.linalg.svdvals(J)[:1], rtol=1e-7, atol=0)
+
+
+NEEDED = {
+    "cg": (12, lambda P: co.linalg.cg(P, torch.ones(D).double())),
+    "minres": (16, lambda P: co.linalg.minres(P, torch.ones(D).double())),
+    "given to lsmr": (14, lambda P: co.linalg.lsmr(P, torch.ones(D).double(), memory_budget=5 * VECTOR)),
+    "lanczos": (6, lambda P: co.linalg.lanczos(P, 10, generator=generator())),
+    "trace": (12, lambda P: co.linalg.trace(P, max_matvecs=8, generator=generator())),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypatch):
+    monkeypatch.setattr(memory, "UNTOLD_BYTES", 0)
+    needed, call = NEEDED[name]
+    message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
+    with pytest.warns(BudgetExceeded, match=message):
+        call(co.GGN(linearized(5)).add_diagonal(0.5))
+    if "given" not in name:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(co.GGN(linearized(needed)).add_diagonal(0.5))
 
 
 CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
