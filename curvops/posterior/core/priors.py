@@ -26,6 +26,9 @@ from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.summary import size_of
 
+PART = 2**18
+"""Weights that are converted to double precision at a time."""
+
 
 class WithCurvature(NamedTuple):
     """The sum P = G + A as an operator, and ‖C − Ĉ‖_F / ‖C‖_F if its curvature C is stored as Ĉ; otherwise None."""
@@ -67,9 +70,11 @@ class Prior:
 
     def quadratic(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
         """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density without its constant."""
-        gap = theta.double() - self.mean.double()  # the result may be as large as 1e6 nats
+        # In double precision, since the result may be as large as 1e6 nats; in parts, since copies are twice as large.
         if self.diagonal is not None:
-            return (self.diagonal.double() * gap.square()).sum()
+            parts = zip(*(v.expand_as(theta).split(PART) for v in (theta, self.mean, self.diagonal)))
+            return torch.stack([(A.double() * (t.double() - m.double()).square()).sum() for t, m, A in parts]).sum()
+        gap = theta.double() - self.mean.double()
         return gap @ self.product(gap.to(theta.dtype)).double()
 
     def gradient(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " D"]:

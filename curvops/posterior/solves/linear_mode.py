@@ -22,6 +22,7 @@ from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.vectors import inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
@@ -81,8 +82,8 @@ class _LinearModel(Point):
         of_data = power * reduce(add, (part.gradient() for part in self.parts))
         of_prior = prior.gradient(self.theta)
         self.gradient = of_data + of_prior
-        scale = float(of_data.double().norm() + of_prior.double().norm())
-        self.relative = float(self.gradient.double().norm()) / scale if scale else 0.0
+        scale, size = float(_norm(of_data) + _norm(of_prior)), float(_norm(self.gradient))
+        self.relative = size / scale if scale else 0.0
 
     def precision(self) -> Any:
         """Return the loss's Hessian, or the GGN plus the prior if the likelihood's Fisher is not its Hessian."""
@@ -105,7 +106,7 @@ class _LinearModel(Point):
         return ROUNDINGS * self.eps * (abs(self.loss) + math.sqrt(terms))
 
     def slope(self, step: Tensor) -> float:
-        return float(self.gradient.double() @ step.double())
+        return float(inner(self.gradient.unsqueeze(1), step.unsqueeze(1)))
 
     def losses(self, step: Tensor) -> Callable[[float], float]:
         pushes = [lin.push(step) for lin in self.lins]
@@ -118,6 +119,10 @@ class _LinearModel(Point):
         """Return the loss after a step whose product with J is already known."""
         theta = self.theta if direction is None else self.theta + direction
         return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
+
+
+def _norm(vector: Float[Tensor, " D"]) -> Tensor:
+    return norm(vector.unsqueeze(1))
 
 
 @torch.no_grad()
