@@ -131,8 +131,13 @@ class DisplacedGGN(Curvature):
         return cls(lin.theta, *lin.likelihood.hyperparameters, lin=lin, shift=shift)
 
     @property
+    def shift(self) -> Float[Tensor, "N C"]:
+        """The displacement of the outputs."""
+        return self._kwargs["shift"]
+
+    @property
     def output(self) -> Exact:
-        return Exact(self.likelihood, self._kwargs["shift"])
+        return Exact(self.likelihood, self.shift)
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"]:
@@ -142,7 +147,7 @@ class DisplacedGGN(Curvature):
 
     def log_likelihood(self, step: Float[Tensor, "N C"] | float = 0.0) -> Float[Tensor, ""]:
         """Return Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""
-        exact = Exact(self.likelihood, self._kwargs["shift"] + step)
+        exact = Exact(self.likelihood, self.shift + step)
         return self.lin.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).double().sum(), 0)
 
 

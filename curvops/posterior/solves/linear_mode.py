@@ -21,6 +21,7 @@ from torch import Tensor
 from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, norm
 from curvops.network.likelihoods import Gaussian
@@ -76,14 +77,19 @@ class _LinearModel(Point):
 
     def __init__(self, lins: Sequence[Linearization], prior: Prior, power: float, delta: Tensor) -> None:
         self.lins, self.power = lins, power
-        self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
+        self.prior, self.delta = prior, delta
         self.eps = torch.finfo(delta.dtype).eps
         self.parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in lins]
         of_data = power * reduce(add, (part.gradient() for part in self.parts))
         of_prior = prior.gradient(self.theta)
-        self.gradient = of_data + of_prior
-        scale, size = float(_norm(of_data) + _norm(of_prior)), float(_norm(self.gradient))
-        self.relative = size / scale if scale else 0.0
+        scale = float(_norm(of_data) + _norm(of_prior))
+        self.gradient = of_data.add_(of_prior)
+        self.relative = float(_norm(self.gradient)) / scale if scale else 0.0
+
+    @property
+    def theta(self) -> Float[Tensor, " D"]:
+        """The weights, made anew on each access."""
+        return self.lins[0].theta + self.delta
 
     def precision(self) -> Any:
         """Return the loss's Hessian, or the GGN plus the prior if the likelihood's Fisher is not its Hessian."""
@@ -131,7 +137,8 @@ def find_mode(
 ) -> LinearMode:
     """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision if that is known.
 
-    If J Jᵀ is formed, Newton's method starts at the mode in function space. The current run saves the steps.
+    If J Jᵀ is formed, Newton's method starts at the mode in function space, and its steps are solved there if memory
+    has no room for CG. The current run saves the steps.
     """
     kept, cache, prior, theta = current(), terms.cache, terms.prior, terms.lin.theta
     lins = cache.known_data("the mode of the linear model")
@@ -143,16 +150,22 @@ def find_mode(
     if kept.state is None:
         if (kernel := solving_kernel(terms)) is not None:
             near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
-            model, matvecs = at(near - theta), matvecs + products + 2
+            delta, matvecs = near - theta, matvecs + products + 2
+            del near, model  # before another one is made
+            model = at(delta)
         kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = at(delta)
     ours = is_psd(terms.curvature) and terms.closed_form is None
+    few = None if kept or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
     sketch = None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
         nonlocal matvecs, sketch
+        if few is not None:
+            matvecs += 3
+            return few.newton_step(model.parts[0], float(prior.precision), model.gradient)
         precision = model.precision()
         # The first step for a Gaussian is its last, and is solved to the end; any other is solved as far as it pays.
         worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
