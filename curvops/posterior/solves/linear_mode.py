@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from operator import add
@@ -21,9 +22,10 @@ from torch import Tensor
 from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
+from curvops.linalg.core.memory import holding, vector_bytes
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.symmetry import is_psd
-from curvops.linalg.core.vectors import inner, norm
+from curvops.linalg.core.vectors import describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
@@ -70,6 +72,10 @@ class LinearMode(Summarised):
     def converged(self) -> bool:
         """Whether the gradient reached the tolerance, or the limit of the dtype."""
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
+
+
+NEWTON_VECTORS = 8
+"""Vectors of the size of the weights in a step, beside those of its solve: two points, and what the next is made of."""
 
 
 class _LinearModel(Point):
@@ -186,7 +192,10 @@ def find_mode(
     def save(model: _LinearModel, steps: int) -> None:
         kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
 
-    model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
+    J = terms.lin.jacobian()
+    # Bits of a run that is saved must not depend on which engines are freed.
+    with nullcontext() if kept else holding(J, NEWTON_VECTORS * vector_bytes(describe(J))):
+        model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
 
