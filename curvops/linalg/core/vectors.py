@@ -361,8 +361,8 @@ def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k
 @singledispatch
 def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """Return the 2-norm of each column, accumulated in float64."""
-    if X.dtype == torch.float64:
-        return torch.linalg.vector_norm(X, dim=0)
+    if X.dtype == torch.float64 or X.numel() <= CHUNK:
+        return torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
     # In parts, since torch converts all that it is given first.
     parts = [torch.linalg.vector_norm(X[rows], dim=0, dtype=torch.float64) for rows in _chunks(X)]
     return torch.linalg.vector_norm(torch.stack(parts), dim=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import Memory, give_back_freed, hold, room_in
+from curvops.linalg.core.memory import Memories, Memory, give_back_freed, hold, room_in
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
@@ -542,12 +542,12 @@ def _decompositions(
     if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
         return [_eigh(*factor) for factor in factors]
     threads = torch.get_num_threads()
-    sizes = sorted((8 * WORK_COPIES * tensor.numel() for tensor in tensors if tensor.ndim == 3), reverse=True)
-    memories = frozenset() if memory is None else frozenset((memory,))
+    held = sorted((8 * WORK_COPIES * tensor.numel() for tensor in tensors if tensor.ndim == 3), reverse=True)
+    memories: Memories = frozenset() if memory is None else frozenset((memory,))
     room = room_in(memories, 0)
-    fitting = threads if room is None else sum(total <= room for total in accumulate(sizes))
+    fitting = threads if room is None else sum(total <= room for total in accumulate(held))
     workers = max(1, min(threads, math.ceil(sum(costs) / max(costs)), fitting))
-    give_back_freed(sizes[0])
+    give_back_freed(held[0])
     inference = torch.is_inference_mode_enabled()
 
     def work(factor: Factor) -> tuple[Tensor, Tensor]:
@@ -557,7 +557,7 @@ def _decompositions(
     limit: Callable[[int], None] = torch.set_num_threads
     try:
         with (
-            hold(memories, sum(sizes[:workers])),
+            hold(memories, sum(held[:workers])),
             progress_bar("eigendecompositions", len(factors), progress) as steps,
             ThreadPoolExecutor(workers, initializer=limit, initargs=(threads // workers,)) as pool,
         ):

@@ -129,7 +129,7 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         # Each selected tensor lies in one block as a whole, so there is nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
-        told = {"progress": lin.passes.progress, "memory": lin.memory}
+        told: dict[str, Any] = {"progress": lin.passes.progress, "memory": lin.memory}
         super().__init__(*operators, positions=positions, names=names, **told, **lin.origin)
 
     @staticmethod

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
@@ -150,7 +150,17 @@ def find_mode(
     lins = cache.known_data("the mode of the linear model")
     for lin in lins if kept else ():
         lin.memory.expect_many()  # one engine is used from the first product of the run to the last
-    at = partial(_LinearModel, lins, prior, cache.power)
+    J = terms.lin.jacobian()
+    beside = NEWTON_VECTORS * vector_bytes(describe(J))
+
+    def counted() -> AbstractContextManager[None]:
+        # Bits of a run that is saved must not depend on which engines are freed.
+        return nullcontext() if kept else holding(J, beside)
+
+    def at(delta: Tensor) -> _LinearModel:
+        with counted():
+            return _LinearModel(lins, prior, cache.power, delta)
+
     model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps = 2, 0
     if kept.state is None:
@@ -192,9 +202,7 @@ def find_mode(
     def save(model: _LinearModel, steps: int) -> None:
         kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
 
-    J = terms.lin.jacobian()
-    # Bits of a run that is saved must not depend on which engines are freed.
-    with nullcontext() if kept else holding(J, NEWTON_VECTORS * vector_bytes(describe(J))):
+    with counted():
         model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
