@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,25 +165,34 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
     """Return the operations behind these outputs with the sizes of their results, and the parameters they start at."""
     start = model.tensors()[0].data_ptr()
     found: list[Hashable] = []
-    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
-    numbers = {node: i for i, node in enumerate(order)}
-    for node in order:  # the list grows
+    for node, edges in _operations(outputs, {}):
         if hasattr(type(node), "_forward_cls"):  # a user's function may do anything
             raise Unlike
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.append((node.name(), variable.data_ptr() - start, variable.shape))
             continue
+        sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
+        # The only argument that decides whether forward mode is right (see `looks_up_padding`).
+        found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
+    return tuple(found)
+
+
+def _operations(outputs: Tensor, numbers: dict[Any, int]) -> Iterator[tuple[Any, list[tuple[int | None, int]]]]:
+    """Yield each operation behind the outputs, with the numbers of its parents and the places of their results.
+
+    `numbers` is filled with the operations in the order in which they are yielded.
+    """
+    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    numbers.update((node, i) for i, node in enumerate(order))
+    for node in order:  # the list grows
         edges = []
         for parent, place in node.next_functions:
             if parent is not None and parent not in numbers:
                 numbers[parent] = len(order)
                 order.append(parent)
             edges.append((None if parent is None else numbers[parent], place))
-        sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
-        # The only argument that decides whether forward mode is right (see `looks_up_padding`).
-        found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
-    return tuple(found)
+        yield node, edges
 
 
 def path_of(model: Model, recording: Recording) -> int | None:
@@ -195,23 +204,16 @@ def path_of(model: Model, recording: Recording) -> int | None:
     outputs, calls, _ = recording
     n = len(outputs)
     found: list[Hashable] = [n == 1]
-    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
-    numbers = {node: i for i, node in enumerate(order)}
-    for node in order:  # the list grows
-        parents = node.next_functions
-        if not parents:
+    numbers: dict[Any, int] = {}
+    for node, edges in _operations(outputs, numbers):
+        if not edges:
             variable = getattr(node, "variable", None)
             found.append(None if variable is None else model.place_of(variable))
             continue
         name = node.name()
         if name.partition("Backward")[0] in MOVING and _moves_points(node, n):
             return None
-        found.append(name)
-        for parent, place in parents:
-            if parent is not None and parent not in numbers:
-                numbers[parent] = len(order)
-                order.append(parent)
-            found.append((None if parent is None else numbers[parent], place))
+        found += [name, *edges]
     found += [(call.layer.path, numbers.get(call.edge.node), call.edge.output_nr) for call in calls]
     return hash(tuple(found))
 

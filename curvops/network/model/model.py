@@ -266,8 +266,7 @@ class Model:
         if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
-        for stand_in in self._stand_ins:
-            run = partial(_within, stand_in, run)
+        run = self._with_stand_ins(run)
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         with self.lock, own_randomness(self._flat.device):
             # As in `torch.func.functional_call`, which walks to each place by its path.
@@ -283,6 +282,12 @@ class Model:
             finally:
                 for (held, local, _), tensor in zip(slots, before):
                     held[local] = tensor
+
+    def _with_stand_ins(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a call with the functions in force that stand in for some of torch's."""
+        for stand_in in self._stand_ins:
+            run = partial(_within, stand_in, run)
+        return run
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -103,8 +103,7 @@ class ShardedModel(Model):
             )
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        for stand_in in self._stand_ins:
-            run = partial(_within, stand_in, run)
+        run = self._with_stand_ins(run)
         with self.at_snapshot(), own_randomness(self._flat.device):
             return run()
 
@@ -230,11 +229,6 @@ class ShardedModel(Model):
                     f"parameter {name!r} requires no gradient, and this cannot be changed here for a sharded model: "
                     "call requires_grad_() on it, or leave it out of parameters=."
                 )
-
-
-def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
-    with context():
-        return run()
 
 
 def _local(tensor: Any) -> Tensor:

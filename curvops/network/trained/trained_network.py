@@ -448,18 +448,7 @@ class TrainedNetwork:
                 weights = (known if batch.weights is None else batch.weights)[index] * factor
                 data.append((take(batch.inputs, index), batch.targets[index], weights))
         reading = Reading(theta.device, theta.dtype, weights=True)
-        batches = Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks)
-        progress = self.passes.progress
-        return type(self)(
-            self.model,
-            batches,
-            self.likelihood,
-            self.output_shape,
-            self.engine,
-            self.memory,
-            progress,
-            compute_dtype=self.compute_dtype,
-        )
+        return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files; over a process group the first rank writes, while the others wait."""
@@ -483,39 +472,25 @@ class TrainedNetwork:
             | ({} if part.weights is None else {"weights": part.weights})
             for part in parts
         ]
-        data = Batches(items, Reading(self.theta.device, self.theta.dtype, weights=shard.weighted))
-        progress = self.passes.progress
-        return type(self)(
-            self.model,
-            data,
-            self.likelihood,
-            self.output_shape,
-            self.engine,
-            self.memory,
-            progress,
-            self.token,
-            compute_dtype=self.compute_dtype,
+        return self._with(
+            Batches(items, Reading(self.theta.device, self.theta.dtype, weights=shard.weighted)), self.token
         )
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
         """Return a copy with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
-        memory, progress = self.memory.on(device), self.passes.progress
         lower = self.compute_dtype
         if lower is not None and torch.finfo(lower).eps <= torch.finfo(model.theta.dtype).eps:
             lower = None
-        return type(self)(
-            model,
-            data,
-            likelihood,
-            self.output_shape,
-            self.engine,
-            memory,
-            progress,
-            self.token,
-            compute_dtype=lower,
-        )
+        others = {"model": model, "likelihood": likelihood, "compute_dtype": lower}
+        return self._with(data, self.token, memory_budget=self.memory.on(device), **others)
+
+    def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
+        """Return a network of other data; its further parts are this one's, except those given."""
+        kept = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
+        kept |= {"engine": self.engine, "progress": self.passes.progress, "compute_dtype": self.compute_dtype}
+        return type(self)(data=data, output_shape=self.output_shape, token=token, **kept | others)
 
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:

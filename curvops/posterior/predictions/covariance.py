@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +118,13 @@ class Kept:
     values: dict[str, Tensor] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
+    def get(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the value of this name, which the first call computes."""
+        with self.lock:
+            if name not in self.values:
+                self.values[name] = compute()
+            return self.values[name]
+
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
         return Kept, ()
 
@@ -180,12 +188,8 @@ class PointCovariance(PointBlocks):
 
     def _get_or_compute(self, name: str) -> Tensor:
         kept: Kept = self._kwargs["kept"]
-        if carries_graph(self.representation()):
-            return self._compute(name == "variances")
-        with kept.lock:
-            if name not in kept.values:
-                kept.values[name] = self._compute(name == "variances")
-            return kept.values[name]
+        compute = partial(self._compute, name == "variances")
+        return compute() if carries_graph(self.representation()) else kept.get(name, compute)
 
     def _compute(self, diagonals: bool) -> Tensor:
         found = self._untempered(diagonals)

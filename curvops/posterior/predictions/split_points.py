@@ -116,12 +116,14 @@ class CovarianceOverRanks(PointBlocks):
         base, kept = self._args[0], self._kwargs["kept"]
         if carries_graph(base.representation()):
             return self._asked(compute(base))
-        with kept.lock:
-            if name not in kept.values:
-                with self._kwargs["split"].guarded():
-                    found = compute(base)
-                kept.values[name] = self._asked(found)
-            return kept.values[name]
+
+        def guarded() -> Tensor:
+            with self._kwargs["split"].guarded():
+                found = compute(base)
+            return self._asked(found)
+
+        known: Tensor = kept.get(name, guarded)
+        return known
 
     def _asked(self, found: Tensor) -> Tensor:
         split = self._kwargs["split"]

@@ -59,24 +59,20 @@ class TrainingOutputs:
 
     def fisher_product(self, f: Float[Tensor, "N C"], v: Float[Tensor, " NC"]) -> Float[Tensor, " NC"]:
         """Return H v."""
-        fisher = Exact(self.lin.likelihood)
-        parts = self._by_batch(lambda batch, at, u: fisher.product(at, u[None], batch)[0], f, v.view_as(f))
-        return torch.cat(parts).flatten()
+        return self._multiplied(Exact.product, f, v)
 
     def root_product(self, f: Float[Tensor, "N C"], z: Float[Tensor, " NR"]) -> Float[Tensor, " NC"]:
         """Return L z."""
-        fisher = Exact(self.lin.likelihood)
-        parts = self._by_batch(
-            lambda batch, at, own: fisher.root_product(at, own[None], batch)[0], f, z.view(len(f), -1)
-        )
-        return torch.cat(parts).flatten()
+        return self._multiplied(Exact.root_product, f, z)
 
     def root_transpose_product(self, f: Float[Tensor, "N C"], v: Float[Tensor, " NC"]) -> Float[Tensor, " NR"]:
         """Return Lᵀ v."""
+        return self._multiplied(Exact.root_transpose_product, f, v)
+
+    def _multiplied(self, multiply: Callable[..., Tensor], f: Tensor, v: Tensor) -> Tensor:
+        """Return a product of H, or of its root, at these outputs with a vector over all points."""
         fisher = Exact(self.lin.likelihood)
-        parts = self._by_batch(
-            lambda batch, at, u: fisher.root_transpose_product(at, u[None], batch)[0], f, v.view_as(f)
-        )
+        parts = self._by_batch(lambda batch, at, u: multiply(fisher, at, u[None], batch)[0], f, v.view(len(f), -1))
         return torch.cat(parts).flatten()
 
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
