@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import curvops as co
-from curvops.network.data.batches import Batches, as_batches
+from curvops.network.data.batches import Batches
 from curvops.network.data.inputs import as_inputs
 from curvops.network.likelihoods import Categorical
 from tests.doors.door import Door
-from tests.network.definitions import normal
+from tests.network.definitions import as_batches, normal
 
 N = 10
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from curvops.network.data.batches import Batches, Reading, as_source
 from curvops.network.likelihoods import Likelihood
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -25,6 +27,13 @@ PARAMETERS: dict[str, Tensor] = {
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def as_batches(
+    data: object, batch_size: int, *reading: Any, weights: bool = False, hold: bool = False, **options: Any
+) -> Batches:
+    """The batches of data in any form, after their first pass; further arguments are those of `Reading`."""
+    return Batches(as_source(data, batch_size, weights), Reading(*reading, weights=weights, **options), hold)
 
 
 def autograd_gradient(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:

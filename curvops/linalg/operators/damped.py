@@ -54,6 +54,7 @@ class Damped(UnaryOperator):
         TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
     """
 
+    _is_regularised = True
     _in_formula: ClassVar[str] = "({})"
 
     def __init__(
@@ -105,10 +106,6 @@ class Damped(UnaryOperator):
     @property
     def _cache(self) -> Cache:
         return self._kwargs["cache"]
-
-    @property
-    def _is_regularised(self) -> bool:
-        return True
 
     @property
     def psd(self) -> bool:
@@ -363,6 +360,7 @@ class Inverse(UnaryOperator):
         rtol: the relative residual of each solve; None means that of `solve`.
     """
 
+    sources = None
     _in_formula: ClassVar[str] = "{}"
 
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
@@ -371,10 +369,6 @@ class Inverse(UnaryOperator):
     @property
     def spaces(self) -> Spaces:
         return super().spaces[::-1]
-
-    @property
-    def sources(self) -> Sources | None:
-        return None
 
     def _made_of(self) -> str:
         return f"{as_part(self.base)}⁻¹"

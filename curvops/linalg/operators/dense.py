@@ -109,6 +109,7 @@ class Dense(Operator):
         ValueError: the tensor has fewer than two dimensions.
     """
 
+    _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 
     def __init__(
@@ -124,10 +125,6 @@ class Dense(Operator):
         if tensor.ndim < 2:
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
         super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
-
-    @property
-    def _is_formed(self) -> bool:
-        return True
 
     def promises(self) -> Promises:
         return super().promises()._replace(at_hand=True)

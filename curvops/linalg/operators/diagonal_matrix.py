@@ -54,6 +54,7 @@ class Diagonal(Operator):
         ValueError: the entries are not a vector.
     """
 
+    symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DiagonalForm
 
     def __init__(self, entries: Tensor, space: Space | None = None, *, sources: Sources | None = None) -> None:
@@ -66,10 +67,6 @@ class Diagonal(Operator):
     def entries(self) -> Tensor:
         """The diagonal d, (n,)."""
         return self._args[0]
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     @property
     def psd(self) -> bool:

@@ -193,14 +193,12 @@ class KroneckerForm(EigenKroneckerForm):
 class _GroupedBlocks(Operator):
     """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major)."""
 
+    symmetric = True
+
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, int, int]:
         """The sizes (g, p, q)."""
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
@@ -233,6 +231,7 @@ class Kronecker(_GroupedBlocks):
         ValueError: the factors do not fit each other.
     """
 
+    psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
     def __init__(
@@ -270,10 +269,6 @@ class Kronecker(_GroupedBlocks):
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.left.shape[0], self.left.shape[1], self.right.shape[1]
-
-    @property
-    def psd(self) -> bool:
-        return True
 
     def _product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(self.left, self.right, _to_groups(block, self.sizes)))

@@ -325,6 +325,7 @@ class LowRank(Operator):
         ValueError: vectors and values do not fit each other.
     """
 
+    symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 
     def __init__(
@@ -373,10 +374,6 @@ class LowRank(Operator):
     @property
     def low_rank_root(self) -> Tensor | None:
         return self.root if self.psd and self.layouts is None else None
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     @property
     def psd(self) -> bool:

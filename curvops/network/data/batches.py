@@ -1,8 +1,8 @@
 """The training data in batches, checked to be the same in every pass.
 
-Operators sum over the data once per product, so the data must be finite, repeatable and unchanged. :func:`as_batches`
-turns the user's data into :class:`Batches`, which checks the values on the first pass and their fingerprints on every
-later one.
+Operators sum over the data once per product, so the data must be finite, repeatable and unchanged. :func:`as_source`
+turns the user's data into batches, of which :class:`Batches` checks the values on the first pass and the fingerprints
+on every later one.
 """
 
 from __future__ import annotations
@@ -150,9 +150,15 @@ class Reading:
 class Batches:
     """The training data: iterating yields each :class:`Batch`, in the chosen floating-point dtype, on one device.
 
-    Built by :func:`as_batches`. The first pass, made at construction, checks every value (it waits for the device once
-    per tensor). Every complete later pass compares fingerprints without waiting for the device until its end, and
-    raises :class:`DataChanged` there. Iterators share no state, so two threads may iterate at once.
+    The first pass, made at construction, checks every value (it waits for the device once per tensor). Every complete
+    later pass compares fingerprints without waiting for the device until its end, and raises :class:`DataChanged`
+    there. Iterators share no state, so two threads may iterate at once.
+
+    source, reading: a re-iterable of batches, as from `as_source`, and the way in which they are read.
+    hold: keep copies of the batches, from which later passes read instead of the source.
+
+    Raises TypeError for data of another form, and ValueError for empty data, lengths that differ, NaN or Inf, negative
+    weights, and a third item that was not declared to be weights.
     """
 
     is_present: ClassVar[bool] = True
@@ -323,33 +329,6 @@ class AbsentBatches:
         return replace(self, few=move(self.few, device, dtype))
 
 
-def as_batches(
-    data: object,
-    batch_size: int,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    check: Callable[[Tensor], None] | None = None,
-    layout: Layout | None = None,
-    weights: bool = False,
-    admit: Callable[[Inputs], None] | None = None,
-    hold: bool = False,
-) -> Batches:
-    """Read the batches in ``data`` and check them in a first pass.
-
-    data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
-        Dataset; a DataLoader (a shuffling one is read in the order of its dataset) or any re-iterable of such tuples
-        or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays may
-        replace tensors. Nothing is copied.
-    batch_size: points per batch, only for tensors in memory and Datasets.
-    device, dtype, check, layout, weights, admit: see :class:`Reading`.
-    hold: keep copies of the batches, from which later passes read instead of the data.
-
-    Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
-    differ, NaN or Inf, negative weights, and a third item that was not declared to be weights.
-    """
-    return Batches(as_source(data, batch_size, weights), Reading(device, dtype, check, layout, weights, admit), hold)
-
-
 @dataclass(frozen=True, eq=False)
 class _InMemory:
     """Re-iterable slices of tensors in memory."""
@@ -366,9 +345,15 @@ class _InMemory:
 
 
 def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
-    """Return a re-iterable of the batches in ``data``; nothing is read yet.
+    """Return a re-iterable of the batches in ``data``; nothing is read yet, and nothing copied.
 
-    `parts_of` finds inputs, targets and weights in each item.
+    data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
+        Dataset; a DataLoader (a shuffling one is read in the order of its dataset) or any re-iterable of such tuples
+        or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays may
+        replace tensors. `parts_of` finds inputs, targets and weights in each item.
+    batch_size: points per batch, only for tensors in memory and Datasets.
+
+    Raises TypeError for data of another form, or that can be read only once.
     """
     if holds_all(data):
         checked_whole("batch_size", batch_size)

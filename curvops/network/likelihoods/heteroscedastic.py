@@ -20,9 +20,7 @@ class HeteroscedasticGaussian(Independent):
     eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
     """
 
-    @property
-    def always_curved(self) -> bool:
-        return True
+    always_curved = True
 
     def __repr__(self) -> str:
         return "HeteroscedasticGaussian()"

@@ -16,9 +16,7 @@ class Poisson(Independent):
     the model add the log exposure to its outputs. Rates must be representable: f < 88 in float32.
     """
 
-    @property
-    def always_curved(self) -> bool:
-        return True
+    always_curved = True
 
     def __repr__(self) -> str:
         return "Poisson()"

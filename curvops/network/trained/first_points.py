@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.data.batches import NoData, Reading, as_batches, as_source, items_of, parts_of
+from curvops.network.data.batches import Batches, NoData, Reading, as_source, items_of, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
@@ -118,7 +118,7 @@ def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, 
         inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
         if num_points(inputs) > 0:
             return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
-    as_batches(data, 1, weights=weights)  # raises an error if the data are invalid
+    Batches(as_source(data, 1, weights), Reading(weights=weights))  # raises an error if the data are invalid
     raise NoData("the data hold no points.")
 
 

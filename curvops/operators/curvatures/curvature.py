@@ -26,12 +26,9 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
+    psd = True
     STORED = "lin"
     CARRIED = True
-
-    @property
-    def psd(self) -> bool:
-        return True
 
     @property
     def output(self) -> OutputFisher:

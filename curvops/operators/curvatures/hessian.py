@@ -27,15 +27,12 @@ class Hessian(UserOperator, NetworkOperator):
             symmetric).
     """
 
+    symmetric = True
     STORED = "lin"
 
     def __init__(self, lin: Linearization) -> None:
         lin.require_symmetric_hessian()
         super().__init__(lin.theta, lin=lin)
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         product: Tensor = self.lin.hessian_product(block.detach())

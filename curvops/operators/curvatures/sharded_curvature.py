@@ -24,6 +24,8 @@ class ShardedCurvature(Operator):
     Cost: that of a product, and 2·D numbers sent per vector. `to_dense` is for small networks only.
     """
 
+    psd = True
+
     # The stored form has this rank's slices of θ, `lin`, the `output` H, and whether products are `by_rows` of Lᵀ J.
 
     @classmethod
@@ -40,10 +42,6 @@ class ShardedCurvature(Operator):
     def output(self) -> OutputFisher:
         """H, the curvature of each point's outputs."""
         return self._kwargs["output"]
-
-    @property
-    def psd(self) -> bool:
-        return True
 
     def _made_of(self) -> str:
         return f"of {self.lin.likelihood.kind} on {self.lin.num_data} points"

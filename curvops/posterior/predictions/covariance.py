@@ -36,6 +36,8 @@ class PointBlocks(Operator):
     Variances do not need the blocks, which are formed when entries off the diagonal are used.
     """
 
+    psd = True
+
     def blocks(self) -> Float[Tensor, "N C C"]:
         """Return all blocks."""
         raise NotImplementedError
@@ -51,10 +53,6 @@ class PointBlocks(Operator):
                 "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
                 "fewer points at a time, or a larger memory_budget to co.linearize."
             )
-
-    @property
-    def psd(self) -> bool:
-        return True
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self

@@ -34,12 +34,10 @@ class Tangents(NamedTuple):
 class CurvedIdentity(Operator):
     """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and possibly indefinite, by double backward passes."""
 
+    symmetric = True
+
     def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
         super().__init__(phi, product=product)
-
-    @property
-    def symmetric(self) -> bool:
-        return True
 
     def _size(self) -> torch.Size:
         return torch.Size((len(self._args[0]), len(self._args[0])))
@@ -51,9 +49,7 @@ class CurvedIdentity(Operator):
 class SquaredIdentity(CurvedIdentity):
     """The operator (I + Σ_i α_i ∇²f_i)², positive semidefinite."""
 
-    @property
-    def psd(self) -> bool:
-        return True
+    psd = True
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         return super()._product(super()._product(block))

@@ -16,8 +16,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from curvops.network.data.batches import DataChanged, as_batches
+from curvops.network.data.batches import DataChanged
 from curvops.network.likelihoods import Categorical
+from tests.network.definitions import as_batches
 
 N = 10
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 import curvops as co
-from curvops.network.data.batches import DataChanged, as_batches
+from curvops.network.data.batches import DataChanged
+from tests.network.definitions import as_batches
 
 N, WIDTHS = 46, (4, 5, 3)
 DOUBLE = torch.float64
