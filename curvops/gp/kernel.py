@@ -22,7 +22,6 @@ from curvops.network.model.weight_vectors import read_precision
 from curvops.operators import Linearization, TangentKernel
 from curvops.operators.function_space.gram_graph import gram_with_graph
 from curvops.operators.function_space.gram_matrix import gram_terms
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.core.arguments import require_linearized
 
 OVER = ("scalar", "layers", "tensors")
@@ -199,12 +198,9 @@ class LinearizedKernel(OperatorKernel):
             scales = self._scales()
             each = {name: scales[group] for name, group in self._group_of.items()}
             return Dense(gram_with_graph(left, right, each), psd=x2 is x1)
-        units = self._kept.get("grams", x1, x2, lambda: self._units(left, right))
+        one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
+        units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
-
-    def _units(self, left: Jacobian, right: Jacobian) -> Float[Tensor, "G nC mC"]:
-        """Return J_g(x) J_g(x')ᵀ for each group of weights."""
-        return gram_terms(left, right, torch.ones_like(self.lin.theta[0]), self._group_of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedKernel:
         """Return a copy with its own parameters that shares the linearisation."""

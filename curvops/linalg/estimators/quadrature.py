@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from curvops.checkpoint import NOTHING, Checkpoint, begin, resumable
 from curvops.checks import checked_whole
@@ -303,30 +304,17 @@ class Sampler:
         return [rules(run, k, self.scale) for k in range(run.K)]
 
     def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
-        columns = [_pad(rows) for rows in zip(*(r[:4] for r in self.rules))]
+        columns = [pad_sequence(list(rows), batch_first=True) for rows in zip(*(r[:4] for r in self.rules))]
         sketch = sketch or Sketch(self.probed)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
-        gauss, gauss_weights, radau, radau_weights, nodes, control = (
-            part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
-        )
-        matvecs = self.matvecs + sketch.matvecs
         highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
         rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
         return SpectralQuadrature(
-            gauss,
-            gauss_weights,
-            radau,
-            radau_weights,
-            nodes,
-            control,
-            matvecs,
-            reason,
-            max(rounding, -lowest),
-            self.rtol if tolerance else None,
-            self.known,
+            *(part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)),
+            matvecs=self.matvecs + sketch.matvecs,
+            reason=reason,
+            rounding=max(rounding, -lowest),
+            rtol=self.rtol if tolerance else None,
+            known=self.known,
         )
-
-
-def _pad(rows: tuple[Tensor, ...]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

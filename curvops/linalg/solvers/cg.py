@@ -177,7 +177,7 @@ def cg(
             done.append(part.shape[1])
             return found
         low = facts.dtype if refine is True else refine
-        inner_solve = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype))
+        inner_solve = partial(_solve, A.to(low), lambda V: apply(V.to(facts.dtype)).to(V.dtype))
 
         def correct(R: Vectors, X0: Vectors | None, inner_goal: Goal) -> Solution:
             return inner_solve(_algebra(low, begin_directions(), block), R, X0, inner_goal)
@@ -225,11 +225,6 @@ def _algebra(dtype: torch.dtype, past: KeptDirections, block: bool = True) -> Di
     """Return the small algebra of the steps of one solve, which makes a block conjugate to past directions, too."""
     noise = 20 * torch.finfo(dtype).eps
     return BlockDirections(noise, past) if block else ColumnDirections(noise, past)
-
-
-def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
-    """Return the preconditioner as a function on blocks of another dtype, applied in the dtype it was made for."""
-    return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
 def _solve(

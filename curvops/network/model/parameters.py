@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
     elif isinstance(spec, str) or (isinstance(spec, Sequence) and all(isinstance(glob, str) for glob in spec)):
         names = _from_globs(parameters, [spec] if isinstance(spec, str) else list(spec))
     elif callable(spec) and not isinstance(spec, nn.Module):
-        names = _from_predicate(parameters, spec)
+        names = [name for name, tensor in parameters.items() if spec(name, tensor)]
     else:
         raise TypeError(
             f"parameters= got {type(spec).__name__}; expected None, 'last_layer', a glob, a list of globs, "
@@ -167,10 +167,6 @@ def _instead_of(spec: Any, parameters: Mapping[str, Tensor]) -> str:
     if isinstance(spec, np.ndarray) or (isinstance(spec, Sequence) and all(isinstance(i, int) for i in spec)):
         return "Pass positions as torch.as_tensor(positions)."
     return f"Modules and tensors are selected by their names: {_some(parameters)}."
-
-
-def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Tensor], Any]) -> list[str]:
-    return [name for name, tensor in parameters.items() if chosen(name, tensor)]
 
 
 def _from_positions(

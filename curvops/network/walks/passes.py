@@ -135,7 +135,7 @@ class Passes(JacobianRows):
             if self._gathered is None:
                 inputs, step = self.shard.gathered().inputs, self.shard.largest
                 parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-                self._gathered = Passes(self.model, parts, self._choice, self.memory, self.engines)
+                self._gathered = self._over(parts)
             return self._gathered
 
     @property
@@ -153,15 +153,15 @@ class Passes(JacobianRows):
         """Yield a walk over each rank's points in turn, for ranks that have points; None for this rank's own."""
         assert self.shard is not None
         for inputs in self.shard.in_turn():
-            yield (
-                None
-                if inputs is None
-                else Passes(self.model, [(inputs, None)], self._choice, self.memory, self.engines)
-            )
+            yield None if inputs is None else self._over([(inputs, None)])
 
     def apart(self) -> Passes:
         """Return a walk over this rank's own inputs, without the other ranks."""
-        return Passes(self.model, self._source, self._choice, self.memory, self.engines)
+        return self._over(self._source)
+
+    def _over(self, source: Iterable[tuple[Any, Any]]) -> Passes:
+        """Return a walk over other batches, with the same kinds of engines."""
+        return Passes(self.model, source, self._choice, self.memory, self.engines)
 
     def input_graph(self) -> InputGraph:
         """Return the inputs of all batches as one, none of which requires a gradient."""
@@ -580,7 +580,7 @@ class Passes(JacobianRows):
             for start in range(0, num_points(inputs), count):
                 points = slice(start, start + count)
                 part = take(inputs, points)
-                walk = Passes(self.model, [(part, None)], self._choice, self.memory, self.engines)
+                walk = self._over([(part, None)])
                 _, engine = self._kept.get(index, (None, None))
                 if isinstance(engine, Layerwise) and (view := engine.at(points)) is not None:
                     walk._kept, walk._complete = {0: (None, view)}, True
@@ -595,7 +595,7 @@ class Passes(JacobianRows):
             if len(inside):
                 parts.append((take(inputs, inside), None))
             start += count
-        return Passes(self.model, parts, self._choice, self.memory, self.engines)
+        return self._over(parts)
 
     def _batches_of_whole(self, together: int) -> Iterator[tuple[int, Any]]:
         """Yield the inputs of each batch by its number, which is −1 if points of two batches are joined."""
@@ -615,8 +615,7 @@ class Passes(JacobianRows):
         for inputs, batch in self._source:
             order = torch.randperm(num_points(inputs), generator=generator, device=device)
             for chosen in order.to(batch.targets.device).split(size):
-                part = [(take(inputs, chosen), batch.labels(chosen))]
-                yield chosen + batch.start, Passes(self.model, part, self._choice, self.memory, self.engines)
+                yield chosen + batch.start, self._over([(take(inputs, chosen), batch.labels(chosen))])
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """Return this walk, unlabelled, with the model and the inputs converted."""

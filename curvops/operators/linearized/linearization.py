@@ -202,23 +202,14 @@ def linearize(
         )
     if memory_budget is not None:
         memory_budget = int(min(memory_budget, sys.maxsize))  # 1e9 is also a number of bytes
+    arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
+    arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
     if holds_shards(model):
         for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
             if given:
                 raise ValueError(f"{name}= is not supported for a model that is sharded by fully_shard: omit it.")
-        arguments = model, data, likelihood, parameters, memory_budget, engine, weights
-        return cast(Any, ShardedLinearization.read(process_group, *arguments))
+        return cast(Any, ShardedLinearization.read(process_group, **arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
-    lin = read(
-        model=model,
-        data=data,
-        likelihood=likelihood,
-        parameters=parameters,
-        memory_budget=memory_budget,
-        engine=engine,
-        weights=weights,
-        progress=progress,
-        compute_dtype=compute_dtype,
-    )
+    lin = read(**arguments, progress=progress, compute_dtype=compute_dtype)
     lin.warn_of_rounding()
     return lin

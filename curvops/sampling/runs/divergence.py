@@ -42,7 +42,7 @@ class Watch:
     def before(self, state: State, batch: Any) -> None:
         """Store the state before a step, after checking the energies every few steps."""
         if self._steps % LOOK_EVERY == 0:
-            self._look(state)
+            self.look(state)
             self._held = state.clone(), batch
         self._steps += 1
 
@@ -53,11 +53,8 @@ class Watch:
             self._accepted.append(info.acceptance)
             self._step_size = adapted.step_size(self._steps - 1)
 
-    def finish(self, state: State) -> None:
-        """Check the energies of the last steps."""
-        self._look(state)
-
-    def _look(self, state: State) -> None:
+    def look(self, state: State) -> None:
+        """Check the energies of the steps since the last check, which led to this state."""
         if not self._energies:
             return
         energies = torch.stack(self._energies)

@@ -207,7 +207,7 @@ def _take_steps(
                     sampler.spread.ranks.beat()
                 kept.save(reached.record)
                 bar.advance()
-            watch.finish(reached.state)
+            watch.look(reached.state)
             if noise is not None:
                 noise.keep()
         except BaseException:
