@@ -18,21 +18,23 @@ from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
 from curvops.network.model.sharded_model import ShardedModel
 from curvops.network.trained.drawn_fisher import drawn_residuals, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
-from curvops.network.trained.trained_network import Source
+from curvops.network.trained.trained_network import NetworkOnData, Source
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.sharded_layers import ShardedLayers
 from curvops.network.walks.sharded_passes import ShardedPasses
 from curvops.process_group import Ranks
-from curvops.summary import name_of
 
 N = TypeVar("N", bound="ShardedNetwork")
 
 
-class ShardedNetwork:
+class ShardedNetwork(NetworkOnData):
     """A network sharded by `fully_shard`, at a snapshot of its weights, with the data of all ranks.
 
     Everything is a sum over the data of all ranks. Vectors are this rank's rows; see `ShardedParameters`.
     """
+
+    model: ShardedModel
+    data: Shard
 
     def __init__(
         self, passes: ShardedPasses, likelihood: Likelihood, shape: torch.Size, memory: Budget, token: str
@@ -85,21 +87,6 @@ class ShardedNetwork:
             return new
 
     @property
-    def num_parameters(self) -> int:
-        """The number D of selected parameters, on all ranks."""
-        return self.model.num_parameters
-
-    @property
-    def num_data(self) -> int:
-        """The number N of training points of all ranks."""
-        return self.data.num_data
-
-    @property
-    def num_outputs(self) -> int:
-        """The number C of a point's outputs, T·C for sequences."""
-        return self.output_shape.numel()
-
-    @property
     def source(self) -> Source:
         """The data of all ranks and the likelihood, by fingerprints."""
         return Source(self.num_data, self.data.prints.contents, likelihood_state(self.likelihood, self._token))
@@ -116,10 +103,6 @@ class ShardedNetwork:
     def outputs(self) -> Tensor:
         """Return f(θ*) at the training inputs of all ranks, each position as a point, (N·T, C). One forward pass."""
         return self.passes.outputs_and_labels()[0].reshape(-1, self.output_shape[-1])
-
-    def positions_apart(self, per_token: bool) -> int:
-        """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
-        return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
     def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Tensor:
         """Return residuals (M, N, C) at M targets per point drawn from the model, divided by √M. One forward pass."""
@@ -147,7 +130,4 @@ class ShardedNetwork:
         }
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
-            f"{self.likelihood.kind}, {name_of(self.local_theta.dtype)}, on {self.data.ranks.names})"
-        )
+        return self._printed(self.local_theta.dtype, f"on {self.data.ranks.names}")

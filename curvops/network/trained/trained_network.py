@@ -59,7 +59,41 @@ class Source:
         return f"{self.num_data} points of fingerprint {self.data}"
 
 
-class TrainedNetwork:
+class NetworkOnData:
+    """What networks with data and a likelihood have in common, whether their parameters are sharded or not."""
+
+    model: Model
+    data: Batches | AbsentBatches
+    likelihood: Likelihood
+    output_shape: torch.Size
+
+    @property
+    def num_parameters(self) -> int:
+        """The number D of selected parameters, those of all ranks."""
+        return self.model.num_parameters
+
+    @property
+    def num_outputs(self) -> int:
+        """The number C of a point's outputs, T·C for sequences."""
+        return self.output_shape.numel()
+
+    @property
+    def num_data(self) -> int:
+        """The number N of training points, those of all ranks."""
+        return self.data.num_data
+
+    def positions_apart(self, per_token: bool) -> int:
+        """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
+        return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
+
+    def _printed(self, dtype: torch.dtype, place: object) -> str:
+        return (
+            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
+            f"{self.likelihood.kind}, {name_of(dtype)}, {place})"
+        )
+
+
+class TrainedNetwork(NetworkOnData):
     """A network at a snapshot θ* of its weights, with its data and its likelihood.
 
     Training the network further changes nothing here. Everything is a sum over the data, never a mean. `output_shape`
@@ -212,21 +246,6 @@ class TrainedNetwork:
         return self.passes.memory
 
     @property
-    def num_parameters(self) -> int:
-        """The number D of selected parameters."""
-        return self.model.selection.num_parameters
-
-    @property
-    def num_outputs(self) -> int:
-        """The number C of a point's outputs, T·C for sequences."""
-        return self.output_shape.numel()
-
-    @property
-    def num_data(self) -> int:
-        """The number N of training points."""
-        return self.data.num_data
-
-    @property
     def plan(self) -> Plan:
         """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
         return self.products.plan
@@ -333,10 +352,6 @@ class TrainedNetwork:
         chunk = self.passes.chunk_bytes
         groups = (group for _, groups in self.root_pieces(fisher.narrow, chunk) for group in groups)
         return sum_squares(self.passes, groups, chunk)
-
-    def positions_apart(self, per_token: bool) -> int:
-        """Return T if the tokens of a sequence are to count one by one, otherwise 1."""
-        return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
 
     def gradient_rows(
         self, likelihood: Likelihood, per_token: bool = False, for_products: bool = False
@@ -517,10 +532,7 @@ class TrainedNetwork:
         }
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
-            f"{self.likelihood.kind}, {name_of(self.theta.dtype)}, {self.theta.device})"
-        )
+        return self._printed(self.theta.dtype, self.theta.device)
 
 
 def _require_gradient(inputs: Inputs) -> list[tuple[str, Tensor]]:
