@@ -308,13 +308,22 @@ class Sampler:
         sketch = sketch or Sketch(self.probed)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
+        gauss, gauss_weights, radau, radau_weights, nodes, control = (
+            part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
+        )
+        matvecs = self.matvecs + sketch.matvecs
         highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
         rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
         return SpectralQuadrature(
-            *(part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)),
-            matvecs=self.matvecs + sketch.matvecs,
-            reason=reason,
-            rounding=max(rounding, -lowest),
-            rtol=self.rtol if tolerance else None,
-            known=self.known,
+            gauss,
+            gauss_weights,
+            radau,
+            radau_weights,
+            nodes,
+            control,
+            matvecs,
+            reason,
+            max(rounding, -lowest),
+            self.rtol if tolerance else None,
+            self.known,
         )

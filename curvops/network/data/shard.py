@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -105,13 +106,16 @@ class Shard(Batches):
         self._require_one_form(components(own))
         for rank in (rank for rank, count in enumerate(self.counts) if count):
             count = self.counts[rank] if rank == self.ranks.rank else 0
-            lent: Any = map_inputs(lambda part, count=count: self.ranks.line_up(part[:count]), own)
+            lent: Any = map_inputs(partial(self._lent, count=count), own)
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RanksDiffer unless the points of all ranks have the same shape and dtype."""
         forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
         self.ranks.require_equal(forms)
+
+    def _lent(self, part: Tensor, count: int) -> Tensor:
+        return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         raise ValueError(

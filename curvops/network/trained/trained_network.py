@@ -503,7 +503,7 @@ class TrainedNetwork(NetworkOnData):
 
     def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
         """Return a network of other data; its further parts are this one's, except those given."""
-        kept = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
+        kept: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
         kept |= {"engine": self.engine, "progress": self.passes.progress, "compute_dtype": self.compute_dtype}
         return type(self)(data=data, output_shape=self.output_shape, token=token, **kept | others)
 
