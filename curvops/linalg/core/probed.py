@@ -16,7 +16,15 @@ from curvops.checks import check_generator, check_limits
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
 from curvops.linalg.core.rounding import ROUNDING_SEEN, require_accuracy
 from curvops.linalg.core.solve_routes import EXACT_SIZE
-from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe, norm, random_block
+from curvops.linalg.core.vectors import (
+    Description,
+    Matrix,
+    Vectors,
+    describe,
+    multiply_adds_of,
+    norm,
+    random_block,
+)
 
 ProbeKind: TypeAlias = Literal["signs", "spherical"]
 
@@ -72,6 +80,13 @@ class Probed:
     facts: Description
     generator: torch.Generator | None = None
     limits: Limits = Limits()
+    matrix: Matrix | None = None
+    """The matrix behind the product."""
+
+    @property
+    def multiply_adds(self) -> float | int:
+        """The multiply-adds of a product with one vector, as far as they are known."""
+        return 0 if self.matrix is None else multiply_adds_of(self.matrix)
 
     def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
         """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance.
@@ -121,4 +136,4 @@ def probing(
     check_generator(generator)
     require_accuracy(A, limits.rtol)
     with working(A, limits.memory, least, multiply) as (multiply, room):
-        yield Probed(multiply, describe(A), generator, replace(limits, memory=room))
+        yield Probed(multiply, describe(A), generator, replace(limits, memory=room), A)

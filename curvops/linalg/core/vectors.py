@@ -91,6 +91,14 @@ def describe(A: Matrix) -> Description:
     return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
 
 
+def multiply_adds_of(A: Matrix) -> float | int:
+    """Return the multiply-adds of a product with one vector: known, or the numbers that A holds."""
+    if isinstance(A, Tensor):
+        return A.numel()
+    known: float | int | None = getattr(A, "multiply_adds", None)
+    return sum(tensor.numel() for tensor in A.representation()) if known is None else known
+
+
 def require_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Raise TypeError for half precision, in which matrices can only be multiplied; ValueError under autocast."""
     refuse_autocast(dtype, device)

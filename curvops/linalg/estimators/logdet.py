@@ -43,6 +43,8 @@ MOST_RANK = 400
 MOST_STEPS = 400
 CLOSE = 0.9
 PILOT_RANK = 8
+LEFT = 0.1
+"""A preconditioner grows until the eigenvalues that it leaves are below this share of μ."""
 SIZING = 4
 
 
@@ -75,8 +77,9 @@ def logdet(
         max_matvecs: a limit on products; by default as many as are needed to meet rtol. n or more gives the exact
             value by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         generator: source of the probes.
-        preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays, with at most half of the budget
-            and rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
+        preconditioner: "auto" uses a Nyström preconditioner if the spectrum decays and its work is below that of the
+            probes that it saves, both counted in multiply-adds, with at most half of the budget and rank 400:
+            log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used
             as it is. The bracket remains a bound; only low-rank ones give Â ≤ A, and with others it is wider.
         memory_budget: bytes for the bases and the sketch; None means the rest of the budget of the linearisation
@@ -282,19 +285,33 @@ def _stochastic(
         most = min(most, memory // (6 * excess.facts.vector_bytes))
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     P, floor, scale, spent = None, mu, bound, 0
+    sampler = None
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor = preconditioner, preconditioner.floor(mu)
         size, spent = _size(excess, min(SIZING, budget // 4))
         smallest = P.bounds()[0]
         scale = (bound + size) / smallest if smallest > 0 else 0.0
     elif preconditioner is not None and most:
-        P, size, spent = _preconditioner(excess.apart(), mu, most)
+        pilot = grow(excess.apart(), None, min(most, PILOT_RANK))
+        size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
         scale = bound + size
-    whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
+        if pilot.tail <= 0.5 * size and size >= mu:  # otherwise the spectrum is flat, or small
+            scarce = budget // 2 < min(MOST_RANK, n)  # then products are kept for the preconditioner
+            plain = Sampler(excess.after(spent).with_half_memory(), mu, known=beside, scale=scale, keep=keep)
+            if pilot.tail == 0 or most <= PILOT_RANK:
+                P = pilot.preconditioner(mu)
+            elif not scarce:
+                plain.first(min(FIRST_PROBES, budget - spent))
+                sampler = None if plain.preconditioner_pays(most, LEFT * mu) else plain
+            if P is None and sampler is None:
+                full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
+                P, spent = full.preconditioner(mu), spent + plain.matvecs + full.matvecs
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
-    left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
-    sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
-    sampler.first(min(FIRST_PROBES, budget - spent))
+    if sampler is None:
+        whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
+        left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
+        sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
+        sampler.first(min(FIRST_PROBES, budget - spent))
     sampler.add(None, None)
     estimate = sampler.quadrature(None).logdet(floor)
     total = estimate + (known + n * math.log(mu))
@@ -317,16 +334,3 @@ def _size(excess: Probed, steps: int) -> tuple[float, int]:
     run = LockStep(excess.multiply, excess.probes(1), max(1, steps))
     run.extend(max(1, steps))
     return run.scale, run.matvecs
-
-
-def _preconditioner(excess: Probed, mu: float, most: int) -> tuple[FactoredPreconditioner | None, float, int]:
-    """Make a preconditioner; return it (None for a flat or small spectrum), the largest eigenvalue, the products."""
-    pilot = grow(excess, None, min(most, PILOT_RANK))
-    size = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0
-    if pilot.tail > 0.5 * size or size < mu:
-        return None, size, pilot.matvecs
-    if pilot.tail == 0 or most <= PILOT_RANK:
-        return pilot.preconditioner(mu), size, pilot.matvecs
-    # Depth and variance both fall with the rank until the tail is well below μ: the rank grows as for 1e12 columns.
-    full = grow(excess, None, most, 0.1 * mu, 1e12)
-    return full.preconditioner(mu), size, full.matvecs + pilot.matvecs

@@ -275,11 +275,7 @@ class Sampler:
         middle = (upper + lower) / 2
         if len(middle) < 3:
             return 0
-        nodes = torch.cat([r.gauss for r in self.rules])
-        counts = torch.cat([r.gauss_weights for r in self.rules]) / len(self.rules)
-        order = nodes.argsort(descending=True)
-        energy = counts[order] * self.f(nodes[order]).square()
-        seen, captured = counts[order].cumsum(0), energy.cumsum(0)
+        _, seen, captured = self.spectrum()
         goal = self.goal(middle) ** 2
         left = self.budget - self.matvecs
         done = len(middle) * self.depth
@@ -298,6 +294,37 @@ class Sampler:
             if trial < best:
                 best, choice = trial, rank
         return choice
+
+    def spectrum(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nodes in falling order, and the sums up to each of eigenvalues counted and of f² over them."""
+        nodes = torch.cat([r.gauss for r in self.rules])
+        counts = torch.cat([r.gauss_weights for r in self.rules]) / len(self.rules)
+        order = nodes.argsort(descending=True)
+        nodes, counts = nodes[order], counts[order]
+        return nodes, counts.cumsum(0), (counts * self.f(nodes).square()).cumsum(0)
+
+    def preconditioner_pays(self, most: int, left: float) -> bool:
+        """Return whether a preconditioner of up to `most` columns saves work, by the spectrum of the first probes.
+
+        It takes a product for each eigenvalue above `left`, and lowers the variance of the probes as in `sketch_rank`,
+        and their depth as the root of the condition number. Work is counted in multiply-adds: those of products, and
+        of vectors of length n: 10 n r² for the factors of r columns at r, r/2, r/4, … (two QR factorisations and five
+        products each), 4 n r for its root on both sides of a product, 2 n m for a Lanczos vector beside m others.
+        """
+        upper, lower = self.bounds()
+        nodes, seen, captured = self.spectrum()
+        goal = self.goal((upper + lower) / 2) ** 2
+        if len(self.rules) < 2 or float(self.quadrature(None).trace(self.f).bias_bound) ** 2 >= goal:
+            return True  # more probes of this depth would not reach the tolerance
+        rank = min(most, math.ceil(float(seen[int((nodes > left).sum().clamp_min(1)) - 1])))
+        place = min(int((seen <= rank).sum()), len(seen) - 1)
+        variance = 2 * max(float(captured[-1]) - 0.8 * float(captured[max(place - 1, 0)]), 0.0)
+        depth = max(self.depth * math.sqrt((float(nodes[place]) + self.mu) / (float(nodes[0]) + self.mu)), FIRST_DEPTH)
+        n, product = self.facts.rows, self.probed.multiply_adds
+        probes = max(TRUSTED_PROBES, variance / goal)
+        sketched = rank * (product + 10 * n * rank) + probes * depth * (product + 4 * n * rank + 2 * n * depth)
+        further = self.probes_needed(None) - len(self.rules)
+        return sketched < further * self.depth * (product + 2 * n * self.depth)
 
     def make_rules(self, run: LockStep) -> list[Rules]:
         run.check(self.scale)

@@ -50,6 +50,7 @@ from curvops.linalg.core.vectors import (
     Vectors,
     as_columns,
     describe,
+    multiply_adds_of,
     product,
     require_precision,
     shaped_as,
@@ -165,6 +166,11 @@ class Operator(LinearOperator):
     def memories(self) -> Memories:
         """The memory budgets of the networks in A, within which algorithms on A allocate their vectors."""
         return frozenset().union(*(memories_of(part) for part in self._args))
+
+    @property
+    def multiply_adds(self) -> float | int:
+        """The multiply-adds of a product with one vector, as far as they are known."""
+        return sum(multiply_adds_of(part) for part in self._args if isinstance(part, Tensor | LinearOperator))
 
     @property
     def product_error(self) -> float:
