@@ -33,6 +33,9 @@ from curvops.progress import Progress, Steps, progress_bar
 
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
+FEW_POINTS, SHARE = 32, 4
+"""On a CPU pieces of more points than these take a share of a chunk, which is as fast: their rows, and what is made of
+them, are then a few blocks of memory that are used again."""
 MANY = 10_000
 """The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")
@@ -502,6 +505,8 @@ class Passes(JacobianRows):
         if of_others:
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
         step = max(1, chunk // max(1, a_column * columns))
+        if not self.model.theta.is_cuda:
+            step = max(min(step, FEW_POINTS), step // SHARE)
         for start in range(0, total, step):
             points = slice(start, min(start + step, total))
             yield points, inputs if step >= total else take(inputs, points)
