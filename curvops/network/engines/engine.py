@@ -17,7 +17,7 @@ from curvops.network.engines.layerwise import Call, Layerwise, Owners, Recording
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
-from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
+from curvops.network.engines.self_check import Checked, mismatches, random_root, wrong_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -125,10 +125,10 @@ class Engines:
             with torch.no_grad():
                 alone = self.model(self.model.values, take(inputs, slice(0, 1)))
                 self.model.require_points_apart(outputs.detach(), alone)
-            wrong = wrong_layers(self.model, recording, self._in_layers, self._build_streamed(inputs))
-            if path is None:
-                return wrong
-            paths[path] = frozenset(wrong)
+            found = wrong_layers(self.model, recording, self._in_layers, self._build_streamed(inputs))
+            if path is None or not found.shown:
+                return found.wrong
+            paths[path] = frozenset(found.wrong)
         return paths[path]
 
     @property
@@ -184,7 +184,7 @@ class Engines:
         The column is random: with zero residuals a check would show nothing.
         """
 
-        def check(few: Any, recording: Recording) -> set[str]:
+        def check(few: Any, recording: Recording) -> Checked:
             names, others = self.model.selection.names, tuple(self.plan.others)
             rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
             reference: Streamed | RootJacobian = Streamed(self.model, few, names, self._routes_of(names).pushes)
@@ -199,7 +199,7 @@ class Engines:
     def checked_others(self, inputs: Any) -> tuple[str, ...]:
         """Return the parameters without a layer rule, with those whose rows prove to be wrong on some points."""
 
-        def check(few: Any, recording: Recording) -> set[str]:
+        def check(few: Any, recording: Recording) -> Checked:
             return wrong_layers(self.model, recording, self._in_layers, self._build_streamed(few))
 
         with self.model.lock:
@@ -219,21 +219,33 @@ class Engines:
     def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], set[str]]) -> None:
         """Leave to autodiff the layers that a check rejects, until it rejects none; note what was checked.
 
-        A layer that is right at a single point stays: with several points their order or the layer's calls may change,
-        and `record` finds the batches in which this happens.
+        A layer that is right at single points stays: with several points their order or the layer's calls may change,
+        and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing.
         """
+        count = min(CHECKED_POINTS, num_points(inputs))
         while self.plan.layers and not self._proof.checked & {WHOLE, what}:
-            for count in (CHECKED_POINTS, 1):
-                few = take(inputs, slice(0, count))
-                recording = record(self.model, few, self._owners(self.plan.others))
-                wrong = recording[2] or check(few, recording)
+            for size in (count, 1):
+                wrong = self._wrong_at([take(inputs, slice(i, i + size)) for i in range(0, count, size)], check)
                 if not wrong:
                     self._proof.checked.add(what)
-                    if (path := path_of(self.model, recording)) is not None:
-                        self._proof.paths[path] = frozenset()
                     break
             else:
-                self._reject(wrong, NO_LAYER if recording[2] else WRONG)
+                self._reject(*wrong)
+
+    def _wrong_at(
+        self, parts: Sequence[Any], check: Callable[[Any, Recording], Checked]
+    ) -> tuple[Set[str], str] | None:
+        """Return the parameters whose layers a check rejects at some points, and why; note the paths that are right."""
+        for few in parts:
+            recording = record(self.model, few, self._owners(self.plan.others))
+            if recording[2]:
+                return recording[2], NO_LAYER
+            wrong, shown = check(few, recording)
+            if wrong:
+                return wrong, WRONG
+            if shown and (path := path_of(self.model, recording)) is not None:
+                self._proof.paths[path] = frozenset()
+        return None
 
     def _reject(self, names: Iterable[str], why: str) -> None:
         """Leave these parameters to autodiff from now on."""

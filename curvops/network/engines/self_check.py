@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,12 +26,19 @@ class Transpose(Protocol):
         """Return the product by parameter name."""
 
 
-def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
-    """Return the names of parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+class Checked(NamedTuple):
+    """The parameters whose layers are wrong, and whether each parameter had a gradient, without which nothing shows."""
+
+    wrong: set[str]
+    shown: bool
+
+
+def mismatches(engine: Layerwise, reference: Transpose) -> Checked:
+    """Find the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
     u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
-    bad = _differing(engine.pull(u), u, reference, generator)
+    bad, shown = _differing(engine.pull(u), u, reference, generator)
     for part in engine.parts:
         names = part.layer.names
         tangents = {
@@ -44,7 +51,7 @@ def mismatches(engine: Layerwise, reference: Transpose) -> set[str]:
         right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
         if not bool((left - right).abs() <= tolerance(u.dtype) * left):
             bad |= set(names.values())
-    return bad
+    return Checked(bad, shown)
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
@@ -54,8 +61,8 @@ def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
-def wrong_layers(model: Model, recording: Recording, names: Iterable[str], reference: Streamed) -> set[str]:
-    """Return the parameters among these whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
+def wrong_layers(model: Model, recording: Recording, names: Iterable[str], reference: Streamed) -> Checked:
+    """Find the parameters among these whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
 
     Each point's part of u has a factor that is applied to the rows alone, which shows that the rows are its own.
     """
@@ -73,11 +80,12 @@ def wrong_layers(model: Model, recording: Recording, names: Iterable[str], refer
                 scaled = delta * factors.view(-1, *[1] * (delta.ndim - 1))
                 for local, gradient in layer.rule.pull(layer.module, kept, scaled, tuple(layer.names)).items():
                     ours[layer.names[local]] = ours[layer.names[local]] + gradient
-    return misfits | _differing(ours, u * factors, reference, generator)
+    bad, shown = _differing(ours, u * factors, reference, generator)
+    return Checked(misfits | bad, shown)
 
 
-def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> set[str]:
-    """Return names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
+def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> Checked:
+    """Find the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()
     tol = tolerance(u.dtype)
@@ -86,4 +94,4 @@ def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.G
     if bad:
         noise = rounding(lambda block: reference.pull(block[""]), {"": u}, expected, generator)
         bad = {name for name in bad if not bool(differences[name] <= allowance(expected[name], noise[name]))}
-    return bad
+    return Checked(bad, all(bool(value.any()) for value in expected.values()))

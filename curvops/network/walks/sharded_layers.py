@@ -67,7 +67,7 @@ class ShardedLayers:
                 for names in self._together():
                     some = copy(engine)
                     some.parts = [part for part in engine.parts if names & set(part.layer.names.values())]
-                    bad |= mismatches(some, _Leaves(self.model, outputs, {name: edges[name] for name in names}))
+                    bad |= mismatches(some, _Leaves(self.model, outputs, {name: edges[name] for name in names})).wrong
         finally:
             for handle in handles:
                 handle.remove()

@@ -14,6 +14,7 @@ from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
+from curvops.network.walks.row_squares import squared_columns
 from tests import zoo_modules as parts
 from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference
@@ -65,7 +66,7 @@ def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
 
     def found() -> set[str]:
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
-        return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode"))
+        return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode")).wrong
 
     assert found() == set()
     monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method, factor))
@@ -224,6 +225,23 @@ def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: st
         assert agree(engine.push(network.selection.split(V)).flatten(1).mT, J @ V)
 
 
+@pytest.mark.parametrize("points", [3, 4])
+def test_a_check_at_a_point_without_a_gradient_proves_nothing(points: int) -> None:
+    """Written in place into a view, the outputs of the first call leave the graph: its rule is wrong at each point."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        z = m.fc2(m.fc1(nn.functional.relu(m.fc1(x), inplace=True)))
+        return m.head(z.squeeze(1) * (x[:, 0, :1] > 0))
+
+    model, inputs = parts.Wired(wiring).double(), torch.randn(9, 1, 4).double().abs()
+    inputs[[0, 5]] *= -1  # the outputs there depend on one bias only
+    passes = Passes(Model(model), batches(inputs, (points, 9 - points)), engine="layerwise", memory_budget=PLENTY)
+    J = dense_jacobian(model, inputs)
+    assert agree(squared_columns(passes), J.square().sum(0))
+    assert agree(torch.cat(list(passes.selected_rows())), J)
+    assert {"fc1.weight", "fc1.bias"} <= passes.plan.others.keys()
+
+
 @pytest.mark.parametrize("chunk", [1, PLENTY])
 def test_outputs_that_a_layer_does_not_reach_have_zeros_where_a_function_returns_nothing(chunk: int) -> None:
     def wiring(m: Any, x: Tensor) -> Tensor:
@@ -268,7 +286,7 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         network = Model(model)
         engine = Layerwise(network, record(network, inputs, owners_of(network)), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
-        assert mismatches(engine, reference) == set()
+        assert mismatches(engine, reference).wrong == set()
 
 
 def engine_of(model: nn.Module, inputs: Tensor, parameters: Any = None) -> Layerwise:
