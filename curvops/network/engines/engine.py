@@ -216,7 +216,7 @@ class Engines:
             while len(set(found := gather(tuple(self.plan.others)))) > 1:
                 self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
 
-    def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], set[str]]) -> None:
+    def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], Checked]) -> None:
         """Leave to autodiff the layers that a check rejects, until it rejects none; note what was checked.
 
         A layer that is right at single points stays: with several points their order or the layer's calls may change,
@@ -226,7 +226,7 @@ class Engines:
         while self.plan.layers and not self._proof.checked & {WHOLE, what}:
             for size in (count, 1):
                 wrong = self._wrong_at([take(inputs, slice(i, i + size)) for i in range(0, count, size)], check)
-                if not wrong:
+                if wrong is None:
                     self._proof.checked.add(what)
                     break
             else:
