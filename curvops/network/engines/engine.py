@@ -224,11 +224,10 @@ class Engines:
         """
         count = min(CHECKED_POINTS, num_points(inputs))
         while self.plan.layers and not self._proof.checked & {WHOLE, what}:
-            for size in (count, 1):
-                wrong = self._wrong_at([take(inputs, slice(i, i + size)) for i in range(0, count, size)], check)
-                if wrong is None:
-                    self._proof.checked.add(what)
-                    break
+            alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
+            wrong = self._wrong_at([take(inputs, slice(0, count))], check) and self._wrong_at(alone, check)
+            if wrong is None:
+                self._proof.checked.add(what)
             else:
                 self._reject(*wrong)
 
