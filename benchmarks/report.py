@@ -214,8 +214,9 @@ def pages(result: dict[str, Any]) -> dict[str, dict[str, str]]:
     if result["kind"] == "memory":
         return {PAGE: {"memory": memory_table(result)}}
     if result["kind"] == "working memory":
-        sections = {f"resident: {key}": resident_table(result, key, names) for key, names in RESIDENT.items()}
-        return {"docs/scale.md": sections}
+        known = {row["network"] for row in result["rows"]}
+        texts = {key: resident_table(result, key, names) for key, names in RESIDENT.items() if key in known}
+        return {"docs/scale.md": {f"resident: {key}": text for key, text in texts.items()}}
     parts = result["parts"]
     found = {PAGE: {f"operators: {name}": part_tables(part) for name, part in parts.items()}}
     if all(parts.get(name, {}).get("times") for name in ("laplace", "kernel")):

@@ -11,10 +11,10 @@ returns large freed blocks at once, as in `benchmarks.memory`.
 
 "resnet" is a ResNet-18 with eleven million weights and batches of 64 images, as many as its engines have room for in
 the budget; "factors" is the same with 1,280 images, so that KFAC's factors have full rank. The algorithms run one after
-the other, and what they keep stays: the bound is the memory before the network is linearised, the budget, the measured
-peak of one batch's forward and backward pass, and the results, among them what KFAC and EKFAC store. The allocator is
-glibc's with its default rules, so that freed blocks which it keeps count (`--allocator`). With `--keep` the rows go to
-`benchmarks/measured/`, in place of the same ones, and to docs/scale.md.
+the other, and what they keep stays: the bound is the memory before the network is linearised, a block of four vectors,
+the budget, the measured peak of one batch's forward and backward pass, and the results, among them what KFAC and EKFAC
+store. The allocator is glibc's with its default rules, so that freed blocks which it keeps count (`--allocator`). With
+`--keep` the rows go to `benchmarks/measured/`, in place of the same ones, and to docs/scale.md.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
         unit()
     batch = resident("VmHWM") - before
     lin = co.linearize(model, batches, "classification", memory_budget=budget)
-    D, prior = lin.num_parameters, {"prior_precision": 1e3 * points, "check_mode": False}
+    prior: dict[str, Any] = {"prior_precision": 1e3 * points, "check_mode": False}
+    B = torch.randn(4, lin.num_parameters).mT
     post = co.laplace(lin, **prior)
 
     def seeded() -> torch.Generator:
         return torch.Generator().manual_seed(0)
 
-    def products() -> None:
+    def products() -> Any:
         for _ in range(3):
-            co.GGN(lin) @ torch.randn(4, D).mT
+            found = co.GGN(lin) @ B
+        return found
 
     def factored(curvature: Any) -> Any:
         return co.laplace(lin, curvature(lin, fisher="mc"), **prior)
@@ -96,7 +98,7 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
     calls = {
         "gradient": unit,
         "products": products,
-        "solve": lambda: co.linalg.solve(post.precision, torch.randn(4, D).mT, rtol=0.1),
+        "solve": lambda: co.linalg.solve(post.precision, B, rtol=0.1),
         "evidence": post.log_evidence,
         "sample": lambda: post.sample(4, seeded()),
         "predict": lambda: post.predict(x[:8], rtol=0.1).variance,
@@ -105,7 +107,7 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
         "kfac predict": lambda: kept["kfac"].predict(x).variance,
         "ekfac predict": ekfac,
     }
-    return calls, D * lin.theta.element_size(), batch, before
+    return calls, lin.theta.nbytes, batch, before + B.nbytes
 
 
 def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int | None]:
