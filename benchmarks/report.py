@@ -14,7 +14,7 @@ from textwrap import fill as fill_lines
 from typing import Any
 
 from benchmarks.operators_tables import part_tables
-from benchmarks.tables import machine_line, peak_cells, spread_cell, table, tables, within
+from benchmarks.tables import MIB, machine_line, peak_cells, spread_cell, table, tables, within
 
 UNIT = "gradient"
 PAGE = "docs/benchmarks.md"
@@ -177,7 +177,8 @@ def resident_table(result: dict[str, Any], network: str, names: Mapping[str, str
         text = f"{(row['over'] - row['batch'] - row['asked']) / MIB:,.0f}"
         return text if row["over"] <= row["bound"] else f"**{text}**"
 
-    lines = [[text, *(cell(own.get((name, budget))) for budget in budgets)] for name, text in names.items()]
+    known = {name: text for name, text in names.items() if any(row["algorithm"] == name for row in rows)}
+    lines = [[text, *(cell(own.get((name, budget))) for budget in budgets)] for name, text in known.items()]
     batches = sorted({round(row["batch"] / MIB) for row in rows})
     return (
         f"{table(['budget, MiB', *(f'{budget / MIB:,.0f}' for budget in budgets)], lines)}\n\n"

@@ -76,9 +76,9 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
         return torch.Generator().manual_seed(0)
 
     def products() -> Any:
-        for _ in range(3):
-            found = co.GGN(lin) @ B
-        return found
+        for _ in range(2):
+            co.GGN(lin) @ B
+        return co.GGN(lin) @ B
 
     def factored(curvature: Any) -> Any:
         return co.laplace(lin, curvature(lin, fisher="mc"), **prior)
