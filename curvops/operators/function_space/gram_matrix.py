@@ -300,7 +300,7 @@ def _add_by_images(
     (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
     size, is_cuda = one.left.element_size(), one.left.is_cuda
     most = max(1, (most_bytes if is_cuda else min(most_bytes, IMAGE_BYTES)) // max(1, s * t * size))
-    across = min(m, max(most // p, min(most, ACROSS)))
+    across = max(1, min(m, max(most // p, min(most, ACROSS))))
     channels = -(-p // -(-p * across // most))
     images = target.new_empty(across * channels * s * t)
     inner = most_bytes // 4 if is_cuda else min(most_bytes, INNER_BYTES)
