@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -40,6 +40,8 @@ COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
+CACHED_BYTES = 2**22
+"""Bytes of δ that a product reads at a time on a CPU, few enough to be in a cache when it multiplies by them again."""
 WIDENED_BYTES = 2**20
 """Bytes of a tensor kept in a lower precision that are converted at a time: few enough to stay in a cache."""
 # Operations that change the shape of numbers, but not their order.
@@ -168,16 +170,24 @@ class Factors(FactoredCall):
     delta: Tensor
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        z = next(iter(tangents.values()))
-        z = self.layer.rule.push(self.layer.module, converted(self.kept, z.dtype), tangents).flatten(2).mT
-        found = [torch.bmm(delta.flatten(2), z[points]) for points, delta in widened_pieces(self.delta, z.dtype)]
-        return concatenate(found).permute(2, 0, 1)
+        z = self.changes(tangents)
+        pieces = widened_pieces(self.delta, z.dtype)
+        return concatenate([torch.bmm(delta.flatten(2), z[points].mT) for points, delta in pieces]).permute(2, 0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        u, dtype = cotangents.transpose(0, 1), cotangents.dtype
-        found = [torch.bmm(u[points], delta.flatten(2)) for points, delta in widened_pieces(self.delta, dtype)]
-        s = concatenate(found).unflatten(2, self.delta.shape[2:])
-        return self.layer.rule.pull(self.layer.module, converted(self.kept, dtype), s, tuple(self.layer.names))
+        u = cotangents.transpose(0, 1)
+        pieces = widened_pieces(self.delta, u.dtype)
+        return self.gradients(concatenate([torch.bmm(u[points], delta.flatten(2)) for points, delta in pieces]))
+
+    def changes(self, tangents: Local) -> Float[Tensor, "n k o"]:
+        """Return the changes of the layer's output, its numbers side by side."""
+        dtype = next(iter(tangents.values())).dtype
+        return self.layer.rule.push(self.layer.module, converted(self.kept, dtype), tangents).flatten(2)
+
+    def gradients(self, s: Float[Tensor, "n k o"]) -> Local:
+        """Return the gradients of these sensitivities of the layer's output."""
+        a, s = converted(self.kept, s.dtype), s.unflatten(2, self.delta.shape[2:])
+        return self.layer.rule.pull(self.layer.module, a, s, tuple(self.layer.names))
 
     def left(self) -> Tensor | None:
         """See `Rule.left`."""
@@ -340,6 +350,11 @@ class Features:
         return self.kept.nbytes
 
 
+Part = Factors | Rows | Slopes | Features
+Weigh = Callable[[Float[Tensor, "K m R"], slice], Float[Tensor, "K m R"]]
+"""The product H u of each point's rows u with its own H, at the points in a range."""
+
+
 class Layerwise:
     """J of one batch, or Lᵀ J for a root L, as layer parts; an autodiff part covers the parameters in `rest`."""
 
@@ -381,10 +396,13 @@ class Layerwise:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
-            total = None if self.rest is None else self.rest.push(tangents)
-            for part in self.parts:
-                pushed = part.push(tangents)
-                total = pushed if total is None else total + pushed
+            return self._push(tangents, self.parts)
+
+    def _push(self, tangents: Mapping[str, Tensor], parts: Iterable[Part]) -> Float[Tensor, "K n R"]:
+        total = None if self.rest is None else self.rest.push(tangents)
+        for part in parts:
+            pushed = part.push(tangents)
+            total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
             return self.outputs.new_zeros(columns, len(self.outputs), self.num_columns)
@@ -393,15 +411,47 @@ class Layerwise:
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
         """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
-            total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
-            for part in self.parts:
-                for local, gradient in part.pull(cotangents).items():
-                    name = part.layer.names[local]
-                    total[name] = total[name] + gradient if name in total else gradient
-            for name, value in self._zero.items():
-                if name not in total:  # a layer whose branch does not reach the outputs
-                    total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
+            return self._pull(cotangents, ((part.layer, part.pull(cotangents)) for part in self.parts))
+
+    def _pull(self, cotangents: Float[Tensor, "K n R"], found: Iterable[tuple[Layer, Local]]) -> Blocks:
+        total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
+        for layer, gradients in found:
+            for local, gradient in gradients.items():
+                name = layer.names[local]
+                total[name] = total[name] + gradient if name in total else gradient
+        for name, value in self._zero.items():
+            if name not in total:  # a layer whose branch does not reach the outputs
+                total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
         return total
+
+    def sandwich(self, tangents: Mapping[str, Tensor], weigh: Weigh) -> Blocks:
+        """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H.
+
+        Where δ is most of what a product reads, it is read once, a few points at a time, and used in both directions.
+        """
+        first = next(iter(tangents.values()))
+        read = [part for part in self.parts if isinstance(part, Factors)]
+        size = sum(part.delta.numel() for part in read) * first.element_size()
+        if first.is_cuda or size <= CACHED_BYTES or 2 * len(first) > self.num_columns:
+            return self.pull(weigh(self.push(tangents), slice(None)))
+        with torch.no_grad():
+            pushed, found = self._push(tangents, [part for part in self.parts if part not in read]), []
+            # The changes make room for the sensitivities, point by point. Those of a bias alone share their memory.
+            changes = [part.changes(part.layer.of(tangents)).contiguous() for part in read]
+            step = max(1, CACHED_BYTES * len(self.outputs) // size)
+            for start in range(0, len(self.outputs), step):
+                points = slice(start, start + step)
+                deltas = [converted(part.delta[points], first.dtype).flatten(2) for part in read]
+                u = pushed[:, points]
+                for delta, z in zip(deltas, changes):
+                    u = u + torch.bmm(delta, z[points].mT).permute(2, 0, 1)
+                found.append(weigh(u, points))
+                for delta, z in zip(deltas, changes):
+                    torch.bmm(found[-1].transpose(0, 1), delta, out=z[points])
+            u = concatenate(found, 1)
+            gradients = {id(part): partial(part.gradients, s) for part, s in zip(read, changes)}
+            each = ((part.layer, gradients.get(id(part), partial(part.pull, u))()) for part in self.parts)
+            return self._pull(u, each)
 
 
 def owners_of(model: Model) -> Owners:
@@ -507,7 +557,7 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
 
 def _parts(
     model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root, dtype: torch.dtype | None
-) -> list[Factors | Rows | Slopes | Features]:
+) -> list[Part]:
     """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ.
 
     What is kept is rounded to `dtype` if that is given.

@@ -22,7 +22,7 @@ from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.shard import Shard
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
-from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording
+from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording, Weigh
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
@@ -73,6 +73,13 @@ class BatchMap:
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U."""
         return _linear(cotangents, self._pull, self._push)
+
+    def sandwich(self, vectors: Float[Tensor, "D K"], weigh: Weigh) -> Float[Tensor, "D K"]:
+        """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H."""
+        if torch.is_grad_enabled() or not isinstance(self._engine, Layerwise):
+            return self.pull(weigh(self.push(vectors), slice(None)))
+        with self._lock:
+            return self._selection.join(self._engine.sandwich(self._selection.split(vectors), weigh))
 
     def _push(self, vectors: Tensor) -> Tensor:
         with self._lock:
@@ -292,8 +299,7 @@ class Passes(JacobianRows):
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
-            pushed = J.push(block)  # first, because a streamed push also computes the outputs
-            return J.pull(fisher.product(J.outputs, pushed, batch))
+            return J.sandwich(block, lambda u, points: fisher.product(J.outputs[points], u, batch.labels(points)))
 
         return self.total(term, block.shape[1], told=block, own=own)
 
