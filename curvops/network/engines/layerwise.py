@@ -19,6 +19,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -432,11 +433,12 @@ class Layerwise:
         first = next(iter(tangents.values()))
         read = [part for part in self.parts if isinstance(part, Factors)]
         size = sum(part.delta.numel() for part in read) * first.element_size()
-        if first.is_cuda or size <= CACHED_BYTES or 2 * len(first) > self.num_columns:
+        beside = size * len(first) // self.num_columns  # the changes of the layers' outputs, all in memory at once
+        if first.is_cuda or size <= CACHED_BYTES or beside > min(size // 2, 2 * MAPPED_BYTES):
             return self.pull(weigh(self.push(tangents), slice(None)))
         with torch.no_grad():
             pushed, found = self._push(tangents, [part for part in self.parts if part not in read]), []
-            # The changes make room for the sensitivities, point by point. Those of a bias alone share their memory.
+            # Contiguous, since the sensitivities are written into their memory, point by point.
             changes = [part.changes(part.layer.of(tangents)).contiguous() for part in read]
             step = max(1, CACHED_BYTES * len(self.outputs) // size)
             for start in range(0, len(self.outputs), step):
@@ -449,9 +451,9 @@ class Layerwise:
                 for delta, z in zip(deltas, changes):
                     torch.bmm(found[-1].transpose(0, 1), delta, out=z[points])
             u = concatenate(found, 1)
-            gradients = {id(part): partial(part.gradients, s) for part, s in zip(read, changes)}
-            each = ((part.layer, gradients.get(id(part), partial(part.pull, u))()) for part in self.parts)
-            return self._pull(u, each)
+            others = ((part.layer, part.pull(u)) for part in self.parts if part not in read)
+            each = ((part.layer, part.gradients(s)) for part, s in zip(read, changes))
+            return self._pull(u, chain(each, others))
 
 
 def owners_of(model: Model) -> Owners:
