@@ -9,6 +9,7 @@ that all take the same decisions. `on_shards` is the door of every algorithm: DT
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -511,10 +512,15 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
 def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
     """Make an algorithm on a matrix, its first argument, accept vectors as DTensors and return DTensors."""
 
+    first = next(iter(inspect.signature(algorithm).parameters))
+
     @functools.wraps(algorithm)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        if _inside.get() or "torch.distributed.tensor" not in sys.modules:
+        named_matrix = not args and first in options
+        if _inside.get() or "torch.distributed.tensor" not in sys.modules or not (args or named_matrix):
             return algorithm(*args, **options)
+        if named_matrix:
+            return cast(Any, call)(options.pop(first), **options)
         given: list[Sharded] = []
         token = _inside.set(True)
         try:

@@ -180,3 +180,12 @@ def test_memory_budget_and_preconditioner_reach_the_solver():
     exact = torch.linalg.solve(A.to_dense(), B)
     x = solve(A, B, memory_budget=1, preconditioner=torch.linalg.inv(A.to_dense()), rtol=1e-10)
     torch.testing.assert_close(x, exact, rtol=1e-8, atol=1e-8)
+
+
+def test_a_matrix_may_be_named_where_tensors_may_be_sharded():
+    import torch.distributed.tensor
+
+    A, b = 2 * torch.eye(3), torch.ones(3)
+    assert torch.equal(solve(A=A, B=b), solve(A, B=b))
+    with pytest.raises(TypeError, match="missing .* argument: 'A'"):
+        solve(B=b)
