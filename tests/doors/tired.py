@@ -265,6 +265,11 @@ DOORS = [
                 TypeError,
                 r"B must be a tensor, got ndarray of shape \(27,\); pass torch.as_tensor\(B\)",
             ),
+            "a list for a method": (
+                lambda: precision().solve([1.0] * 27),
+                TypeError,
+                "right_tensor must be a tensor, got",
+            ),
             "a list to solve for": (
                 lambda: co.linalg.solve(precision(), [1.0] * 27),
                 TypeError,

@@ -25,7 +25,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, checked_whole, refuse_autocast, shown
+from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_autocast, shown
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -666,6 +666,7 @@ class Operator(LinearOperator):
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
+        check_tensor("right_tensor", right_tensor)
         if right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         solution = self.solve_to(right_tensor)
