@@ -133,8 +133,9 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, and rows of some points."""
+    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, some rows."""
     # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
+    from curvops.network.engines.layerwise import Layerwise
     from curvops.network.walks import passes
     from tests.linalg.interrupted import Killed
 
@@ -151,5 +152,6 @@ def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return work
 
     monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
+    monkeypatch.setattr(Layerwise, "sandwich", counted(Layerwise.sandwich))
     monkeypatch.setattr(passes, "each_group", counted(passes.each_group))
     return state
