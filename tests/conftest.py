@@ -133,7 +133,7 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, some rows."""
+    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, rows."""
     # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
     from curvops.network.engines.layerwise import Layerwise
     from curvops.network.walks import passes
