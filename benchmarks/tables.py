@@ -41,8 +41,9 @@ def machine_line(result: dict[str, Any]) -> str:
     commit = f" (commit {m['commit']})" if m["commit"] else ""
     load = "nothing else running" if m["load"] is None else f"load {m['load']} at the {m.get('load_at', 'start')}"
     note = f" {result['note']}" if "note" in result else ""
+    cores = f"{m['cores']} core{'' if m['cores'] == 1 else 's'}"
     return (
-        f"Measured {m['date']} on {m['processor']}, {m['cores']} cores, threads: {m['threads']}, "
+        f"Measured {m['date']} on {m['processor']}, {cores}, threads: {m['threads']}, "
         f"{m['memory_gib']:.0f} GiB, {m['system']}, {load}; Python {m['python']}, "
         f"torch {m['torch']}, curvops {m['curvops']}{commit}.{note}"
     )

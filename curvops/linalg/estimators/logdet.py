@@ -34,7 +34,7 @@ from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_grad
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import FIRST_PROBES, LEAST, LEAST_VECTORS, Sampler, run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
-from curvops.linalg.preconditioners.nystrom import grow
+from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
 from curvops.progress import Progress, at_work
 
@@ -285,7 +285,7 @@ def _stochastic(
         most = min(most, memory // (6 * excess.facts.vector_bytes))
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for our own P.
     P, floor, scale, spent = None, mu, bound, 0
-    sampler = None
+    plain = None
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor = preconditioner, preconditioner.floor(mu)
         size, spent = _size(excess, min(SIZING, budget // 4))
@@ -296,18 +296,13 @@ def _stochastic(
         size, spent = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0, pilot.matvecs
         scale = bound + size
         if pilot.tail <= 0.5 * size and size >= mu:  # otherwise the spectrum is flat, or small
-            scarce = budget // 2 < min(MOST_RANK, n)  # then products are kept for the preconditioner
             plain = Sampler(excess.after(spent).with_half_memory(), mu, known=beside, scale=scale, keep=keep)
-            if pilot.tail == 0 or most <= PILOT_RANK:
-                P = pilot.preconditioner(mu)
-            elif not scarce:
-                plain.first(min(FIRST_PROBES, budget - spent))
-                sampler = None if plain.preconditioner_pays(most, LEFT * mu) else plain
-            if P is None and sampler is None:
-                full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
-                P, spent = full.preconditioner(mu), spent + plain.matvecs + full.matvecs
+            P, more = _preconditioner(excess, pilot, plain, most)
+            spent += more
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
-    if sampler is None:
+    if P is None and plain is not None:
+        sampler = plain
+    else:
         whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
         left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
         sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
@@ -334,3 +329,18 @@ def _size(excess: Probed, steps: int) -> tuple[float, int]:
     run = LockStep(excess.multiply, excess.probes(1), max(1, steps))
     run.extend(max(1, steps))
     return run.scale, run.matvecs
+
+
+def _preconditioner(
+    excess: Probed, pilot: Nystrom, plain: Sampler, most: int
+) -> tuple[FactoredPreconditioner | None, int]:
+    """Return a preconditioner and the products that it took, or None after the first probes of `plain` without one."""
+    mu, budget = plain.mu, excess.limits.products
+    if pilot.tail == 0 or most <= PILOT_RANK:
+        return pilot.preconditioner(mu), 0
+    if budget // 2 >= min(MOST_RANK, excess.facts.rows):  # otherwise products are kept for the preconditioner
+        plain.first(min(FIRST_PROBES, budget - pilot.matvecs))
+        if not plain.preconditioner_pays(most, LEFT * mu):
+            return None, 0
+    full = grow(excess.apart(), None, most, LEFT * mu, 1e12)
+    return full.preconditioner(mu), plain.matvecs + full.matvecs

@@ -432,12 +432,13 @@ class Layerwise:
         """
         first = next(iter(tangents.values()))
         read = [part for part in self.parts if isinstance(part, Factors)]
+        others = [part for part in self.parts if not isinstance(part, Factors)]
         size = sum(part.delta.numel() for part in read) * first.element_size()
         beside = size * len(first) // self.num_columns  # the changes of the layers' outputs, all in memory at once
         if first.is_cuda or size <= CACHED_BYTES or beside > min(size // 2, 2 * MAPPED_BYTES):
             return self.pull(weigh(self.push(tangents), slice(None)))
         with torch.no_grad():
-            pushed, found = self._push(tangents, [part for part in self.parts if part not in read]), []
+            pushed, found = self._push(tangents, others), []
             # Contiguous, since the sensitivities are written into their memory, point by point.
             changes = [part.changes(part.layer.of(tangents)).contiguous() for part in read]
             step = max(1, CACHED_BYTES * len(self.outputs) // size)
@@ -451,9 +452,8 @@ class Layerwise:
                 for delta, z in zip(deltas, changes):
                     torch.bmm(found[-1].transpose(0, 1), delta, out=z[points])
             u = concatenate(found, 1)
-            others = ((part.layer, part.pull(u)) for part in self.parts if part not in read)
             each = ((part.layer, part.gradients(s)) for part, s in zip(read, changes))
-            return self._pull(u, chain(each, others))
+            return self._pull(u, chain(each, ((part.layer, part.pull(u)) for part in others)))
 
 
 def owners_of(model: Model) -> Owners:

@@ -82,9 +82,7 @@ class Likelihood(ABC):
         self, f: Outputs, y: Tensor, w: Weights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
         """Return some columns of a square root of H that has no more of them than H has rank, if one is known."""
-        units = f.new_zeros(stop - start, len(f), self.root_columns(f.shape[-1]))
-        units.diagonal(start, 0, 2).fill_(1.0)
-        return self.root_product(f, units, y, w)
+        return self.root_product(f, unit_vectors(f, self.root_columns(f.shape[-1]), start, stop), y, w)
 
     @abstractmethod
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -203,3 +201,10 @@ def check_rows(y: Tensor, columns: int | None, name: str) -> None:
         raise ValueError(f"{name} targets have the outputs' shape (n, C); given {tuple(y.shape)}. {hint}")
     if columns is not None and y.shape[1] != columns:
         raise ValueError(f"The model has {columns} outputs, but the targets have shape {tuple(y.shape)}.")
+
+
+def unit_vectors(f: Outputs, columns: int, start: int, stop: int) -> Float[Tensor, "{stop}-{start} n {columns}"]:
+    """Return some of the unit vectors of the columns of a root, for each point."""
+    units = f.new_zeros(stop - start, len(f), columns)
+    units.diagonal(start, 0, 2).fill_(1.0)
+    return units

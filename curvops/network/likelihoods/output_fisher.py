@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint
 from curvops.network.data.batches import Batch
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood import Likelihood, unit_vectors
 
 FisherKind = Literal["exact", "mc", "empirical"]
 
@@ -50,13 +50,11 @@ class OutputFisher(ABC):
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
         """Return the columns s_start … s_(stop−1) of every point."""
-        units = f.new_zeros(stop - start, f.shape[0], self.num_columns(f.shape[1]))
-        units.diagonal(start, 0, 2).fill_(1.0)
-        return self.root_product(f, units, batch)
+        return self.root_product(f, unit_vectors(f, self.num_columns(f.shape[1]), start, stop), batch)
 
     @property
     def narrow(self) -> OutputFisher:
-        """The same Fisher with as few columns as are known to suffice, for sums over all of them."""
+        """The output Fisher with as few columns as are known to suffice, for sums over all of them."""
         return self
 
 

@@ -60,7 +60,7 @@ class Source:
 
 
 class NetworkOnData:
-    """What networks with data and a likelihood have in common, whether their parameters are sharded or not."""
+    """A network with its data and its likelihood: its sizes and its printed form, with parameters sharded or not."""
 
     model: Model
     data: Batches | AbsentBatches

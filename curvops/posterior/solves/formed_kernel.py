@@ -147,17 +147,16 @@ class FormedKernel(TrainingOutputs):
         """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), which takes one product with P."""
         root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
-        def apply(block: Tensor) -> Tensor:
-            return root._matmul(inner(root._t_matmul(block))).div_(-prior).add_(block).div_(prior)
-
-        return apply
+        return lambda block: _by_woodbury(root, inner, prior, block)
 
     def newton_step(self, displaced: DisplacedGGN, prior: float, gradient: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
         """Return −(G + α)⁻¹ g with G at other outputs; beside g it takes two vectors, where CG takes a dozen."""
         _, factor = self.factor(self.outputs + displaced.shift, prior)
-        root = CurvatureRoot.of(displaced)
-        inner = torch.cholesky_solve(root._t_matmul(gradient.unsqueeze(1)).double(), factor)
-        return root._matmul(inner.to(gradient)).squeeze(1).div_(prior).sub_(gradient).div_(prior)
+
+        def inner(block: Tensor) -> Tensor:
+            return torch.cholesky_solve(block.double(), factor).to(block)
+
+        return _by_woodbury(CurvatureRoot.of(displaced), inner, prior, gradient.unsqueeze(1)).squeeze(1).neg_()
 
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
         """Approximate the linear model's mode m + Jᵀu/α; return it with the products taken.
@@ -194,3 +193,10 @@ class FormedSpace(FunctionSpace):
         image = torch.einsum("ncr,nc->nr", L, self.product(gap).view_as(f)).reshape(-1, 1)
         solved = torch.cholesky_solve(image, factor).view(len(L), -1)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
+
+
+def _by_woodbury(
+    root: CurvatureRoot, inner: Callable[[Tensor], Tensor], prior: float, block: Float[Tensor, "D k"]
+) -> Float[Tensor, "D k"]:
+    """Return (SSᵀ + α)⁻¹ B = (B − S (I + SᵀS/α)⁻¹ SᵀB/α)/α, in the memory of the product with S."""
+    return root._matmul(inner(root._t_matmul(block))).div_(-prior).add_(block).div_(prior)
