@@ -23,7 +23,8 @@ from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
 from curvops.network.walks.rounded_passes import LowerPrecision
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
-from curvops.process_group import RankFailed, RanksDiffer, WithoutGroup
+from curvops.process_group import RanksDiffer, WithoutGroup
+from curvops.rank_failures import RankFailed
 
 __all__ = [
     "LEAST_ROOM",

@@ -1,6 +1,6 @@
 """Ranks that fail, end, hang or were given something else: the others are told.
 
-Tests `process_group.py`.
+Tests `rank_failures.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import curvops as co
-from curvops.process_group import TIMEOUT_VARIABLE
+from curvops.rank_failures import TIMEOUT_VARIABLE
 from tests.ranks.processes import run_apart, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, N, data, linearise, seeded
 

@@ -23,9 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.distributed_types import even_share, is_dtensor
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
-from curvops.process_group import Ranks, even_share, is_dtensor
+from curvops.process_group import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_autocast, shown
+from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -69,7 +70,6 @@ from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_o
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
-from curvops.process_group import is_dtensor
 from curvops.progress import Progress, progress_of
 from curvops.summary import name_of, summary
 

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.distributed_types import even_share, is_dtensor, is_fsdp, is_fully_sharded
 from curvops.network.model.parameters import Blocks, FlatLayout
-from curvops.process_group import Ranks, even_share, is_dtensor, is_fsdp, is_fully_sharded
+from curvops.process_group import Ranks
 
 
 def unsharded_class(kind: type) -> type:

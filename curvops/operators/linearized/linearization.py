@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from curvops.checks import check_choice, check_flag, check_limits
+from curvops.distributed_types import holds_shards
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
-from curvops.process_group import holds_shards
 from curvops.progress import Progress, check_progress
 
 
