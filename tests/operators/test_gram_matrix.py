@@ -226,6 +226,8 @@ def test_the_cost():
     small = replace(lin.plan, memory_budget=2 * math.ceil(most / HELD))
     assert gram_cost(small, 7) == pytest.approx(2 * PASS * (1 + 3) / 3 + PRODUCT * pairs / gradient)
     assert gram_cost(replace(small, memory_budget=small.memory_budget // 2), 7) > gram_cost(small, 7)
+    one_at_a_time = [gram_cost(replace(small, memory_budget=budget), 7) for budget in (0, 1, 100)]
+    assert one_at_a_time[0] == one_at_a_time[1] == one_at_a_time[2] < math.inf
 
 
 def test_the_cost_is_unknown_without_a_rule():

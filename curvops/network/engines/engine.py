@@ -17,7 +17,7 @@ from curvops.network.engines.layerwise import Call, Layerwise, Owners, Recording
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
-from curvops.network.engines.self_check import Checked, mismatches, random_root, wrong_layers
+from curvops.network.engines.self_check import Checked, bypassed, mismatches, random_root, wrong_layers
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -126,7 +126,9 @@ class Engines:
                 alone = self.model(self.model.values, take(inputs, slice(0, 1)))
                 self.model.require_points_apart(outputs.detach(), alone)
             found = wrong_layers(self.model, recording, self._in_layers, self._build_streamed(inputs))
-            if path is None or not found.shown:
+            if not found.shown:
+                return found.wrong | bypassed(self.model, recording)
+            if path is None:
                 return found.wrong
             paths[path] = frozenset(found.wrong)
         return paths[path]
@@ -220,7 +222,8 @@ class Engines:
         """Leave to autodiff the layers that a check rejects, until it rejects none; note what was checked.
 
         A layer that is right at single points stays: with several points their order or the layer's calls may change,
-        and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing.
+        and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing: there
+        the graph tells which layers are left out by a path.
         """
         count = min(CHECKED_POINTS, num_points(inputs))
         while self.plan.layers and not self._proof.checked & {WHOLE, what}:
@@ -240,6 +243,8 @@ class Engines:
             if recording[2]:
                 return recording[2], NO_LAYER
             wrong, shown = check(few, recording)
+            if not shown:
+                wrong |= bypassed(self.model, recording)
             if wrong:
                 return wrong, WRONG
             if shown and (path := path_of(self.model, recording)) is not None:

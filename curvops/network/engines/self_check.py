@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.autodiff import Streamed
@@ -82,6 +83,32 @@ def wrong_layers(model: Model, recording: Recording, names: Iterable[str], refer
                     ours[layer.names[local]] = ours[layer.names[local]] + gradient
     bad, shown = _differing(ours, u * factors, reference, generator)
     return Checked(misfits | bad, shown)
+
+
+def bypassed(model: Model, recording: Recording) -> set[str]:
+    """Find the parameters of layers that the outputs also depend on by a path through no call of the layer.
+
+    The graph shows this at points without a gradient, too: a weight that is used elsewhere, or a layer whose output was
+    written to through a view.
+    """
+    outputs, calls, _ = recording
+    inputs = {call.edge.node: [a for a in call.inputs if a.requires_grad] for call in calls}
+    todo = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    seen = {*todo}
+    places = set()
+    for node in todo:  # the list grows
+        parents: list[Node | None] = []
+        if node in inputs:
+            parents += [get_gradient_edge(a).node for a in inputs[node]]
+        else:
+            parents += [parent for parent, _ in node.next_functions]
+            if (variable := getattr(node, "variable", None)) is not None:
+                places.add(model.place_of(variable))
+        new = [parent for parent in dict.fromkeys(parents) if parent is not None and parent not in seen]
+        todo += new
+        seen.update(new)
+    found = {name for name, leaf in model.leaves().items() if model.place_of(leaf) in places}
+    return found & {name for call in calls for name in call.layer.names.values()}
 
 
 def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> Checked:

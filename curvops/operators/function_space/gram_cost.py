@@ -89,7 +89,7 @@ def gram_cost(plan: Plan, points: int) -> float:
     walks, together = float(len(sets)), points
     if share == HELD_OF_SOME:
         held = sum(_numbers(layer, columns) for layer in plan.layers) * plan.itemsize * points
-        panels = math.ceil(held / (share * room))
+        panels = min(points, math.ceil(held / max(1, share * room)))  # a point at a time if there is room for none
         walks, together = (panels + 1) / 2, math.ceil(points / panels)
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
     gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
