@@ -314,15 +314,33 @@ def _add_by_images(
             for i in range(g):
                 products = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
                 weights = products.view(-1, u, len(others), t).transpose(1, 2)
-                for block in (slice(first, first + channels) for first in range(0, p, channels)):
-                    deltas = others[:, :, i, block].flatten(1, 2).contiguous()
-                    for k, weight in enumerate(weights):
-                        first = max(0, start + k - column) if half else 0
-                        if first >= len(deltas):
-                            break
-                        some_deltas = deltas[first:]
-                        out = images[: some_deltas.shape[:2].numel() * t].view(*some_deltas.shape[:2], t)
-                        image = torch.bmm(some_deltas, weight[first:], out=out).view(len(out) * s, -1)
-                        row = (start + k) * r
-                        here = target[row : row + r, (column + first) * s : against.stop * s]
-                        here.addmm_(mine[k, :, i, block].flatten(1), image.mT)
+                _add_images(
+                    target[some.start * r : some.stop * r, column * s : against.stop * s],
+                    mine[:, :, i], others[:, :, i], weights, channels, images, column - start if half else n,
+                )  # fmt: skip
+
+
+def _add_images(
+    target: Float[Tensor, "kr as"],
+    left: Float[Tensor, "k r p t"],
+    right: Float[Tensor, "a s p u"],
+    weights: Float[Tensor, "k a u t"],
+    channels: int,
+    images: Float[Tensor, " most"],
+    below: int,
+) -> None:
+    """Add a tile of points k by points a, some output channels at a time, whose images of one k fit into `images`.
+
+    Points a before k − `below` are left out: their inner products stand in the other half of a symmetric matrix.
+    """
+    r, (_, s, p, _) = left.shape[1], right.shape
+    for block in (slice(first, first + channels) for first in range(0, p, channels)):
+        deltas = right[:, :, block].flatten(1, 2).contiguous()
+        for k, weight in enumerate(weights):
+            first = max(0, k - below)
+            if first >= len(deltas):
+                break
+            some = deltas[first:]
+            out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
+            image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
+            target[k * r : (k + 1) * r, first * s :].addmm_(left[k, :, block].flatten(1), image.mT)
