@@ -29,9 +29,11 @@ def shown(given: object) -> str:
 
 
 def check_tensor(name: str, given: object) -> None:
-    """Raise TypeError if numbers are given, but not as a tensor, such as a list or an array."""
-    if isinstance(given, np.ndarray | list | tuple | numbers.Number):
-        raise TypeError(f"{name} must be a tensor, got {shown(given)}; pass torch.as_tensor({name}).")
+    """Raise TypeError unless a tensor is given, or another object with its attributes; a NumPy array is none."""
+    if isinstance(given, np.ndarray) or not hasattr(given, "ndim"):
+        numbers_given = isinstance(given, np.ndarray | list | tuple | numbers.Number)
+        hint = f"; pass torch.as_tensor({name})" if numbers_given else ""
+        raise TypeError(f"{name} must be a tensor, got {shown(given)}{hint}.")
 
 
 def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:

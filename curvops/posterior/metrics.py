@@ -232,6 +232,7 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
     Raises:
         TypeError, ValueError: the argument does not hold probabilities of at least two draws.
     """
+    check_tensor("samples", samples)
     if samples.ndim != 3 or samples.shape[0] < 2:
         raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
     _check_probabilities(samples)

@@ -219,10 +219,10 @@ DOORS = [
         "nystrom",
         rows={
             "indefinite": (lambda: nystrom(-torch.eye(5), 3), NotPSDError, "add_diagonal"),
-            "rank=-1": (lambda: nystrom(torch.eye(4), rank=-1), ValueError, "negative"),
+            "rank=-1": (lambda: nystrom(torch.eye(4), rank=-1), ValueError, "at least 0"),
             "shift=-1.0": (lambda: nystrom(torch.eye(4), shift=-1.0), ValueError, "negative"),
             "rhs=-1": (lambda: nystrom(torch.eye(4), rhs=-1), ValueError, "negative"),
-            "max_rank=-2": (lambda: nystrom(torch.eye(4), max_rank=-2), ValueError, "negative"),
+            "max_rank=-2": (lambda: nystrom(torch.eye(4), max_rank=-2), ValueError, "at least 0"),
             "no shift": (lambda: nystrom(torch.ones(4, 4), 2).preconditioner(0.0), ValueError, "positive shift"),
             "NaN": (lambda: nystrom(torch.full((4, 4), math.nan), 2), ValueError, "NaN"),
         },
@@ -293,8 +293,8 @@ DOORS = [
     Door(
         "low_rank",
         rows={
-            "rank=0": (lambda: low_rank(positive(1, 9)[0], rank=0), ValueError, "rank must lie in 1..9"),
-            "rank=10": (lambda: low_rank(positive(1, 9)[0], rank=10), ValueError, "rank must lie in 1..9"),
+            "rank=0": (lambda: low_rank(positive(1, 9)[0], rank=0), ValueError, "rank must lie between 1 and the 9"),
+            "rank=10": (lambda: low_rank(positive(1, 9)[0], rank=10), ValueError, "rank must lie between 1 and the 9"),
             "rtol=0.0": (lambda: low_rank(positive(1, 9)[0], rtol=0.0), ValueError, "rtol"),
             "rtol=1.5": (lambda: low_rank(positive(1, 9)[0], rtol=1.5), ValueError, "rtol"),
             "rank=3, method=svd": (lambda: low_rank(positive(1, 9)[0], rank=3, method="svd"), ValueError, "method"),
@@ -334,8 +334,8 @@ DOORS = [
     Door(
         "eigsh",
         rows={
-            "eye(4), 0": (lambda: eigsh(torch.eye(4), 0), ValueError, r"1\.\.4"),
-            "eye(4), 5": (lambda: eigsh(torch.eye(4), 5), ValueError, r"1\.\.4"),
+            "eye(4), 0": (lambda: eigsh(torch.eye(4), 0), ValueError, "between 1 and the 4"),
+            "eye(4), 5": (lambda: eigsh(torch.eye(4), 5), ValueError, "between 1 and the 4"),
             "ones(4, 3), 1": (lambda: eigsh(torch.ones(4, 3), 1), ValueError, "square"),
             "which=LM": (
                 lambda: eigsh(torch.eye(4), 1, which="LM"),
@@ -368,8 +368,8 @@ DOORS = [
     Door(
         "svds",
         rows={
-            "0": (lambda: svds(torch.ones(3, 5), 0), ValueError, r"1\.\.3"),
-            "4": (lambda: svds(torch.ones(3, 5), 4), ValueError, r"1\.\.3"),
+            "0": (lambda: svds(torch.ones(3, 5), 0), ValueError, "between 1 and the 3"),
+            "4": (lambda: svds(torch.ones(3, 5), 4), ValueError, "between 1 and the 3"),
             "1, which=both": (lambda: svds(torch.ones(3, 5), 1, which="both"), ValueError, "largest"),
             "1, rtol=-1": (lambda: svds(torch.ones(3, 5), 1, rtol=-1), ValueError, "rtol"),
             "1, maxiter=-1": (lambda: svds(torch.ones(3, 5), 1, maxiter=-1), ValueError, "maxiter"),

@@ -282,6 +282,126 @@ DOORS = [
             ),
             "Dense of an array": (lambda: co.linalg.Dense(np.eye(3)), TypeError, "must be a tensor, got ndarray"),
             "Diagonal of a list": (lambda: co.linalg.Diagonal([1.0, 2.0]), TypeError, "must be a tensor"),
+            "Dense of nothing": (lambda: co.linalg.Dense(None), TypeError, "tensor must be a tensor, got None"),
+            "LowRank of lists": (lambda: co.LowRank([[1.0], [2.0]], [1.0]), TypeError, "vectors must be a tensor"),
+            "LowRank of two dtypes": (
+                lambda: co.LowRank(torch.ones(3, 1), torch.ones(1).double()),
+                TypeError,
+                "of one dtype, got torch.float32 and torch.float64",
+            ),
+            "Kronecker of arrays": (
+                lambda: co.linalg.Kronecker(np.ones((1, 2, 2)), np.ones((1, 2, 2))),
+                TypeError,
+                "left must be a tensor, got ndarray",
+            ),
+            "Kronecker of two dtypes": (
+                lambda: co.linalg.Kronecker(torch.ones(1, 2), torch.ones(1, 2).double()),
+                TypeError,
+                "one dtype, got torch.float32 and torch.float64",
+            ),
+            "an initial guess in words": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), x0="zero"),
+                TypeError,
+                "x0 must be a tensor, got 'zero'",
+            ),
+            "a tolerance in words": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), rtol="1e-3"),
+                TypeError,
+                "rtol must be a number, got '1e-3'",
+            ),
+            "a small preconditioner": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=torch.eye(3).double()),
+                ValueError,
+                r"must be \(27, 27\) and torch.float64, as A is, got \(3, 3\)",
+            ),
+            "a preconditioner in float32": (
+                lambda: co.linalg.minres(precision(), torch.ones(27).double(), preconditioner=torch.eye(27)),
+                ValueError,
+                "as A is, got .* and torch.float32",
+            ),
+            "a preconditioner as an array": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=np.eye(27)),
+                TypeError,
+                "preconditioner must be a matrix.*got ndarray of shape",
+            ),
+            "a preconditioner's image of another shape": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V[:3]),
+                ValueError,
+                r"given torch.float64 of shape \(27, 1\), but returned Tensor of shape \(3, 1\)",
+            ),
+            "a preconditioner's image in float32": (
+                lambda: co.linalg.cg(precision(), torch.ones(27).double(), preconditioner=lambda V: V.float()),
+                ValueError,
+                "but returned torch.float32",
+            ),
+            "half an eigenpair": (
+                lambda: co.linalg.eigsh(precision(), 1.5),
+                TypeError,
+                "k must be a whole number, got 1.5",
+            ),
+            "no singular triplet": (
+                lambda: co.linalg.svds(precision(), 0),
+                ValueError,
+                "k must lie between 1 and the 27",
+            ),
+            "a rank in words": (
+                lambda: co.low_rank(precision(), "2"),
+                TypeError,
+                "rank must be a whole number, got '2'",
+            ),
+            "a sketch of half a rank": (
+                lambda: co.linalg.nystrom(precision(), rank=1.5),
+                TypeError,
+                "rank must be a whole number, got 1.5",
+            ),
+            "a sketch without a shift": (
+                lambda: co.linalg.nystrom(precision(), rank=2, shift=None),
+                TypeError,
+                "shift must be a number, got None",
+            ),
+            "the determinant of an array": (
+                lambda: co.linalg.logdet(np.eye(3)),
+                TypeError,
+                r"got ndarray; pass torch.as_tensor\(A\)",
+            ),
+            "a step in a list": (lambda: lin().push([1.0] * 27), TypeError, "vector must be a tensor, got .*as_tensor"),
+            "a short step": (lambda: lin().push(torch.ones(3).double()), ValueError, r"expected one vector \(27,\)"),
+            "a step in float32": (lambda: lin().push(torch.ones(27)), ValueError, "the right-hand side torch.float32"),
+            "named weights for a vector": (
+                lambda: lin().predict(X, weights=lin().unflatten(lin().theta)),
+                TypeError,
+                r"got a mapping: join its tensors by lin.flatten\(mapping\)",
+            ),
+            "a vector for named weights": (
+                lambda: lin().flatten(lin().theta),
+                TypeError,
+                r"expected a mapping from the names .* got Tensor of shape \(27,\)",
+            ),
+            "a rectangular operator for a block": (
+                lambda: co.Subnetwork(lin().jacobian(), [0, 1]),
+                ValueError,
+                r"a block of an operator \(D, D\), got shape",
+            ),
+            "a number of blocks": (
+                lambda: co.BlockDiagonal(lin(), blocks=4),
+                TypeError,
+                "blocks must be 'layer', or a list of groups of names or positions, got 4",
+            ),
+            "weights of classes in a list": (
+                lambda: co.likelihoods.Categorical(weight=[1.0, 2.0]),
+                TypeError,
+                r"weight must be a tensor, got \[1.0, 2.0\]; pass torch.as_tensor",
+            ),
+            "a class to ignore in words": (
+                lambda: co.likelihoods.Categorical(ignore_index="none"),
+                TypeError,
+                "ignore_index must be a whole number, got 'none'",
+            ),
+            "weights of answers in a list": (
+                lambda: co.likelihoods.Bernoulli(pos_weight=[1.0]),
+                TypeError,
+                "pos_weight must be a tensor",
+            ),
             "a linearisation as matrix": (lambda: co.low_rank(lin(), 2), TypeError, r"such as co.GGN\(lin\)"),
             "a diagonal in words": (
                 lambda: co.GGN(lin()).add_diagonal("1"),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.checks import carries_graph
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Estimate, accept
 from curvops.linalg.core.vectors import Matrix, Vectors
@@ -27,8 +27,7 @@ VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 def needs_gradient(A: Matrix) -> bool:
     """Return whether a gradient for a tensor inside A is needed."""
-    tensors = (A,) if isinstance(A, Tensor) else A.representation()
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return carries_graph((A,) if isinstance(A, Tensor) else A.representation())
 
 
 def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estimate:

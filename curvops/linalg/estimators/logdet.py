@@ -96,6 +96,7 @@ def logdet(
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
             without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
     """
+    describe_square(A)
     with at_work("logdet", max_matvecs, progress, A):
         limits = Limits(rtol, max_matvecs, memory_budget)
         keep = needs_gradient(A)

@@ -228,7 +228,7 @@ class Operator(LinearOperator):
                 f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
                 f"{named}"
             )
-        self._require_fit(other)
+        self.require_fit(other)
         if other.ndim > 1 and not other.shape[-1]:  # there is nothing to multiply
             batch = torch.broadcast_shapes(self.batch_shape, other.shape[:-2])
             return other.new_zeros(*batch, self.shape[-2], 0)
@@ -238,7 +238,7 @@ class Operator(LinearOperator):
 
     def _times_shards(self, block: Sharded) -> Any:
         """Multiply a block that was a DTensor; the result is a DTensor, too."""
-        self._require_fit(block)
+        self.require_fit(block)
         if carries_graph(self.representation()):
             raise TypeError(
                 f"no gradient passes through sharded vectors, and {type(self).__name__} requires one: detach() its "
@@ -247,7 +247,7 @@ class Operator(LinearOperator):
         found = product(over_ranks(self, block.rows))(as_columns(block))
         return stored(shaped_as(found, block))
 
-    def _require_fit(self, other: Vectors) -> None:
+    def require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
         refuse_autocast(self.dtype, self.device)
         if other.dtype != self.dtype or other.device != self.device:
@@ -255,7 +255,7 @@ class Operator(LinearOperator):
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
                 f"{other.device}; convert one of them with .to(...)."
             )
-        if other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
+        if not other.ndim or other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
 
     @property
@@ -667,7 +667,7 @@ class Operator(LinearOperator):
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
         check_tensor("right_tensor", right_tensor)
-        if right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
+        if not right_tensor.ndim or right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         solution = self.solve_to(right_tensor)
         return solution if left_tensor is None else left_tensor @ solution

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memories, Memory, give_back_freed, hold, room_in
 from curvops.linalg.core.results import NotPositiveSemidefinite
@@ -228,6 +228,7 @@ class Kronecker(_GroupedBlocks):
             cheaper than their size would require.
 
     Raises:
+        TypeError: the factors are not tensors of one dtype.
         ValueError: the factors do not fit each other.
     """
 
@@ -242,6 +243,8 @@ class Kronecker(_GroupedBlocks):
         *,
         details: tuple[Details, Details] = (Details(), Details()),
     ) -> None:
+        check_tensor("left", left)
+        check_tensor("right", right)
         for name, factor in (("left", left), ("right", right)):
             square = factor.ndim == 2 or (factor.ndim == 3 and factor.shape[1] == factor.shape[2])
             if not square or factor.shape[0] != left.shape[0]:
@@ -249,6 +252,8 @@ class Kronecker(_GroupedBlocks):
                     f"{name} must be (g, m, m), or (g, m) if it is diagonal, with the same g for both factors; "
                     f"got left {tuple(left.shape)} and right {tuple(right.shape)}."
                 )
+        if left.dtype != right.dtype:
+            raise TypeError(f"left and right must have one dtype, got {left.dtype} and {right.dtype}.")
         super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)
 
     @property

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import Sharded, block_of
@@ -322,6 +322,7 @@ class LowRank(Operator):
         sources: the record of the data behind the matrix.
 
     Raises:
+        TypeError: vectors and values are not tensors of one dtype.
         ValueError: vectors and values do not fit each other.
     """
 
@@ -337,10 +338,14 @@ class LowRank(Operator):
         *,
         sources: Sources | None = None,
     ) -> None:
+        check_tensor("vectors", vectors)
+        check_tensor("values", values)
         if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
             raise ValueError(
                 f"LowRank needs vectors (n, r) and values (r,), got {tuple(vectors.shape)} and {tuple(values.shape)}."
             )
+        if vectors.dtype != values.dtype:
+            raise TypeError(f"LowRank needs vectors and values of one dtype, got {vectors.dtype} and {values.dtype}.")
         super().__init__(vectors, values, error=error, space=space, sources=sources)
 
     def _made_of(self) -> str:

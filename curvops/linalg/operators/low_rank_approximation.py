@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
-from curvops.checks import check_choice, checked_number, require_no_graph
+from curvops.checks import check_choice, checked_number, checked_whole, require_no_graph
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
@@ -102,8 +102,8 @@ def low_rank(
     facts = describe_square(op)
     require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
     check_choice("method", method, ("nystrom", "lanczos"))
-    if rank is not None and not 1 <= rank <= facts.rows:
-        raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
+    if rank is not None:
+        checked_whole("rank", rank, 1, facts.rows)
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
-from curvops.checks import check_limits
+from curvops.checks import check_limits, checked_number, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
@@ -140,9 +140,11 @@ def nystrom(
     """
     facts = describe_square(A)
     n = facts.rows
-    for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
+    for name, value in (("rank", rank), ("max_rank", max_rank)):
+        if value is not None:
+            checked_whole(name, value, 0)
+    checked_number("shift", shift, "[0, inf)")
+    checked_number("rhs", rhs, "[0, inf]")
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))

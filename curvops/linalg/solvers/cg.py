@@ -149,7 +149,7 @@ def cg(
     as in van der Vorst & Ye 2000; conjugation to all directions as for full orthogonalisation in Lanczos' method.
     """
     facts = describe_square(A)
-    check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
@@ -162,7 +162,7 @@ def cg(
     if kept.done:
         return kept.result(Solution)
     B, x0 = kept.attach("right-hand sides", lambda: [B, x0]) or (B, x0)
-    apply = as_function(preconditioner)
+    apply = as_function(preconditioner, facts)
     most = (keep_directions or 0) if block else 0
     if block and keep_directions is None:
         most = most_directions(A, as_columns(B).shape[1], memory_budget, KeptDirections())
@@ -204,7 +204,7 @@ def recycling_cg(
     Source: Krylov spaces recycled as by Erhel & Guyomarc'h 2000, with conjugation to all directions, not to the last.
     """
     facts = describe_square(A)
-    check(facts, B, float(rtol), maxiter, None, memory_budget)
+    check(facts, B, rtol, maxiter, None, memory_budget)
     require_accuracy(A, rtol)
     for memory in memories_of(A):
         memory.expect_many()  # one engine is used from the first product on, so that the solution depends on A and B
@@ -213,7 +213,7 @@ def recycling_cg(
         most = most_directions(A, part.shape[1], memory_budget, past)
         directions = past.continued(most, partial(keep, A))
         goal = Goal(float(rtol), CHECK_EVERY + 2 * most // max(1, part.shape[1]) if maxiter is None else maxiter)
-        found = _solve(A, as_function(None), _algebra(facts.dtype, directions), part, start, goal)
+        found = _solve(A, as_function(None, facts), _algebra(facts.dtype, directions), part, start, goal)
         if found.accepted:
             past.take(directions)
         return found

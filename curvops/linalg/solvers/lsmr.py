@@ -101,7 +101,7 @@ def lsmr(
     Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
     """
     facts = describe(A)
-    check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
     if not damp >= 0:
         raise ValueError(f"damp must not be negative, got {damp}.")

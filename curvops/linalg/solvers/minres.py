@@ -114,10 +114,10 @@ def minres(
     Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
     """
     facts = describe_square(A)
-    check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
     sigma, goal = float(shift), goal_of(facts.rows, rtol, maxiter, callback)
-    plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner)
+    plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)
 
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)

@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import matmul
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_limits, check_tensor
+from curvops.checks import check_limits, check_tensor, checked_number, shown
 from curvops.linalg.core.memory import (
     Halving,
     Multiply,
@@ -76,17 +78,18 @@ def check(
         ValueError: shapes or devices do not fit, or a limit is negative or not finite.
     """
     m, n, dtype, device = facts
-    for name, V in (("B", B), ("x0", x0)):
+    for name, V in (("B", B),) if x0 is None else (("B", B), ("x0", x0)):
         check_tensor(name, V)
-        if V is not None and V.dtype != dtype:
+        if V.dtype != dtype:
             raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
-        if V is not None and V.device != device:
+        if V.device != device:
             raise ValueError(f"{name} must be on A's device {device}, got {V.device}.")
     if B.ndim not in (1, 2) or B.shape[0] != m:
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    checked_number("rtol", rtol, "[0, inf)")
+    check_limits(None, maxiter, max_matvecs, memory_budget)
 
 
 def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
@@ -108,28 +111,46 @@ def shifted(A: Matrix, shift: float) -> Matrix:
     return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
-def as_function(preconditioner: Preconditioner | None) -> Multiply:
-    """Return the preconditioner as a function on blocks.
+def as_function(preconditioner: Preconditioner | None, facts: Description) -> Multiply:
+    """Return the preconditioner of the matrix with these facts as a function on blocks.
 
     Raises:
         TypeError: it cannot be applied to a block, or is a sketch of A, which would be mistaken for its inverse.
+        ValueError: it has another size or dtype than A, or returns a block of another shape or dtype than it was given.
     """
     if preconditioner is None:
         return lambda V: V
     if isinstance(preconditioner, (Tensor, LinearOperator)):
+        if tuple(preconditioner.shape) != (facts.rows, facts.rows) or preconditioner.dtype != facts.dtype:
+            raise ValueError(
+                f"the preconditioner must be ({facts.rows}, {facts.rows}) and {facts.dtype}, as A is, got "
+                f"{tuple(preconditioner.shape)} and {preconditioner.dtype}."
+            )
         return aside(product(preconditioner))
     if callable(getattr(preconditioner, "preconditioner", None)):
         raise TypeError(
             f"a {type(preconditioner).__name__} approximates A, and a preconditioner must approximate its "
             "inverse: pass the result of its preconditioner(shift)."
         )
-    if isinstance(preconditioner, Multiplies):
-        known = preconditioner
-        return aside(lambda V: known @ V)
+    if isinstance(preconditioner, Multiplies) and not isinstance(preconditioner, np.ndarray):
+        return aside(partial(_applied, partial(matmul, preconditioner)))
     if callable(preconditioner):
-        return aside(preconditioner)
-    kind = type(preconditioner).__name__
-    raise TypeError(f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {kind}.")
+        return aside(partial(_applied, preconditioner))
+    raise TypeError(
+        f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {shown(preconditioner)}."
+    )
+
+
+def _applied(function: Multiply, V: Vectors) -> Vectors:
+    """Return the function's value at a block; raise ValueError unless it is like the block."""
+    found = function(V)
+    if getattr(found, "shape", None) != V.shape or found.dtype != V.dtype:
+        dtype = getattr(found, "dtype", None)
+        raise ValueError(
+            f"the preconditioner was given {V.dtype} of shape {tuple(V.shape)}, but returned "
+            f"{shown(found) if dtype in (None, V.dtype) else dtype}."
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)

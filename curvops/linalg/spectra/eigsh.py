@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_choice, check_limits
+from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
@@ -172,8 +172,7 @@ def eigsh(
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
-    if not 1 <= k <= n:
-        raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
+    checked_whole("k", k, 1, n)
     check_choice("which", which, (*get_args(Which), "interior"))
     if (sigma is None) == (which == "interior"):
         raise ValueError(f'sigma and which="interior" must be given together, got which={which!r} and sigma={sigma}.')
@@ -227,9 +226,7 @@ def start_block(
     """Check the given start and scale its columns to size about 1, or draw a random one."""
     n, _, dtype, device = facts
     if start is None:
-        if not 1 <= block_size <= n:
-            raise ValueError(f"block_size must lie in 1..{n}, the size of the matrix, got {block_size}.")
-        return random_block(facts, block_size, "gaussian", generator)
+        return random_block(facts, checked_whole("block_size", block_size, 1, n), "gaussian", generator)
     if start.ndim != 2 or start.shape[0] != n or not start.shape[1] or start.dtype != dtype or start.device != device:
         given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
         raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {given}.")

@@ -92,8 +92,7 @@ def svds(
     """
     facts = describe(A)
     n = min(facts.rows, facts.columns)
-    if not 1 <= k <= n:
-        raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
+    checked_whole("k", k, 1, n)
     check_choice("which", which, ("largest", "smallest"))
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     require_accuracy(A, rtol)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from curvops.network.data.inputs import within
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weigh, weight_of
 from curvops.summary import summary
 
 
@@ -25,10 +26,14 @@ class Bernoulli(Independent):
         pos_weight: as `weight`. With either one, exp(log-likelihood) is no longer normalised over y.
 
     Raises:
+        TypeError: the weights are neither tensors nor arrays.
         ValueError: the weights have another form.
     """
 
-    def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor | np.ndarray | None = None, pos_weight: Tensor | np.ndarray | None = None
+    ) -> None:
+        weight, pos_weight = weight_of("weight", weight), weight_of("pos_weight", pos_weight)
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(

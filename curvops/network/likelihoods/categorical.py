@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.checks import checked_number
+from curvops.checks import checked_number, checked_whole
 from curvops.network.data.inputs import within
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, weight_of
 
 
 class Categorical(Likelihood):
@@ -21,26 +24,31 @@ class Categorical(Likelihood):
     where s is the label smoothing and |q| the sum of q. Without options q is t and |q| is 1.
 
     Args:
-        weight: (C,) non-negative weights of the classes.
+        weight: (C,) non-negative weights of the classes, a tensor or an array.
         ignore_index: points with this index as target are left out; an index of 0 or more is rejected if targets are
             class probabilities.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
 
     Raises:
+        TypeError: an option is of another kind.
         ValueError: an option is out of range.
     """
 
     def __init__(
-        self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float | int = 0.0
+        self,
+        weight: Tensor | np.ndarray | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float | int = 0.0,
     ) -> None:
+        weight = weight_of("weight", weight)
         if weight is not None and not (weight.ndim == 1 and weight.is_floating_point() and within(weight, 0.0)):
             raise ValueError(
                 "Class weights must be a floating-point tensor of shape (C,), finite and not negative; "
                 f"given {weight.dtype} of shape {tuple(weight.shape)}."
             )
         self.weight = weight
-        self.ignore_index = ignore_index
+        self.ignore_index = checked_whole("ignore_index", ignore_index, -sys.maxsize - 1)
         self.label_smoothing = checked_number("label_smoothing", label_smoothing, "[0, 1)")
 
     def __repr__(self) -> str:

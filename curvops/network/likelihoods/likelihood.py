@@ -12,11 +12,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.inputs import move_tensor, own
+from curvops.checks import check_tensor
+from curvops.network.data.inputs import move_tensor, own, tensor_of
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -187,6 +189,14 @@ class Independent(Likelihood):
 def weigh(x: Tensor, w: Tensor | None) -> Tensor:
     """Multiply x (..., n, C) by one factor per point, if any."""
     return x if w is None else x * w.unsqueeze(-1)
+
+
+def weight_of(name: str, given: Tensor | np.ndarray | None) -> Tensor | None:
+    """Return a likelihood's weight as a tensor, from an array, too; raise TypeError for another kind."""
+    weight: Tensor | None = tensor_of(given)
+    if weight is not None:
+        check_tensor(name, weight)
+    return weight
 
 
 def normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:

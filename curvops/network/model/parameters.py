@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from curvops.checks import shown
+
 Blocks = dict[str, Tensor]
 LARGE_BYTES = 2**25
 """Bytes of a block of vectors from which on it is joined tensor by tensor, which takes an operation for each."""
@@ -75,6 +77,8 @@ class Selection(FlatLayout):
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Join named tensors into one vector. Raises ValueError for a missing name or a wrong shape."""
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"expected a mapping from the names {list(self.names)} to tensors, got {shown(tensors)}.")
         for name, shape in zip(self.names, self.shapes):
             if name not in tensors:
                 raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")

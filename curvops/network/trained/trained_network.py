@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import digest
+from curvops.checks import check_tensor
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, map_inputs, num_points, take
 from curvops.network.data.shard import Shard
@@ -437,6 +438,9 @@ class TrainedNetwork(NetworkOnData):
         return self.model.selection.unflatten(self._one_vector(vector))
 
     def _one_vector(self, vector: Tensor) -> Tensor:
+        if isinstance(vector, Mapping):
+            raise TypeError("expected one vector, got a mapping: join its tensors by lin.flatten(mapping).")
+        check_tensor("vector", vector)
         if vector.shape != (self.num_parameters,):
             raise ValueError(
                 f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; for several, such as "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import require_no_graph
+from curvops.checks import require_no_graph, shown
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
@@ -67,6 +67,8 @@ class Subnetwork(Dense):
         if indices is None:
             raise TypeError("Subnetwork needs indices: a vector of positions, or a boolean mask.")
         operator = source if isinstance(source, LinearOperator) else Dense(source)
+        if operator.ndim != 2 or operator.shape[0] != operator.shape[1]:
+            raise ValueError(f"Subnetwork is a block of an operator (D, D), got shape {tuple(operator.shape)}.")
         indices = checked_indices(indices, operator.shape[-1]).to(operator.device)
         require_no_graph(operator.representation(), "Subnetwork")
         block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
@@ -231,6 +233,8 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
         if blocks != "layer":
             raise ValueError(f"blocks={blocks!r}; expected 'layer', or a list of groups of names or positions.")
         blocks = []
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"blocks must be 'layer', or a list of groups of names or positions, got {shown(blocks)}.")
     groups = [_group(lin, group, of_name) for group in blocks]
     taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
     if len(taken.unique()) != len(taken):

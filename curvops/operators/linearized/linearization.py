@@ -84,7 +84,9 @@ class Linearization(TrainedNetwork):
 
     def push(self, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """Return J δ at the training inputs, the change of the linear model's outputs."""
-        return self.jacobian()._matmul(delta.unsqueeze(-1)).reshape(self.num_data, -1)
+        jacobian, vector = self.jacobian(), self._one_vector(delta)
+        jacobian.require_fit(vector)
+        return jacobian._matmul(vector.unsqueeze(-1)).reshape(self.num_data, -1)
 
     def gradients(self, per_token: bool = False) -> Gradients:
         """Return each point's gradient of its negative log-likelihood as rows of an operator (N, D); see `Gradients`.
