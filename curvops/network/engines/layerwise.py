@@ -27,6 +27,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvops.matrix_products import multiply
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
@@ -223,12 +224,13 @@ class Slopes(FactoredCall):
     def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
         dtype = self.weight.dtype
         z = self.layer.rule.push(self.layer.module, converted(self.kept, dtype), tangents)
-        return ((z * self.slopes.to(dtype).unsqueeze(1)) @ self.weight.mT).transpose(0, 1)
+        through = (z * self.slopes.to(dtype).unsqueeze(1)).flatten(0, 1)
+        return multiply(through, self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
         dtype = self.weight.dtype
         u = cotangents.transpose(0, 1)
-        s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.to(dtype).unsqueeze(1))
+        s = multiply(u.flatten(0, 1), self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.to(dtype).unsqueeze(1))
         return self.layer.rule.pull(self.layer.module, converted(self.kept, dtype), s, tuple(self.layer.names))
 
     def _parts(self, block: Tensor) -> list[slice]:
@@ -281,12 +283,12 @@ class Rows:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
-        rows = [v @ rows.flatten(0, 1).mT for _, rows in widened_pieces(self.jacobian, v.dtype)]
+        rows = [multiply(v, rows.flatten(0, 1).mT) for _, rows in widened_pieces(self.jacobian, v.dtype)]
         return concatenate(rows, 1).unflatten(1, self.jacobian.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         pieces = widened_pieces(self.jacobian, cotangents.dtype)
-        first, *others = (cotangents[:, points].flatten(1) @ rows.flatten(0, 1) for points, rows in pieces)
+        first, *others = (multiply(cotangents[:, points].flatten(1), rows.flatten(0, 1)) for points, rows in pieces)
         return self._layout.named(sum(others, first))
 
     def named_rows(self) -> Blocks:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvops.matrix_products import multiply
 from curvops.network.engines.rules.rule import Local, Rule
 
 
@@ -22,10 +23,8 @@ class LinearRule(Rule):
         columns, out = (weight if weight is not None else tangents["bias"]).shape[:2]
         if weight is None:
             z = tangents["bias"].reshape(1, -1).expand(a.shape[0], -1)
-        elif bias is None:
-            z = a @ weight.reshape(-1, weight.shape[-1]).mT
         else:
-            z = torch.addmm(bias.reshape(-1), a, weight.reshape(-1, weight.shape[-1]).mT)
+            z = multiply(a, weight.reshape(-1, weight.shape[-1]).mT, None if bias is None else bias.reshape(-1))
         if math.prod(positions) == 1:
             return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
@@ -36,7 +35,10 @@ class LinearRule(Rule):
         if kept.ndim > 2:
             s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
         flat = s.reshape(-1, columns * out)
-        grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
+        grads = {
+            "weight": lambda: multiply(flat.mT, a).view(columns, out, -1),
+            "bias": lambda: flat.sum(0).view(columns, out),
+        }
         return {name: grads[name]() for name in names}
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
