@@ -8,7 +8,7 @@ part counts as that part. Where a solver decides, the count lies between bounds.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.curvature import Curvature, CurvatureRoot
 from curvops.operators.linearized.jacobian import Jacobian
 
 N, C, BATCH = 24, 3, 8
@@ -72,7 +72,7 @@ def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call(linearized(**options or {}))  # what is proven of a network's structure is not proven again
-        lin, found = linearized(**options or {}), Counter[str]()
+        lin, found = linearized(**options or {}), defaultdict[str, float](float)
     gradient = torch.autograd.grad
 
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **given: Any) -> Any:
@@ -81,9 +81,9 @@ def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] 
         found["backward"] += columns * (len(tensor) if tensor.ndim else 0)
         return gradient(outputs, inputs, grad_outputs, **given)
 
-    def noting(name: str, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noting(name: str, method: Callable[..., Tensor], share: float = 1.0) -> Callable[..., Tensor]:
         def multiply(self: Any, block: Tensor) -> Tensor:
-            found[name] += block.shape[1]
+            found[name] += share * block.shape[1]
             return method(self, block)
 
         return multiply
@@ -93,6 +93,8 @@ def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] 
         warnings.simplefilter("ignore")
         patch.setattr(torch.autograd, "grad", grad)
         patch.setattr(Curvature, "_product", noting("products", Curvature._product))
+        for half in ("_product", "_transposed_product"):
+            patch.setattr(CurvatureRoot, half, noting("products", getattr(CurvatureRoot, half), 0.5))
         patch.setattr(Jacobian, "_product", noting("J", Jacobian._product))
         patch.setattr(Jacobian, "_transposed_product", noting("J", Jacobian._transposed_product))
         call(lin)

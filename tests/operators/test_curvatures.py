@@ -259,3 +259,44 @@ def test_wrong_second_derivatives_are_refused() -> None:
     likelihood, y, w = _classes(3)
     with pytest.raises(RuntimeError, match="not symmetric"):
         co.Hessian(linearized("weight_norm", likelihood, y, w, (5,), None))
+
+
+CURVATURES: dict[str, Callable[[co.Linearization], Any]] = {
+    "GGN": co.GGN,
+    "Monte-Carlo Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "empirical Fisher": co.EmpiricalFisher,
+}
+
+
+def _overparametrised(**options: Any) -> co.Linearization:
+    """Twelve points in two batches, three outputs, and 403 weights in double precision."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
+    x, y = torch.randn(12, 4).double(), torch.arange(12) % 3
+    return co.linearize(model, [(x[:7], y[:7]), (x[7:], y[7:])], "classification", **options)
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "autodiff", "streamed"])
+@pytest.mark.parametrize("name", CURVATURES)
+def test_the_spectrum_of_a_curvature_with_few_outputs_comes_from_its_root(name: str, engine: Any) -> None:
+    A = CURVATURES[name](_overparametrised(engine=engine))
+    root, dense = A.narrow_root, A.to_dense()
+    assert root is not None and 4 * root.shape[1] <= len(dense)
+    S = root @ torch.eye(root.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(S @ S.mT, dense, **TIGHT)
+    pairs = A.eigsh(5, rtol=1e-11, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(dense).flip(0)[:5], **TIGHT)
+    torch.testing.assert_close(dense @ pairs.vectors, pairs.vectors * pairs.values, **TIGHT)
+    found = A.spectral_density(probes=40, generator=torch.Generator().manual_seed(0))
+    mean = (found.weights * found.nodes).sum(1)
+    spread = float(mean.std()) / 40**0.5
+    assert abs(float(mean.mean()) - float(dense.trace()) / len(dense)) < 4 * spread  # false alarm: 1 in 4000
+
+
+def test_other_curvatures_name_no_narrow_root() -> None:
+    lin = _overparametrised()
+    assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
+    assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
+    assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None
+    with pytest.warns(UserWarning, match="float32"):
+        assert co.GGN(_overparametrised(compute_dtype=torch.float32)).narrow_root is None

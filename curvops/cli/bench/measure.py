@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvops.cli.bench.problem import Counter
-from curvops.linalg.core.memory import give_back_freed
+from curvops.freed_memory import give_back_freed
 
 STATM = Path("/proc/self/statm")
 INTERVAL = 0.002

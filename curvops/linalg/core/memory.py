@@ -8,7 +8,6 @@ limited.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
+from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 from curvops.process_group import Ranks
@@ -30,8 +30,6 @@ CALLER_VECTORS = 3
 """How many of the `SOLVE_VECTORS` vectors of a block solve its caller holds."""
 UNTOLD_BYTES = 2**24
 """The least that an algorithm needs may exceed a budget without a warning up to this many bytes."""
-LONG_BYTES = 2**18
-"""Bytes of a vector from which on products take so long that freed memory is given back before many of them."""
 PRODUCT_VECTORS = 4
 """Vectors per column that a product works with, in addition to its argument and its result."""
 
@@ -100,26 +98,13 @@ def working(
         return
     vector = vector_bytes(describe(A))
     _require([memory.budget for memory in memories], least * vector)
-    give_back_freed(vector)
+    inside = max(vector, longest(A) * A.dtype.itemsize)
+    give_back_freed(inside)
     room = room_in(memories, 0) or 0
-    width = max(1, room // (4 * PRODUCT_VECTORS * vector))
-    budget = max(least * vector, room - PRODUCT_VECTORS * width * vector)
+    width = max(1, room // (4 * PRODUCT_VECTORS * inside))
+    budget = max(least * vector, room - PRODUCT_VECTORS * width * inside)
     with hold(memories, budget):
         yield in_parts(multiply, width), budget
-
-
-def give_back_freed(block_bytes: int = LONG_BYTES) -> None:
-    """Return freed memory that the C library keeps (glibc) to the system, before blocks of that size are allocated.
-
-    glibc keeps freed blocks of up to 32 MiB. They are of no use to larger ones, so that both would be resident. Nothing
-    happens with other libraries, or before small blocks.
-    """
-    trim = getattr(_LIBRARY, "malloc_trim", None) if block_bytes >= LONG_BYTES else None
-    if trim is not None:
-        trim(0)
-
-
-_LIBRARY = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:

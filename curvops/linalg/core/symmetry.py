@@ -32,6 +32,14 @@ def is_psd(A: Any) -> bool:
     return bool(getattr(A, "psd", False))
 
 
+def narrow_root(A: Any) -> Any:
+    """Return S (n, m) with A = S Sᵀ and m much smaller than n, if A has such a root; otherwise None.
+
+    The eigenvalues of A are those of SᵀS and zeros, so that vectors of length m suffice to find them.
+    """
+    return getattr(A, "narrow_root", None)
+
+
 def skew_tolerance(eps: float) -> float:
     """Return the largest relative difference of uᵀAv and vᵀAu that rounding at ``eps`` explains.
 

@@ -31,6 +31,8 @@ NoiseKind: TypeAlias = Literal["rademacher", "gaussian", "separate"]
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 """A function applied to each entry on its own, for example to eigenvalues."""
 CHUNK = 1 << 20
+CACHED_CHUNK = 1 << 18
+"""The numbers that are converted at a time on a CPU: more would leave its cache before they are used."""
 LEAST_CHUNK = 1 << 12
 TOGETHER = 16
 """How many numbers torch makes normal together on a CPU: pieces of this size equal those of one call."""
@@ -348,7 +350,7 @@ def by_rows(
 
 def _chunks(X: Tensor) -> Iterator[slice]:
     """Yield slices of rows of X whose temporaries stay small compared with a vector, for any number of columns."""
-    step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
+    step = max(LEAST_CHUNK, (CHUNK if X.is_cuda else CACHED_CHUNK) // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
 

@@ -23,7 +23,7 @@ from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
-from curvops.linalg.core.symmetry import is_psd
+from curvops.linalg.core.symmetry import is_psd, narrow_root
 from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work
@@ -46,7 +46,8 @@ class SpectralDensity(Summarised):
     operator that is tagged as positive semidefinite the density ends at λ = 0, where each Gaussian is folded. ``lower``
     and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point, by Student's t over
     the probes (at the upper end of the logarithm), widened by the change of the density with a quarter less depth.
-    ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, and padding has weight 0.
+    ``nodes`` and ``weights`` are one Gauss rule per probe, with a node at 0 for eigenvalues known to be 0; each row of
+    weights sums to 1, and padding has weight 0.
     ``reason`` is CONVERGED if that change is small compared with the band, and ITERATION_LIMIT or RANK_CAPPED if
     ``steps`` or the memory budget ended the depth first.
     """
@@ -102,7 +103,9 @@ def spectral_density(
             None is the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
-    Costs at most probes × steps products, and keeps as many vectors.
+    Costs at most probes × steps products, and keeps as many vectors. If A is a curvature that has at most a quarter as
+    many outputs as weights, these are vectors of outputs: probes estimate the eigenvalues of SᵀS for A = S Sᵀ, and the
+    share of the remaining ones, which are zero, is exact.
 
     Returns:
         A SpectralDensity: the grid, the density on it and its band over probes.
@@ -115,12 +118,13 @@ def spectral_density(
     """
     _check(scale, probes, steps, grid_size, bandwidth, level)
     check_limits(memory_budget=memory_budget)
+    n, S = describe_square(A).rows, narrow_root(A)
     with (
         torch.no_grad(),
-        at_work("spectral_density", probes * min(steps, describe_square(A).rows), progress, A),
-        probing(A, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
+        at_work("spectral_density", probes * min(steps, n), progress, A),
+        probing(A if S is None else S.mT @ S, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
     ):
-        runs = _Probes(probed, probes, steps)
+        runs = _Probes(probed, n, probes, steps)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
         rounding = NEAR_ZERO * runs.eps * size
         zero = rounding if threshold is None else threshold
@@ -230,13 +234,17 @@ class _View:
 
 
 class _Probes:
-    """Lanczos runs from random signs, as many at once as memory allows."""
+    """Lanczos runs from random signs, as many at once as memory allows.
 
-    def __init__(self, probed: Probed, probes: int, steps: int) -> None:
+    The matrix multiplied may be smaller than the one asked about, which has ``n`` eigenvalues: the others are zero.
+    """
+
+    def __init__(self, probed: Probed, n: int, probes: int, steps: int) -> None:
         self.probed, self.probes = probed, probes
-        n, vector, memory = probed.facts.rows, probed.facts.vector_bytes, probed.limits.memory
+        rows, vector, memory = probed.facts.rows, probed.facts.vector_bytes, probed.limits.memory
+        self.share = rows / n
         self.eps = torch.finfo(probed.facts.dtype).eps
-        self.wanted = min(steps, n)
+        self.wanted = min(steps, rows)
         self.together = columns_at_a_time(probes, vector * (self.wanted + 2), memory)
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
@@ -254,7 +262,7 @@ class _Probes:
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others to the same depth."""
-        if not self.run.deepen(lambda depth: max(5, depth // 4), lambda: self._is_settled(view, level)):
+        if not self.run.deepen(lambda depth: max(2, depth // 8), lambda: self._is_settled(view, level)):
             self.reason = Reason.ITERATION_LIMIT if self.run.most == self.wanted else Reason.RANK_CAPPED
         depth = self.depth
         self._collect(self.run)
@@ -274,8 +282,8 @@ class _Probes:
         run = self.run
         if bool(run.done.all()) or not run.finite:
             return True
-        now = _rules([run.tridiagonal(k) for k in range(run.K)])
-        before = _rules([run.tridiagonal(k)[: _less(self.depth), : _less(self.depth)] for k in range(run.K)])
+        tridiagonals, less = [run.tridiagonal(k) for k in range(run.K)], _less(self.depth)
+        now, before = self._rules(tridiagonals), self._rules([T[:less, :less] for T in tridiagonals])
         try:
             x, width = view.grid(*now)
         except ValueError:
@@ -288,11 +296,13 @@ class _Probes:
 
     def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
         """Return nodes and weights of every probe at this depth, or at its own depth if that is less."""
-        return _rules([T[:depth, :depth] for T in self.tridiagonals])
+        return self._rules([T[:depth, :depth] for T in self.tridiagonals])
 
-
-def _rules(tridiagonals: list[Tensor]) -> tuple[Tensor, Tensor]:
-    pairs = [torch.linalg.eigh(T) for T in tridiagonals]
-    columns = [[values for values, _ in pairs], [V[0].square() for _, V in pairs]]
-    nodes, weights = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in columns)
-    return nodes, weights
+    def _rules(self, tridiagonals: list[Tensor]) -> tuple[Tensor, Tensor]:
+        pairs = [torch.linalg.eigh(T) for T in tridiagonals]
+        columns = [[values for values, _ in pairs], [V[0].square() for _, V in pairs]]
+        nodes, weights = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in columns)
+        if self.share == 1:
+            return nodes, weights
+        zero = torch.zeros(len(nodes), 1, dtype=nodes.dtype)
+        return torch.cat([zero, nodes], 1), torch.cat([zero + 1 - self.share, self.share * weights], 1)

@@ -150,6 +150,11 @@ class Operator(LinearOperator):
         """The root W (n, r) with A = W Wᵀ, for an operator that stores one with a small r; otherwise None."""
         return None
 
+    @property
+    def narrow_root(self) -> LinearOperator | None:
+        """The root S (n, m) with A = S Sᵀ, if m is much smaller than n and S and Sᵀ cost what A does; else None."""
+        return None
+
     def detached_from_weights(self) -> LinearOperator:
         """Return the matrix as a constant, which may be added to operators linearised at other weights.
 

@@ -17,8 +17,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph, check_tensor
+from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import Memories, Memory, give_back_freed, hold, room_in
+from curvops.linalg.core.memory import Memories, Memory, hold, room_in
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator

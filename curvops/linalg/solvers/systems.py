@@ -17,11 +17,11 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_limits, check_tensor, checked_number, shown
+from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import (
     Halving,
     Multiply,
     columns_at_a_time,
-    give_back_freed,
     holding,
     room_for,
     vector_bytes,

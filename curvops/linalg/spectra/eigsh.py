@@ -24,31 +24,34 @@ from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
+from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.symmetry import skew_tolerance
+from curvops.linalg.core.symmetry import narrow_root, skew_tolerance
 from curvops.linalg.core.vectors import (
-    CHUNK,
+    CACHED_CHUNK,
     Description,
     Matrix,
     Vectors,
     as_block,
     columns,
     combine,
+    describe,
     describe_square,
+    empty_block,
     gram,
     inner,
     largest,
     norm,
     part,
     product,
+    put,
     random_block,
     zero_block,
 )
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import iterations_allowed, shifted
 from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projection, within_zeros
+from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
 from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
@@ -101,7 +104,8 @@ def eigsh(
         generator: the source of the random vectors.
         memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
             2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller basis needs more products, and the
-            reason is RANK_CAPPED if they did not suffice.
+            reason is RANK_CAPPED if they did not suffice. The largest pairs of a curvature that has at most a quarter
+            as many outputs as weights come from a basis in the space of outputs, at k/2 further products.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
@@ -128,47 +132,55 @@ def eigsh(
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)
+    S = narrow_root(A) if start is None and which in ("largest", "magnitude") else None
+    S = None if S is None or S.shape[1] < k else S
+    searched = A if S is None else S.mT @ S
+    own, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
+    n = facts.rows
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
-    with (
-        torch.no_grad(),
-        at_work("eigsh", max_matvecs, progress, A),
-        working(A, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room),
-    ):
-        sizes = kept.attach("basis", lambda: sizes) or list(basis_columns(n, facts.vector_bytes, k, wide, narrow, room))
-        capacity, b, capped = sizes
-        block = start_block(facts, start, b, generator)
-        most = math.inf if max_matvecs is None else max_matvecs - k
-        if most < k + b:
-            raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
-        inverse = None if sigma is None else invert_shifted(A, float(sigma), float(rtol), most, solver)
-        process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
-        search = Search(
-            process,
-            "magnitude" if which == "interior" else cast(Which, which),
-            k,
-            float(rtol),
-            capacity,
-            capped,
-            iterations_allowed(n, maxiter),
-            most,
-            callback,
-            kept,
-        )
-        reason = search.run(start is None)
-        if reason is Reason.NON_FINITE:
-            return _non_finite_pairs(facts, k, process.matvecs, search.history)
-        if inverse is None:
+    with torch.no_grad(), at_work("eigsh", max_matvecs, progress, A):
+        with working(searched, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room):
+            sizes = kept.attach("basis", lambda: sizes) or list(
+                basis_columns(n, facts.vector_bytes, k, wide, narrow, room)
+            )
+            capacity, b, capped = sizes
+            block = start_block(facts, start, b, generator)
+            most = math.inf if max_matvecs is None else max_matvecs - last
+            if most < k + b:
+                raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
+            inverse = None if sigma is None else invert_shifted(A, float(sigma), float(rtol), most, solver)
+            process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
+            search = Search(
+                process,
+                "magnitude" if which == "interior" else cast(Which, which),
+                k,
+                float(rtol),
+                capacity,
+                capped,
+                iterations_allowed(n, maxiter),
+                most,
+                callback,
+                kept,
+            )
+            reason = search.run(start is None)
+            if reason is Reason.NON_FINITE:
+                return _non_finite_pairs(own, k, process.matvecs, search.history)
             vectors, size = process.settled, process.size * process.scale
-            values, residuals = rayleigh(vectors, multiply, b)
-        else:
-            vectors, images, size = inverse.polish(process.settled)
-            values, residuals = rayleigh(vectors, lambda _: images, k)
-            reason = inverse.failure or reason
+            if inverse is not None:
+                vectors, images, size = inverse.polish(vectors)
+                values, residuals = rayleigh(vectors, lambda _: images, k)
+                reason = inverse.failure or reason
+            elif S is None:
+                values, residuals = rayleigh(vectors, multiply, b)
+        if S is not None:
+            with working(A, memory_budget) as (multiply, _):
+                vectors = lift(S, vectors, generator)
+                values, residuals = rayleigh(vectors, multiply, b)
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
-        spent = process.matvecs + (k if inverse is None else 0)
+        spent = process.matvecs + (last if inverse is None else 0)
         verdict = which, sigma, float(rtol), size, reason
-        return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history))
+        return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
@@ -181,13 +193,35 @@ def _check(n: int, k: int, which: str, sigma: float | None) -> None:
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
     """Return vᵀAv/vᵀv and ‖Av − λv‖ of each column, some columns at a time if they are long."""
     values, residuals = [], []
-    width = max(width, CHUNK // vectors.shape[0])
+    width = max(width, CACHED_CHUNK // vectors.shape[0])
     for start in range(0, vectors.shape[1], width):
         V = part(vectors, start, start + width)
         W = multiply(V)
         values.append(inner(V, W) / inner(V, V))
         residuals.append(norm(W - V * values[-1].to(V.dtype)))
     return torch.cat(values), torch.cat(residuals)
+
+
+def lift(S: Matrix, U: Float[Vectors, "m k"], generator: torch.Generator | None = None) -> Float[Vectors, "n k"]:
+    """Return orthonormal eigenvectors of S Sᵀ, given those of SᵀS; half a product of S Sᵀ each.
+
+    S maps those of the eigenvalue zero to rounding, and random vectors orthogonal to all others take their place.
+    """
+    multiply, k, found = product(S), U.shape[1], []
+    X = empty_block(describe(S.mT), k)
+    width = max(1, CACHED_CHUNK // X.shape[0])
+    for start in range(0, k, width):
+        image = multiply(part(U, start, start + width))
+        found.append(norm(image))
+        put(X, start, image / found[-1].where(found[-1] > 0, 1.0).to(X.dtype))
+    sizes = torch.cat(found)
+    reached = (sizes > NEAR_ZERO * torch.finfo(X.dtype).eps * sizes.amax()).nonzero().squeeze(1)
+    if len(reached) == k:
+        return tall_qr(X, overwrite=True)[0]
+    basis = Basis(X, k, generator)
+    basis.append(tall_qr(columns(X, reached))[0])
+    basis.append(basis.fresh(k - len(reached), part(X, 0, 0)))
+    return basis.columns
 
 
 def _certify(
@@ -201,8 +235,9 @@ def _certify(
     reason: Reason,
     matvecs: int,
     history: Tensor,
+    own: bool = False,
 ) -> Eigenpairs:
-    """Order the pairs and give each its reason."""
+    """Order the pairs and give each its reason; vectors with memory of their `own` are not copied if in order."""
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
     order = keys.get(which, -values).argsort()
     residuals = residuals[order]
@@ -211,7 +246,8 @@ def _certify(
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, rtol * sizes, noise, reason)
-    return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs, history)
+    vectors = vectors if own and bool((order.diff() == 1).all()) else columns(vectors, order)
+    return Eigenpairs(values, vectors, residuals, reasons, matvecs, history)
 
 
 def _non_finite_pairs(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
+from curvops.freed_memory import give_back_freed
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
@@ -249,6 +250,7 @@ class Passes(JacobianRows):
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
             cached = self._cached_engines(asked, columns)
+            before = self.kept_bytes
         count, start = 0, 0 if self.shard is None else self.shard.start
         if cached is not None:
             for label, engine in cached:
@@ -272,6 +274,7 @@ class Passes(JacobianRows):
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
+            give_back_freed(self.kept_bytes - before)  # building engines takes more memory than products
 
     def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""

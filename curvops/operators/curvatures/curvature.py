@@ -13,6 +13,7 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.sharded import Sharded
+from curvops.linalg.core.solve_routes import FEWER_OUTPUTS
 from curvops.linalg.core.spaces import Spaces
 from curvops.network import OutputFisher, Passes, Plan, Sampled
 from curvops.operators.linearized.network_operator import NetworkOperator
@@ -44,6 +45,15 @@ class Curvature(UserOperator, NetworkOperator):
     def plan(self) -> Plan:  # type: ignore[override]
         """The plan of engines for the products, as `lin.plan`; for linear systems see `(G + prior).plan()`."""
         return (self.rows or self.lin).plan
+
+    @property
+    def narrow_root(self) -> CurvatureRoot | None:
+        lin = self.lin
+        columns = lin.num_data * self.output.num_columns(lin.num_outputs)
+        if FEWER_OUTPUTS * columns > len(self.theta) or type(self)._product is not Curvature._product:
+            return None
+        # Products in a lower precision, or over ranks, are not those of the root.
+        return CurvatureRoot.of(self) if lin.products is lin.passes and lin.passes.shard is None else None
 
     @property
     def product_error(self) -> float:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.memory import give_back_freed
+from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
 from curvops.network import Group, Layer, Passes
 from curvops.operators.function_space.gram_cost import (

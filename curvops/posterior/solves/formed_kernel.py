@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
+from curvops.freed_memory import give_back_freed
 from curvops.linalg import Estimate
-from curvops.linalg.core.memory import give_back_freed, holding, keep
+from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.symmetry import eigh_in_place

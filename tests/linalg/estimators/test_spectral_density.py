@@ -5,6 +5,7 @@ import torch
 
 from curvops.linalg import Dense, Reason, spectral_density
 from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.rooted import rooted
 
 
 def generator(seed=0):
@@ -137,3 +138,24 @@ def test_a_wrong_tag_does_not_hide_negative_eigenvalues():
     found = Tagged(symmetric(values)).spectral_density(probes=60, steps=120, generator=generator())
     negative = float(torch.trapezoid(found.density[found.grid < -1], found.grid[found.grid < -1]))
     assert negative == pytest.approx(0.2, abs=0.04)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_from_a_narrow_root(scale, dtype):
+    """The smaller matrix has the same eigenvalues but for zeros, whose share is exact."""
+    values, n = SPECTRA["kappa 1e4"], 600
+    found = spectral_density(rooted(values, n, dtype), scale=scale, probes=200, steps=120, generator=generator())
+    assert (found.matvecs <= 200 * len(values)) and found.nodes.shape[0] == 200
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(200).double(), rtol=0, atol=1e-10)
+    share = found.weights[(found.nodes <= found.threshold if scale == "log" else found.nodes.abs() < 1e-12)].sum() / 200
+    assert float(share) == pytest.approx(1 - len(values) / n, abs=1e-3)
+    exact = broadened(found, values) * len(values) / n
+    if scale == "log":
+        assert found.zero_mass == pytest.approx(1 - len(values) / n, abs=1e-6)
+        inside = (found.lower <= exact + 1e-6) & (exact <= found.upper + 1e-6)
+        assert float(inside.double().mean()) > 0.85
+    else:
+        assert found.integral() == pytest.approx(1, abs=1e-6)
+    mean = float((found.weights * found.nodes).sum() / 200)
+    assert mean == pytest.approx(float(values.sum() / n), rel=0.03)  # tr A/n; signs have a spread of about 0.5 %

@@ -14,6 +14,7 @@ from curvops.linalg import Dense, eigsh
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.cg import cg
 from tests.linalg.matrices import SPECTRA, symmetric
+from tests.linalg.rooted import rooted
 
 FLAWLESS = {Reason.CONVERGED}
 EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
@@ -313,3 +314,46 @@ def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
         assert set(pairs.reasons) == FLAWLESS
     inside = A.eigsh(3, "interior", sigma=2.01, solver=cg, generator=generator())
     assert set(inside.reasons) <= {Reason.NOT_POSITIVE_DEFINITE, Reason.UNVERIFIED}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("which", ["largest", "magnitude", "smallest"])
+@pytest.mark.parametrize("name", ["decaying", "step", "clustered", "kappa 1e8"])
+def test_from_a_narrow_root(name, which, dtype):
+    """The pairs are those of the whole matrix, although the largest eigenvalues are found on the smaller one."""
+    values, k, rtol = SPECTRA[name], 7, 1e-10 if dtype == torch.float64 else 1e-5
+    A = rooted(values, 500, dtype)
+    pairs = eigsh(A, k, which, rtol=rtol, generator=generator())
+    whole = torch.cat([values, torch.zeros(500 - len(values)).double()]).sort(descending=True).values
+    atol = float((rtol + 20 * torch.finfo(dtype).eps) * values.amax())
+    torch.testing.assert_close(pairs.values, ends(whole, which, k), rtol=0, atol=atol)
+    assert_honest(A.to_dense(), pairs, rtol)
+    assert set(pairs.reasons) <= EXACT
+
+
+def test_from_a_narrow_root_with_fewer_eigenvalues_than_pairs():
+    values = torch.cat([torch.linspace(1, 2, 5), torch.zeros(25)]).double()
+    A = rooted(values, 200)
+    pairs = eigsh(A, 9, generator=generator())
+    expected = values.sort(descending=True).values[:9]
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-12)
+    assert_honest(A.to_dense(), pairs, 1e-6)
+    assert set(pairs.reasons) <= EXACT
+    assert set(eigsh(A, 40, generator=generator()).reasons) <= EXACT  # more than the root has columns
+
+
+def test_from_a_narrow_root_products_are_counted_and_limited():
+    A = rooted(SPECTRA["exponential"], 600)
+    whole = eigsh(A, 6, generator=generator())
+    limit = whole.matvecs - 20
+    few = eigsh(A, 6, max_matvecs=limit, generator=generator())
+    assert few.matvecs <= limit and Reason.CONVERGED not in {*few.reasons} - {*whole.reasons}
+    with pytest.raises(ValueError, match="at least 17"):
+        eigsh(A, 6, max_matvecs=16, generator=generator())
+
+
+def test_from_a_narrow_root_that_is_not_finite():
+    A = rooted(SPECTRA["flat"], 600)
+    A._args[0][3, 4] = math.nan
+    pairs = eigsh(A, 2, generator=generator())
+    assert {*pairs.reasons} == {Reason.NON_FINITE} and pairs.vectors.shape == (600, 2) and pairs.values.isnan().all()
