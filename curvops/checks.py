@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LONGEST = 200
 """The number of characters of a wrong value that a message shows at most."""
@@ -139,6 +140,16 @@ def check_choice(name: str, given: object, known: Collection[str]) -> None:
 def carries_graph(tensors: Sequence[Tensor]) -> bool:
     """Return whether a value computed from these tensors now would carry a graph."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def in_forward_mode() -> bool:
+    """Return whether the call is inside `torch.func.jvp`, `jacfwd` or a level of dual numbers."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def in_transform() -> bool:
+    """Return whether the call is inside a transform of `torch.func`, such as `vmap`, or a level of dual numbers."""
+    return in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:

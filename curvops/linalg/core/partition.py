@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-PANEL_BYTES = 2**22
-"""The bytes of a panel of columns, in which long blocks are mapped on a CPU, so that its copies stay in the cache."""
-
+PANEL_BYTES = 2**20
+"""The bytes of a panel of columns, in which long parts are mapped on a CPU, so that its copies stay in the cache."""
 
 Bordered = tuple[range, range]
 """The positions of a matrix (weights) and of a column to its right (biases), of which a part consists row by row."""
 
 GATHERED = 2**13
 """Below this length, index tensors are gathered, whatever they consist of: few calls count more than few numbers."""
+
+
+class ColumnMap(NamedTuple):
+    """A map of columns (p, K), and of tables (rows, K, p / rows), the i-th with row i of each column, if `rows`."""
+
+    apply: Callable[[Tensor], Tensor]
+    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +59,14 @@ class Partition:
             return list(torch.split(rows, self.sizes, dim=-1))
         return [_taken(rows, part, pair) for part, pair in zip(self.parts, self._bordered)]
 
-    def join(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Join the parts again, the inverse of `split`; into `out` if it is given."""
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join the parts again, the inverse of `split`."""
         if all(isinstance(part, range) or pair for part, pair in zip(self.parts, self._bordered)):
             pieces: dict[int, Tensor] = {}
             for values, part, pair in zip(parts, self.parts, self._bordered):
                 pieces |= _cut(values, pair) if pair else {cast(range, part).start: values}
-            return torch.cat([pieces[start] for start in sorted(pieces)], dim=-1, out=out)
-        return torch.index_select(torch.cat(list(parts), dim=-1), -1, self._places, out=out)
+            return torch.cat([pieces[start] for start in sorted(pieces)], dim=-1)
+        return torch.index_select(torch.cat(list(parts), dim=-1), -1, self._places)
 
     def split_columns(self, block: Tensor) -> list[Tensor]:
         """Return the parts of each column, (n, K) -> (p_i, K)."""
@@ -70,18 +76,19 @@ class Partition:
         """Join the parts of columns again, the inverse of `split_columns`."""
         return self.join([part.mT for part in parts]).mT
 
-    def map_columns(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor, panels: bool = False) -> Tensor:
+    def map_columns(self, maps: Sequence[ColumnMap], block: Tensor, in_place: bool = False) -> Tensor:
         """Return the block whose parts are those of `block`, (p_i, K), each under its own map of columns.
 
-        If `panels`, a long block on a CPU is mapped a few columns at a time.
+        If `in_place`, results on a CPU are written in place, for long parts a few columns at a time.
         """
         n, K = block.shape
-        width = max(1, PANEL_BYTES // max(1, n * block.dtype.itemsize))
-        if not panels or width >= K or block.device.type != "cpu":
-            return self.join_columns([map_(part) for map_, part in zip(maps, self.split_columns(block))])
+        if not in_place or block.device.type != "cpu":
+            return self.join_columns([map_.apply(part) for map_, part in zip(maps, self.split_columns(block))])
         rows, found = block.mT.contiguous(), block.new_empty(K, n)
-        for panel, result in zip(rows.split(width), found.split(width)):
-            self.join([map_(part.mT).mT for map_, part in zip(maps, self.split(panel))], result)
+        for map_, part, pair in zip(maps, self.parts, self._bordered):
+            panels = min(K, -(-K * len(part) * block.dtype.itemsize // PANEL_BYTES))
+            for panel, result in zip(rows.chunk(panels), found.chunk(panels)):
+                _map_panel(map_, part, pair, panel, result)
         return found.mT
 
     @cached_property
@@ -123,8 +130,12 @@ def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
         return rows.narrow(-1, part.start, len(part))
     if pair is None:
         return rows.index_select(-1, part)
-    matrix, column = (rows.narrow(-1, each.start, len(each)).unflatten(-1, (len(pair[1]), -1)) for each in pair)
-    return torch.cat([matrix, column], -1).flatten(-2)
+    return torch.cat(_views(rows, pair, len(pair[1])), -1).flatten(-2)
+
+
+def _views(rows: Tensor, pieces: Sequence[range], lines: int) -> list[Tensor]:
+    """Return these positions of each row as matrices of so many lines, (..., n) -> (..., lines, columns)."""
+    return [rows.narrow(-1, piece.start, len(piece)).unflatten(-1, (lines, -1)) for piece in pieces]
 
 
 def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
@@ -132,6 +143,25 @@ def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
     matrix, column = pair
     table = values.unflatten(-1, (len(column), -1))
     return {matrix.start: table[..., :-1].flatten(-2), column.start: table[..., -1]}
+
+
+def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, rows: Tensor, found: Tensor) -> None:
+    """Write a part of each row (K, n) under the map."""
+    pieces = (part,) if isinstance(part, range) else pair or ()
+    if map_.rows and pieces and (pair is None or len(pair[1]) == map_.rows):
+        widths = [len(piece) // map_.rows for piece in pieces]
+        table = rows.new_empty(map_.rows, len(rows), sum(widths))
+        for values, view in zip(table.split(widths, -1), _views(rows, pieces, map_.rows)):
+            values.copy_(view.transpose(0, 1))
+        for values, view in zip(map_.apply(table).split(widths, -1), _views(found, pieces, map_.rows)):
+            view.copy_(values.transpose(0, 1))
+        return
+    values = map_.apply(_taken(rows, part, pair).mT).mT
+    if isinstance(part, Tensor) and pair is None:
+        found.index_copy_(-1, part, values)
+        return
+    for start, piece in (_cut(values, pair) if pair else {cast(range, part).start: values}).items():
+        found.narrow(-1, start, piece.shape[-1]).copy_(piece)
 
 
 def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:

@@ -7,7 +7,7 @@ any operator, draws and covariances of a posterior, and its evidence. The first 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from curvops.summary import Table, Tabular
@@ -198,17 +198,18 @@ def directions_pay(condition: float, rtol: float, columns: int, points_a_weight:
 def routes(system: System) -> tuple[Route, ...]:
     """Return all routes in order of preference; for a posterior with a given method, only those of that method."""
     if system.posterior is None:
-        return tuple(_operator_routes(system))
+        return tuple(operator_routes(system))
     found, asked = _posterior_routes(system, system.posterior), system.asked
     return tuple(route for route in found if asked is None or route.name in METHODS[asked])
 
 
-def chosen(found: tuple[Route, ...]) -> Route | None:
+def chosen(found: Iterable[Route]) -> Route | None:
     """Return the first possible route, or None."""
     return next((route for route in found if route.possible), None)
 
 
-def _operator_routes(s: System) -> Iterator[Route]:
+def operator_routes(s: System) -> Iterator[Route]:
+    """Yield the routes of an operator in order of preference."""
     least, not_square = PRODUCTS_A_SOLVE * s.columns, (not s.square, "least squares need lsmr")
     yield _closed_form(s)
     yield _dense(s)

@@ -25,7 +25,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_autocast, shown
+from curvops.checks import carries_graph, check_tensor, checked_whole, in_transform, refuse_autocast, shown
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
@@ -135,6 +135,11 @@ class Operator(LinearOperator):
         return False
 
     @property
+    def table_rows(self) -> int:
+        """The rows of the tables that `_product` takes, too (`ColumnMap`); 0 if it takes columns only."""
+        return 0
+
+    @property
     def spaces(self) -> Spaces:
         """The spaces of rows and columns, from the keyword `space`, which conversions and rebuilds keep."""
         space = self._kwargs.get("space")
@@ -237,9 +242,12 @@ class Operator(LinearOperator):
         if other.ndim > 1 and not other.shape[-1]:  # there is nothing to multiply
             batch = torch.broadcast_shapes(self.batch_shape, other.shape[:-2])
             return other.new_zeros(*batch, self.shape[-2], 0)
-        found: Tensor = super().matmul(other)
-        recorded = torch.is_grad_enabled() and carries_graph(self.representation())
-        return differentiable_once(found) if recorded else found
+        of_matrix = carries_graph(self.representation())
+        if of_matrix or carries_graph((other,)) or other.ndim > 2 or in_transform():
+            found: Tensor = super().matmul(other)
+            return differentiable_once(found) if of_matrix else found
+        with torch.no_grad():  # without linear_operator's copy of this operator for a backward pass
+            return self._matmul(other.unsqueeze(-1)).squeeze(-1) if other.ndim == 1 else self._matmul(other)
 
     def _times_shards(self, block: Sharded) -> Any:
         """Multiply a block that was a DTensor; the result is a DTensor, too."""

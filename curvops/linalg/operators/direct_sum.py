@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.partition import Partition, partition
+from curvops.linalg.core.partition import ColumnMap, Partition, partition
 from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
@@ -74,7 +74,7 @@ class DirectSumForm(ClosedForm):
             form.require_definite()
 
     def solve(self, block: Tensor) -> Tensor:
-        return self._mapped([form.solve for form in self.decomposed], block)
+        return self._mapped([ColumnMap(form.solve, form.table_rows) for form in self.decomposed], block)
 
     def logdet(self) -> Tensor:
         return torch.stack([form.logdet() for form in self.decomposed]).sum()
@@ -95,9 +95,9 @@ class DirectSumForm(ClosedForm):
         return self.partition.join_columns([form.draw_inverse(k, generator) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self._mapped([form.inverse_root for form in self.decomposed], block)
+        return self._mapped([ColumnMap(form.inverse_root, form.table_rows) for form in self.decomposed], block)
 
-    def _mapped(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor) -> Tensor:
+    def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
         return self.partition.map_columns(maps, block, self.base.in_panels(block, self.shift))
 
     def eigenbasis(self) -> Eigenbasis | None:
@@ -193,12 +193,13 @@ class DirectSum(Operator):
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
-        return self._mapped([own._matmul for own in self.blocks], block)
+        maps = [ColumnMap(own._product if own.table_rows else own._matmul, own.table_rows) for own in self.blocks]
+        return self._mapped(maps, block)
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return self._mapped([own._t_matmul for own in self.blocks], block)
+        return self._mapped([ColumnMap(own._t_matmul) for own in self.blocks], block)
 
-    def _mapped(self, maps: Sequence[Callable[[Tensor], Tensor]], block: Tensor) -> Tensor:
+    def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
         return self.partition.map_columns(maps, block, self.in_panels(block))
 
     def in_panels(self, *beside: Tensor) -> bool:

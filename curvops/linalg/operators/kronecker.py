@@ -163,6 +163,13 @@ class EigenKroneckerForm(Spectral):
     def rotate_back(self, block: Tensor) -> Tensor:
         return self.eigen.rotate_back(block)
 
+    @property
+    def table_rows(self) -> int:
+        return self.base.table_rows
+
+    def _filtered(self, weights: Tensor, block: Tensor) -> Tensor:
+        return self.eigen.filter(weights.reshape(self.base.sizes), block)
+
     def logdet(self) -> Tensor:
         value = super().logdet()
         if self.shift.ndim and self.shift.requires_grad:
@@ -192,7 +199,10 @@ class KroneckerForm(EigenKroneckerForm):
 
 
 class _GroupedBlocks(Operator):
-    """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major)."""
+    """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major).
+
+    Its products take columns (n, K) or a table (g·p, K, q), in which each factor multiplies all columns at once.
+    """
 
     symmetric = True
 
@@ -200,6 +210,10 @@ class _GroupedBlocks(Operator):
     @abstractmethod
     def sizes(self) -> tuple[int, int, int]:
         """The sizes (g, p, q)."""
+
+    @property
+    def table_rows(self) -> int:
+        return self.sizes[0] * self.sizes[1]
 
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
@@ -277,12 +291,12 @@ class Kronecker(_GroupedBlocks):
         return self.left.shape[0], self.left.shape[1], self.right.shape[1]
 
     def _product(self, block: Tensor) -> Tensor:
-        return _from_groups(_both(self.left, self.right, _to_groups(block, self.sizes)))
+        return _two_sided(self.left, self.right, block)
 
     # Transposed factors have the same product, but their gradients differ between an entry and its mirror image.
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return _from_groups(_both(_transpose(self.left), _transpose(self.right), _to_groups(block, self.sizes)))
+        return _two_sided(_transpose(self.left), _transpose(self.right), block)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return Kronecker(_transpose(self.left), _transpose(self.right)) if carries_graph(self._args) else self
@@ -461,12 +475,18 @@ class EigenKronecker(_GroupedBlocks):
 
     def rotate(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """Return U B, rotating out of the eigenbasis."""
-        return _from_groups(_both(self.left_vectors, self.right_vectors, _to_groups(block, self.sizes)))
+        return _two_sided(self.left_vectors, self.right_vectors, block)
 
     def rotate_back(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """Return Uᵀ B, rotating into the eigenbasis."""
-        left, right = _transpose(self.left_vectors), _transpose(self.right_vectors)
-        return _from_groups(_both(left, right, _to_groups(block, self.sizes)))
+        return _two_sided(_transpose(self.left_vectors), _transpose(self.right_vectors), block)
+
+    def filter(self, weights: Float[Tensor, "g p q"], block: Tensor) -> Tensor:
+        """Return U diag(weights) Uᵀ B, for columns or a table B."""
+        rotated = self.rotate_back(block)
+        if block.ndim == 3:
+            return self.rotate(rotated.mul_(weights.flatten(0, 1).unsqueeze(1)))
+        return self.rotate(weights.reshape(-1, 1) * rotated)
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the diagonal of U diag(spectrum) Uᵀ."""
@@ -474,7 +494,7 @@ class EigenKronecker(_GroupedBlocks):
         return _both(self.left_vectors.square(), self.right_vectors.square(), weights).flatten()
 
     def _product(self, block: Tensor) -> Tensor:
-        return self.rotate(self.values.reshape(-1, 1) * self.rotate_back(block))
+        return self.filter(self.values, block)
 
     def _diagonal(self) -> Tensor:
         return self.diagonal_of(self.values.flatten())
@@ -483,16 +503,17 @@ class EigenKronecker(_GroupedBlocks):
         return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding, self.of_rows)
 
 
+def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
+    """Return left_g V right_gᵀ for each group and column of a block, (n, K) or a table (g·p, K, q)."""
+    if block.ndim == 3:
+        return _over_table(left, right, block)
+    sizes = left.shape[0], left.shape[1], right.shape[1]
+    groups = block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
+    return _both(left, right, groups).transpose(0, 1).contiguous().flatten(1).mT
+
+
 # A block in groups is (g, K, p, q): for one group, columns need not be moved. The right factor multiplies all rows of
 # all columns at once, (K·p, q), and the left one each column.
-
-
-def _to_groups(block: Tensor, sizes: tuple[int, int, int]) -> Tensor:
-    return block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
-
-
-def _from_groups(groups: Tensor) -> Tensor:
-    return groups.transpose(0, 1).contiguous().flatten(1).mT
 
 
 def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
@@ -502,6 +523,15 @@ def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     else:
         groups = torch.bmm(groups.flatten(1, 2), right.mT).reshape(groups.shape)
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
+
+
+def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
+    """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
+    lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
+    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else torch.bmm(left, lines)
+    if right.ndim == 2:
+        return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
+    return torch.bmm(wide.view_as(rows), right.mT, out=None if wide is lines else rows).view_as(table)
 
 
 def _transpose(factor: Tensor) -> Tensor:

@@ -20,11 +20,12 @@ The rules are in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
@@ -38,7 +39,7 @@ from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
 from curvops.linalg.core.rounding import require_accuracy, rounding_level
 from curvops.linalg.core.sharded import Sharded, on_shards
-from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
+from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -98,6 +99,16 @@ class TaggedOperator(Protocol):
         """Return the search directions of earlier solves if this one is to start from them."""
 
 
+def is_tagged(A: Any) -> TypeGuard[TaggedOperator]:
+    """Return whether A declares its properties."""
+    return _declares(type(A))
+
+
+@functools.cache
+def _declares(kind: type) -> bool:
+    return issubclass(kind, TaggedOperator)  # which compares the methods by name each time
+
+
 def default_rtol(dtype: torch.dtype) -> float:
     """Return the relative residual that `solve` guarantees: 1e-6, tightened towards √eps in float64."""
     return min(1e-6, math.sqrt(torch.finfo(dtype).eps))
@@ -118,17 +129,17 @@ def method_for(A: Matrix) -> Method:
 
 
 def _method_for(system: System) -> Method:
-    first = chosen(routes(system))
+    first = chosen(operator_routes(system))
     assert first is not None  # lsmr works for any matrix
     return cast(Method, first.method)
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
     """Collect the facts about A that decide the route: those needed now, or all of them (`whole`)."""
-    square, informed = A.shape[-1] == A.shape[-2], isinstance(A, TaggedOperator)
-    form = square and isinstance(A, TaggedOperator) and A.exact_solver() is not None
+    square, informed = A.shape[-1] == A.shape[-2], is_tagged(A)
+    form = square and is_tagged(A) and A.exact_solver() is not None
     known = Promises(False, False)
-    if isinstance(A, TaggedOperator) and (whole or not form):  # this may read numbers from a device
+    if is_tagged(A) and (whole or not form):  # this may read numbers from a device
         known = A.promises()
     found = System(
         rows=max(A.shape[-2:]),
@@ -200,7 +211,7 @@ class Request:
         rtol = default_rtol(operator.dtype) if self.rtol is None else self.rtol
         common: dict[str, Any] = {"rtol": rtol, "maxiter": self.maxiter, "memory_budget": self.memory_budget}
         if self.method == "closed form":
-            exact = operator.exact_solver() if isinstance(operator, TaggedOperator) else None
+            exact = operator.exact_solver() if is_tagged(operator) else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
             return exact(B)
@@ -219,7 +230,7 @@ class Request:
 
     def _conjugate_gradients(self, operator: LinearOperator, B: Tensor, K: int, common: dict[str, Any]) -> Solution:
         """Solve for B, of K columns in all, with the given preconditioner, else with what the operator keeps."""
-        if self.preconditioner is not None or not isinstance(operator, TaggedOperator):
+        if self.preconditioner is not None or not is_tagged(operator):
             return cg(operator, B, preconditioner=self.preconditioner, **common)
         start, past = None, operator.directions(K, memory_budget=self.memory_budget)
         if past is not None:
@@ -286,12 +297,12 @@ def solve(
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     taken = method_for(A) if method == "auto" else cast(Method, method)
-    if taken == "closed form" and isinstance(A, TaggedOperator) and _wants_dense(operator, B):
+    if taken == "closed form" and is_tagged(A) and _wants_dense(operator, B):
         A.require_definite()
         taken = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if taken == "dense":
-        known = A.promises() if isinstance(A, TaggedOperator) else Promises(symmetric=False, definite=False)
+        known = A.promises() if is_tagged(A) else Promises(symmetric=False, definite=False)
         # A curvature is positive semidefinite by its formula, a matrix only by its user's word.
         promised = method == "auto" and known.definite and (known.at_hand or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=known.symmetric, definite=promised)

@@ -10,7 +10,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable, seed_of
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, in_transform
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memory
@@ -84,7 +84,7 @@ class LayerBlocks(DirectSum):
         return f"{len(self.blocks)} blocks"
 
     def in_panels(self, *beside: Tensor) -> bool:
-        return not carries_graph((*beside, *self.representation()))
+        return not carries_graph((*beside, *self.representation())) and not in_transform()
 
     def _times(self, factor: Tensor) -> LinearOperator:
         kept = {name: self._kwargs[name] for name in ("positions", "space", "names", *TOLD)}

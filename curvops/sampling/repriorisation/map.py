@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
+from curvops.checks import in_forward_mode
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.conjugate import (
     Conjugate,
@@ -133,11 +134,6 @@ def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, tar
     """
     value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
     return value
-
-
-def in_forward_mode() -> bool:
-    """Return whether the call is inside `torch.func.jvp`, `jacfwd` or a level of dual numbers."""
-    return bool(forward_ad._current_level >= 0)
 
 
 class _LogMarginal(Function):
