@@ -15,6 +15,8 @@ from curvops.checks import (
     check_limits,
     checked_number,
     checked_whole,
+    in_forward_mode,
+    in_transform,
 )
 
 RIGHT = {
@@ -75,3 +77,20 @@ def test_words_of_an_interval_say_what_it_refuses(interval):
     for value in (-1.0, math.nan):
         with pytest.raises(ValueError, match=f"a must {IN_WORDS[interval]}, got {value}"):
             checked_number("a", value, interval)
+
+
+def test_transforms_are_recognised():
+    seen = []
+
+    def function(x):
+        seen.append((in_forward_mode(), in_transform()))
+        return x.sum()
+
+    x = torch.ones(2)
+    function(x)
+    torch.func.vmap(function)(torch.ones(2, 2))
+    torch.func.grad(function)(x)
+    torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        function(x)
+    assert seen == [(False, False), (False, True), (False, True), (True, True), (True, True)]

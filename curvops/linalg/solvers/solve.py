@@ -101,7 +101,8 @@ class TaggedOperator(Protocol):
 
 def is_tagged(A: Any) -> TypeGuard[TaggedOperator]:
     """Return whether A declares its properties."""
-    return _declares(type(A))
+    kind: Any = type(A)
+    return _declares(kind)
 
 
 @functools.cache

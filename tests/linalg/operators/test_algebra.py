@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator, to_linear_operator
+from torch.autograd import forward_ad
 
 from curvops import linalg
 from curvops.linalg import Dense, Diagonal, LowRank, NotConverged, NotPositiveDefinite, Operator
@@ -151,3 +152,17 @@ def test_entries_are_counted_from_the_end_as_in_a_tensor(index, damped):
     G, dense = (Rooted(A).add_diagonal(V), A + V.diag()) if damped else (Rooted(A), A)
     found = G[index]
     torch.testing.assert_close(found if isinstance(found, torch.Tensor) else found.to_dense(), dense[index])
+
+
+def test_a_product_inside_a_transform_raises_and_drops_no_derivative():
+    G, x = Rooted(A), V.clone()
+    assert not (G @ x).requires_grad and torch.equal(G @ x, A @ x)
+    for transform in (
+        lambda product: torch.func.vmap(product)(torch.stack([x, x])),
+        lambda product: torch.func.jvp(product, (x,), (x,)),
+        lambda product: torch.func.grad(lambda v: product(v).sum())(x),
+    ):
+        with pytest.raises(RuntimeError, match="autograd.Function"):
+            transform(lambda v: G @ v)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="autograd.Function"):
+        G @ forward_ad.make_dual(x, x)
