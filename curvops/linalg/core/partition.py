@@ -135,7 +135,8 @@ def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
 
 def _views(rows: Tensor, pieces: Sequence[range], lines: int) -> list[Tensor]:
     """Return these positions of each row as matrices of so many lines, (..., n) -> (..., lines, columns)."""
-    return [rows.narrow(-1, piece.start, len(piece)).unflatten(-1, (lines, -1)) for piece in pieces]
+    shape = (*rows.shape[:-1], lines, -1)
+    return [rows.narrow(-1, piece.start, len(piece)).view(shape) for piece in pieces]
 
 
 def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:
@@ -151,9 +152,9 @@ def _map_panel(map_: ColumnMap, part: range | Tensor, pair: Bordered | None, row
     if map_.rows and pieces and (pair is None or len(pair[1]) == map_.rows):
         widths = [len(piece) // map_.rows for piece in pieces]
         table = rows.new_empty(map_.rows, len(rows), sum(widths))
-        for values, view in zip(table.split(widths, -1), _views(rows, pieces, map_.rows)):
+        for values, view in zip(table.split_with_sizes(widths, -1), _views(rows, pieces, map_.rows)):
             values.copy_(view.transpose(0, 1))
-        for values, view in zip(map_.apply(table).split(widths, -1), _views(found, pieces, map_.rows)):
+        for values, view in zip(map_.apply(table).split_with_sizes(widths, -1), _views(found, pieces, map_.rows)):
             view.copy_(values.transpose(0, 1))
         return
     values = map_.apply(_taken(rows, part, pair).mT).mT
