@@ -473,12 +473,12 @@ class EigenKronecker(_GroupedBlocks):
     def psd(self) -> bool:
         return bool((self.values >= 0).all())
 
-    def rotate(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """Return U B, rotating out of the eigenbasis."""
+    def rotate(self, block: Tensor) -> Tensor:
+        """Return U B, rotating out of the eigenbasis, for columns (n, K) or a table B."""
         return _two_sided(self.left_vectors, self.right_vectors, block)
 
-    def rotate_back(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """Return Uᵀ B, rotating into the eigenbasis."""
+    def rotate_back(self, block: Tensor) -> Tensor:
+        """Return Uᵀ B, rotating into the eigenbasis, for columns (n, K) or a table B."""
         return _two_sided(_transpose(self.left_vectors), _transpose(self.right_vectors), block)
 
     def filter(self, weights: Float[Tensor, "g p q"], block: Tensor) -> Tensor:
