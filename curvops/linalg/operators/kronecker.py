@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +31,8 @@ AT_ONCE = 2**26
 VALUES_ALONE = 2**22
 """Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
 needed; beyond, computing both would take noticeably longer."""
-
+PART = 2**16
+"""The number of eigenvalues whose bounds are computed at a time: they stay in a CPU's cache."""
 WORK_COPIES = 3
 """Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
 
@@ -129,33 +130,39 @@ class EigenKroneckerForm(Spectral):
         """The reciprocal of the spectrum, (g, p, q)."""
         return self.definite_spectrum.reshape(self.base.sizes).reciprocal()
 
-    @cached_property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value of each eigenvalue within rounding, (n,) in float64.
+    def _with_bounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield parts of the spectrum, (g, m) in float64, with the smallest and largest value of each within rounding.
 
         Rows R + E instead of R move the roots of the eigenvalues of RᵀR by at most ‖E‖ (Weyl): small eigenvalues by far
         less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
-        _ = self.definite_spectrum
-        values, (rounding, of_rows) = self.values.detach().double().flatten(1), self.accuracy
-        squares, sizes = (values, values) if self.base.psd else (values.clamp_min(0), values.abs())
-        roots, moved = squares.sqrt(), of_rows * squares.sum(1, keepdim=True).sqrt()
-        noise = rounding * sizes.amax(1, keepdim=True) + torch.finfo(self.base.dtype).eps * sizes
-        below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
-        above = (roots + moved).square() + noise
-        if squares is not values:  # an indefinite matrix in an eigenbasis is not a sum of squares
-            below, above = torch.where(values > 0, below, values - noise), above + values.clamp_max(0)
+        spectrum = self.definite_spectrum.detach().view(self.base.sizes[0], -1)
+        values, (rounding, of_rows) = self.values.detach().flatten(1), self.accuracy
+        eps, psd = torch.finfo(self.base.dtype).eps, self.base.psd
+        squares = values if psd else values.clamp_min(0)
+        moved = of_rows * squares.sum(1, keepdim=True, dtype=torch.float64).sqrt()
+        noise_of_all = rounding * values.abs().amax(1, keepdim=True).double()
         level = self.level.detach().double()
-        return (below + level).clamp_min(torch.finfo(self.base.dtype).tiny).flatten(), (above + level).flatten()
+        step = max(1, PART // len(values))
+        for own, found in zip(values.split(step, 1), spectrum.split(step, 1)):
+            part = own.double()
+            roots, noise = part.clamp_min(0).sqrt(), noise_of_all + eps * part.abs()
+            below = ((roots - moved).clamp_min(0).square() - noise).clamp_min(0)
+            above = (roots + moved).square() + noise
+            if not psd:  # an indefinite matrix in an eigenbasis is not a sum of squares
+                below, above = torch.where(part > 0, below, part - noise), above + part.clamp_max(0)
+            yield found.double(), (below + level).clamp_min(torch.finfo(self.base.dtype).tiny), above + level
 
     def logdet_error(self) -> float:
-        found, (below, above) = self.definite_spectrum.detach().double(), self.bounds
-        return float(torch.maximum(above / found, found / below).log().sum())
+        parts = [torch.maximum(above / found, found / below).log().sum() for found, below, above in self._with_bounds()]
+        return float(torch.stack(parts).sum())
 
     def inverse_diagonal_error(self) -> Tensor:
-        found, (below, above) = self.definite_spectrum.detach().double().reciprocal(), self.bounds
-        error = torch.maximum(found - above.reciprocal(), below.reciprocal() - found)
-        return self.eigen.diagonal_of(error.to(self.eigen.dtype))
+        errors = []
+        for found, below, above in self._with_bounds():
+            inverse = found.reciprocal()
+            errors.append(torch.maximum(inverse - above.reciprocal(), below.reciprocal() - inverse))
+        return self.eigen.diagonal_of(torch.cat(errors, 1).flatten().to(self.eigen.dtype))
 
     def rotate(self, block: Tensor) -> Tensor:
         return self.eigen.rotate(block)
@@ -606,6 +613,7 @@ def _decompositions(
                 pool.shutdown(wait=False, cancel_futures=True)  # after an interruption no other one starts
     finally:
         torch.set_num_threads(threads)  # for later threads
+        give_back_freed(held[0])
 
 
 def _operations(factor: Factor) -> int:
@@ -684,7 +692,8 @@ def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
     values, inner = torch.linalg.eigh(rows @ rows.mT)
     values, inner = values.flip(1), inner.flip(2)
     floor = (r * torch.finfo(torch.float64).eps * values[:, :1].abs()).clamp_min(torch.finfo(torch.float64).tiny)
-    outer = (rows.mT @ inner) * values.clamp_min(floor).rsqrt().unsqueeze(1)
-    vectors = torch.linalg.qr(outer.to(root.dtype), mode="complete").Q
+    outer = (rows.mT @ inner.mul_(values.clamp_min(floor).rsqrt().unsqueeze(1))).to(root.dtype)
+    del rows, inner  # before the vectors, which take far more
+    vectors = torch.linalg.qr(outer, mode="complete").Q
     values = torch.cat([values, values.new_zeros(g, m - r)], 1)
     return values.flip(1), vectors.flip(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,17 +28,24 @@ class Streamed:
     A push costs a forward-mode pass per vector (1 gradient), a pull a forward pass and a backward pass per vector (1
     gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
     both, with the memory of two forward passes. With `pushes` by double backward, a push takes a second backward pass.
-    By rows it needs only first derivatives: C backward passes for each point, whose rows all vectors share.
+    By rows it needs only first derivatives: C backward passes for each point, whose rows all vectors share. Outputs
+    alone are computed for `at_once` points at a time (0: all).
     """
 
     kind = "streamed"
     nbytes = 0
 
     def __init__(
-        self, model: Model, inputs: Any, names: Sequence[str], pushes: Pushes = "forward mode", roomy: bool = False
+        self,
+        model: Model,
+        inputs: Any,
+        names: Sequence[str],
+        pushes: Pushes = "forward mode",
+        roomy: bool = False,
+        at_once: int = 0,
     ) -> None:
         self.model, self.inputs, self.names = model, inputs, tuple(names)
-        self.pushes, self.roomy = pushes, roomy
+        self.pushes, self.roomy, self.at_once = pushes, roomy, at_once
         self._outputs: Tensor | None = None
         self._graph: _Graph | None = None
 
@@ -47,8 +54,18 @@ class Streamed:
         """The outputs f(θ, inputs)."""
         if self._outputs is None:
             with torch.no_grad():
-                self._outputs = self.model(self.model.values, self.inputs)
+                parts = [self.model(self.model.values, part) for part in self._parts()]
+            self._outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._outputs
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield the inputs of `at_once` points at a time; without one, all of them."""
+        total = num_points(self.inputs)
+        if not self.at_once or self.at_once >= total:
+            yield self.inputs
+            return
+        for start in range(0, total, self.at_once):
+            yield take(self.inputs, slice(start, start + self.at_once))
 
     def record(self) -> None:
         """Record a pass that gives the outputs and is used by the next pull."""

@@ -13,7 +13,16 @@ from torch import Tensor
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
-from curvops.network.engines.layerwise import Call, Layerwise, Owners, Recording, never_ran, owners_of, record
+from curvops.network.engines.layerwise import (
+    MAPPED_BYTES,
+    Call,
+    Layerwise,
+    Owners,
+    Recording,
+    never_ran,
+    owners_of,
+    record,
+)
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
@@ -26,6 +35,8 @@ from curvops.network.model.parameters import Blocks
 LEAST_CHUNK = 16 * 2**20
 # The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
+# On a CPU outputs of at least so many points are computed at a time, which read the weights once for all of them.
+FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
 # The checked uses of layer rules: products with J, products with J and some columns, rows.
@@ -260,7 +271,8 @@ class Engines:
     def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)
         roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
-        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
+        at_once = 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, routes.saved_bytes))
+        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy, at_once)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""

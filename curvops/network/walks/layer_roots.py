@@ -361,6 +361,7 @@ class JacobianRows(ABC):
         rest: list[Group] = []
         for first, _, pieces in self.jacobian_rows():
             groups = joined(pieces)
+            del pieces
             if rest:
                 first, groups = (
                     first - rest[0].num_rows,
@@ -371,6 +372,7 @@ class JacobianRows(ABC):
             rest = [group.take(slice(num_points - over, None)) for group in groups] if over else []
             if not over or over < num_points:
                 yield first, [group.take(slice(num_points - over)) for group in groups] if over else groups
+            del groups  # before the next ones are made
 
     def selected_rows(self, together: int = 1) -> Iterator[Float[Tensor, "r D"]]:
         """Yield the rows of J as a matrix, some points at a time, in multiples of `together` rows."""

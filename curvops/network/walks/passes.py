@@ -34,9 +34,9 @@ from curvops.progress import Progress, Steps, progress_bar
 
 # On a CPU larger pieces are slower, since memory for them is allocated anew, page by page, for each layer.
 MOST_CHUNK = 2**27
-FEW_POINTS, SHARE = 32, 4
-"""On a CPU pieces of more points than these take a share of a chunk, which is as fast: their rows, and what is made of
-them, are then a few blocks of memory that are used again."""
+FEW_POINTS, SHARE = 16, 16
+"""On a CPU pieces of more points than these take a share of a chunk, which is as fast: their activations and rows, and
+what is made of them, are then a few blocks of memory that are used again."""
 MANY = 10_000
 """The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
 CACHES = ("_kept", "_asked", "_complete", "_recorded")

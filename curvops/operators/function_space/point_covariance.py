@@ -26,6 +26,7 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Inverse, Operator
+from curvops.linalg.core.memory import give_back_freed
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
@@ -39,7 +40,9 @@ from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
-
+LONG_WALK = 2**30
+"""Bytes of all rows of J from which on freed memory is given back before they are walked over, as this then takes far
+less time than they do: sides and rows of some points would not fit into the gaps."""
 
 Target = Tensor
 """The blocks (m, C, C) of m points, or their diagonals (m, C)."""
@@ -92,6 +95,8 @@ def point_covariances(
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
     jacobian = jacobian.gathered()
+    if jacobian.shape.numel() * jacobian.dtype.itemsize >= LONG_WALK:
+        give_back_freed()
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
@@ -140,7 +145,8 @@ def _sum_over_layers(
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
     for first, groups in walk.groups_together(outputs):
-        for group in groups:
+        while groups:  # none is held while the next is used, or made
+            group = groups.pop(0)
             row = first + group.first_row
             start, count = row // outputs, group.num_rows // outputs
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
@@ -148,6 +154,7 @@ def _sum_over_layers(
             if tangents is not None and pushed is not None:
                 part = pushed[:, row : row + group.num_rows]
                 part += group.push(tangents).flatten(1)
+            del group
     return total
 
 

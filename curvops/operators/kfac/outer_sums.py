@@ -20,7 +20,7 @@ MOST_EXACT = 512
 """The most columns whose outer products are summed in float64; for more, this would take most of a build's time."""
 ELEMENTS = 2**18
 """How many numbers of few columns are converted to float64 at a time: they stay in a CPU's cache."""
-ELEMENTS_A_SUM = 2**21
+ELEMENTS_A_SUM = 2**19
 """How many numbers are converted to float64 for one product of many columns."""
 ROWS_A_SUM = 2048
 """How many rows are summed at a time in single precision: few enough to lose little."""

@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from curvops.network.data.inputs import num_points
 from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
 from curvops.network.engines.routes import Routes, adjoint, find_routes, tolerance
 from curvops.network.model.model import Model
@@ -103,6 +104,24 @@ def test_recorded_and_streamed_are_each_others_equals(name: str) -> None:
     for key, value in streamed.pull(U).items():
         assert agree(value, recorded.pull(U)[key], 1e-13)
     assert streamed.nbytes == 0 < recorded.nbytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "embedding_padding"])
+def test_outputs_alone_are_computed_some_points_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = ZOO[name].build()
+    network, total = Model(model), num_points(inputs)
+    run, seen = Model.__call__, []
+
+    def counted(self: Model, values: Any, some: Any) -> Tensor:
+        seen.append(num_points(some))
+        return run(self, values, some)
+
+    monkeypatch.setattr(Model, "__call__", counted)
+    parts = Streamed(network, inputs, network.selection.names, at_once=2).outputs
+    assert seen == [2] * (total // 2) + [1] * (total % 2)
+    seen.clear()
+    whole = Streamed(network, inputs, network.selection.names).outputs
+    assert seen == [total] and agree(parts, whole, 1e-13)
 
 
 def settings() -> tuple[bool, ...]:
