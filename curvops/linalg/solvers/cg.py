@@ -419,7 +419,8 @@ class ConjugateGradients:
     def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> bool:
         """Compare with the true residual; give reasons to columns that stop. Return True if a residual was replaced."""
         records, index = self.records, torch.tensor(positions)
-        x, r = columns(self.x, index), columns(self.r, index)
+        whole = len(positions) == self.x.shape[1]
+        x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
         records.matvecs += len(positions)
         true = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image

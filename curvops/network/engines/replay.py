@@ -8,6 +8,7 @@ as much as the pass itself, whereas `torch.func.linearize` takes some millisecon
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.model.parameters import Blocks
 
+_Facts = tuple[torch.Size, torch.dtype]
+"""A tangent's shape and dtype."""
 _ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
 
 
@@ -103,8 +106,9 @@ class Recorder(EagerMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._slot_of: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # kept alive, so that an id belongs to one tensor throughout
+        self._slot_of: dict[int, int] = {}  # of tangents that exist, since the id of a freed one may be another's
+        self._ends: list[weakref.ref[Tensor]] = []
+        self._facts: list[_Facts] = []
         self._given: dict[str, int] = {}
         self._steps: list[_Step] = []
         self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
@@ -138,14 +142,16 @@ class Recorder(EagerMode):
             return None
         end, steps = self._slot_of[id(result)], self._steps
         if not self._writes:
-            steps = _leading_to(end, _without_zeros(steps, self._alive, end))
-        return Replay(steps, self._given, end, len(self._alive))
+            steps = _leading_to(end, _without_zeros(steps, self._facts, end))
+        return Replay(steps, self._given, end, len(self._facts))
 
     def _slot(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._slot_of:
-            self._slot_of[id(tensor)] = len(self._alive)
-            self._alive.append(tensor)
-        return self._slot_of[id(tensor)]
+        key, slots = id(tensor), self._slot_of
+        if key not in slots:
+            slots[key] = len(self._facts)
+            self._facts.append((tensor.shape, tensor.dtype))
+            self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
+        return slots[key]
 
     def _referring(self, values: list[Any]) -> list[Any]:
         """Return arguments with slots instead of tangents, recording the storage of each constant."""
@@ -178,7 +184,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     return found
 
 
-def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) -> list[_Step]:
+def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) -> list[_Step]:
     """Return the steps without added constants, which are zeros in a linear map: only their shape remains."""
     found: list[_Step] = []
     same: dict[int, int] = {}
@@ -187,12 +193,12 @@ def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) ->
         if step.run is _ADD and not step.keywords and place is not None and place != end:
             tangent = next(iter(_slots(args)))
             constant = next((value for value in args if isinstance(value, Tensor)), None)
-            before, after = alive[tangent.index], alive[place]
-            if constant is not None and before.dtype == after.dtype and not bool(constant.any()):
-                if before.shape == after.shape:
+            (before, dtype), (after, found_dtype) = facts[tangent.index], facts[place]
+            if constant is not None and dtype == found_dtype and not bool(constant.any()):
+                if before == after:
                     same[place] = tangent.index
                     continue
-                step, args = replace(step, run=_EXPAND), [tangent, after.shape]
+                step, args = replace(step, run=_EXPAND), [tangent, after]
         found.append(replace(step, args=args))
     return found
 

@@ -22,7 +22,7 @@ from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.shard import Shard
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
+from curvops.network.engines.engine import BUILT_BYTES, LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording, Weigh
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
@@ -550,6 +550,8 @@ class Passes(JacobianRows):
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
         engine = self._build(kind, inputs, room, root)
+        if engine.nbytes >= BUILT_BYTES:
+            give_back_freed()
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:

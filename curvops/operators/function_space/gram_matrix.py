@@ -46,6 +46,8 @@ INNER_BYTES = 4 * 2**20
 """Bytes, on a CPU, of the inner products (a_t·a'_u) that images are made from."""
 IMAGE_BYTES, ACROSS = 2**20, 16
 """Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time and stay in a cache; the least x'."""
+FREED_BYTES = 32 * 2**20
+"""Bytes of joined rows from which on the memory of their pieces is given back before the next ones are joined."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
@@ -111,6 +113,7 @@ def gram_terms(
                             add(piece, other)
                 kept.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
             begin = 0
+    give_back_freed(result.nbytes)
     return mirror(result) if same else result
 
 
@@ -122,7 +125,7 @@ def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> Iterator[tuple[int, list[Piece]]]:
     """Yield (the row after them, pieces that together take at most `most_bytes`), with at least one piece."""
     panel: list[Piece] = []
-    held = end = 0
+    held = end = unfreed = 0
     for start, count, groups in walk:
         groups = [_as_rows(group) for group in groups]
         size = sum(group.nbytes for group in groups)
@@ -130,7 +133,10 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> 
             yield end, _joined(panel)
             held = 0
         panel += [(start + group.first_row, group) for group in groups]
-        held, end = held + size, start + count
+        held, end, unfreed = held + size, start + count, unfreed + size
+        if unfreed >= FREED_BYTES:
+            unfreed = 0
+            give_back_freed()
     if panel:
         yield end, _joined(panel)
 
@@ -158,6 +164,9 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     while runs:
         run = runs.pop()  # frees its parts
         found.append((run[0][0], Group.concatenate([group for _, group in run])))
+        if len(run) > 1 and found[-1][1].nbytes >= FREED_BYTES:
+            del run
+            give_back_freed()
     return found
 
 

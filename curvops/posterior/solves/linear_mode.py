@@ -161,18 +161,19 @@ def find_mode(
         with counted():
             return _LinearModel(lins, prior, cache.power, delta)
 
-    model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps = 2, 0
-    if kept.state is None:
-        if (kernel := solving_kernel(terms)) is not None:
-            near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
-            delta, matvecs = near - theta, matvecs + products + 2
-            del near, model  # before another one is made
-            model = at(delta)
-        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
-    else:
+    if kept.state is not None:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
-        model = at(delta)
+    elif (kernel := solving_kernel(terms)) is not None:
+        near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
+        delta, matvecs = near - theta, products + 2
+        del near
+    else:
+        delta = torch.zeros_like(theta) if start is None else start - theta
+    model = at(delta)
+    del delta  # the model's own alone
+    if kept.state is None:
+        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     ours = is_psd(terms.curvature) and terms.closed_form is None
     few = None if kept or theta.nbytes * SOLVE_VECTORS <= terms.lin.memory_budget else solving_kernel(terms)
     sketch = None

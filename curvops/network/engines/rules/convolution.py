@@ -63,7 +63,7 @@ class ConvolutionRule(Rule):
         wide = s.unflatten(2, (layer.groups, -1)).transpose(1, 2).flatten(1, 3).contiguous()
         output_padding = getattr(layer, "output_padding", (0,))
         geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
-        weight = s.new_empty(1).expand(shape)  # only its shape is read
+        weight = s.new_empty(shape)  # only its shape is read, and a view of one number would be copied to memory
         return torch.ops.aten.convolution_backward(wide, kept, weight, None, *geometry, (False, True, False))[1]
 
     def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
