@@ -24,7 +24,8 @@ def multiply(
 ) -> Float[Tensor, "m n"]:
     """Return a b, plus a vector in every row if one is given."""
     if _is_slow(a, b):
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.mT, added, "none", [], "")
+        row = None if added is None else added.contiguous()  # oneDNN does not look at its stride
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.mT, row, "none", [], "")
         return found
     return a @ b if added is None else torch.addmm(added, a, b)
 

@@ -46,7 +46,7 @@ def test_products_are_those_of_float64(
     stored: Callable[[Tensor], Tensor], added: bool, calls: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c = factors()
-    a, b = stored(a), stored(b)
+    a, b, c = stored(a), stored(b), stored(torch.stack([c, c]))[0]
     expected = a.double() @ b.double() + (c.double() if added else 0.0)
     with torch.no_grad():
         found = multiply(a, b, c if added else None)
