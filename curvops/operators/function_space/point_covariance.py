@@ -25,8 +25,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph
+from curvops.freed_memory import give_back_freed
 from curvops.linalg import Damped, Inverse, Operator
-from curvops.linalg.core.memory import give_back_freed
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
