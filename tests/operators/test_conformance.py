@@ -10,6 +10,7 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
+from curvops.linalg.operators.kronecker import Details
 
 
 @functools.cache
@@ -67,6 +68,11 @@ def kronecker():
 
 def kronecker_diagonal():
     return Kronecker(torch.linspace(0.5, 2, 4).reshape(2, 2), factor(2, 3, 4))
+
+
+def kronecker_by_root():
+    root = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(3))
+    return Kronecker(root, factor(2, 3, 4), details=(Details(by_root=True), Details()))
 
 
 def block_diagonal(first=low_rank):
@@ -127,6 +133,7 @@ RECTANGULAR = {
     "damped": lambda: ggn().add_diagonal(1.0),
     "kronecker": kronecker,
     "kronecker_diagonal": kronecker_diagonal,
+    "kronecker_by_root": kronecker_by_root,
     "eigen_kronecker": lambda: kronecker().eigen(),
     "block_diagonal": block_diagonal,
     "low_rank_with_error": lambda: co.low_rank(Dense(spd(9)), 4, generator=torch.Generator().manual_seed(0)),
@@ -147,6 +154,7 @@ SQUARE = {
     "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
     "damped_low_rank_vector": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0.2, 1, 7)),
     "damped_kronecker": lambda: kronecker().add_diagonal(1.0),
+    "damped_kronecker_by_root": lambda: kronecker_by_root().add_diagonal(1.0),
     "damped_kronecker_groups": lambda: kronecker_diagonal().add_diagonal(torch.tensor([1.0] * 6 + [2.0] * 6)),
     "damped_eigen_kronecker": lambda: kronecker().eigen().add_diagonal(1.0),
     "damped_block_diagonal": lambda: block_diagonal(nearly_full_rank).add_diagonal(1.0),

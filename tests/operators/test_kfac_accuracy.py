@@ -82,7 +82,7 @@ def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.M
     thin = co.KFAC(lin)
     monkeypatch.undo()
     whole = co.KFAC(lin)
-    assert [one.details[1].root is not None for one in thin.blocks] == [True, False]
+    assert [one.details[1].by_root for one in thin.blocks] == [True, False]
     torch.testing.assert_close(thin.to_dense(), whole.to_dense(), rtol=1e-10, atol=1e-12)
     eigen = thin.blocks[0].eigen()
     U = eigen.right_vectors[0]
@@ -105,11 +105,10 @@ def test_rows_of_a_wide_factor_come_in_batches_and_are_dropped_where_they_are_ma
     for _ in range(2):
         many.add(rows.unsqueeze(0))
     found, details = few.matrix(3, torch.float64)
-    torch.testing.assert_close(found, rows.mT @ rows / 3, rtol=1e-12, atol=1e-12)
-    assert details.root is not None
-    torch.testing.assert_close(details.root.mT @ details.root, found, rtol=1e-12, atol=1e-12)
+    assert details.by_root and found.shape == (1, 3, 5)
+    torch.testing.assert_close(found.mT @ found, rows.mT @ rows / 3, rtol=1e-12, atol=1e-12)
     found, details = many.matrix(1, torch.float64)
-    assert details.root is None
+    assert details.root is None and not details.by_root
     torch.testing.assert_close(found, 2 * rows.mT @ rows, rtol=1e-12, atol=1e-12)
 
 

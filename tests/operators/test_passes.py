@@ -117,3 +117,21 @@ def test_a_prediction_takes_outputs_and_rows_from_one_pass(joint: bool) -> None:
     torch.testing.assert_close(rows.formed().mT, J)  # by a pass of its own
     expected = dense if joint else torch.stack([dense[:3, :3], dense[3:, 3:]])
     torch.testing.assert_close(predicted.covariance_matrix, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
+def test_probabilities_take_outputs_from_the_walk_over_rows(link: str) -> None:
+    """At points too many for one recorded pass: each goes forward once, and later questions are answered as before."""
+    model, x, _ = problem()
+    lin = co.linearize(model, (x, torch.arange(30) % 3), "classification")
+    post, many = co.laplace(lin, co.KFAC, check_mode=False), torch.randn(5000, 4).double()
+    _ = post.probabilities(many[:1])  # decompositions and proofs
+    seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
+    with passes() as counted:
+        found = post.probabilities(many, link=link, **seed)
+    assert sum(len(call.args[2]) for call in counted.call_args_list) == len(many)
+    torch.testing.assert_close(post.predict(many).mean, lin.predict(many), **TIGHT)
+    seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
+    predictive = post.at(many)
+    _ = predictive.predict().mean  # by a pass of its own
+    torch.testing.assert_close(predictive.probabilities(link=link, **seed), found, rtol=1e-10, atol=1e-12)

@@ -24,6 +24,7 @@ from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
+from curvops.linalg.operators.dense import round_with_rest
 from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
@@ -44,12 +45,14 @@ class Details:
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
     the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms; and
     `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
+    With `by_root` the factor's own tensor is such a root (g, r, m), and the factor is never formed.
     """
 
     rest: Tensor | None = None
     root: Tensor | None = None
     rounding: float = 0.0
     of_rows: float = 0.0
+    by_root: bool = False
 
     def map(self, change: Any, change_root: Any) -> Details:
         """Return the details of a changed factor."""
@@ -57,16 +60,22 @@ class Details:
         rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
         return replace(self, rest=rest, root=root)
 
-    def without_root(self, factor: Tensor) -> Details:
-        """Return the details with `rest` instead of the root, for a factor changed by more than a multiple."""
-        if self.root is None:
-            return self
-        rows = self.root.double()
-        return replace(self, rest=(rows.mT @ rows - factor).to(factor.dtype), root=None)
+    def formed(self, factor: Tensor) -> tuple[Tensor, Details]:
+        """Return the factor without a root, with `rest` instead, to be changed by more than a multiple."""
+        if self.root is None and not self.by_root:
+            return factor, self
+        found, rest = round_with_rest(to_double(factor, self), factor.dtype)
+        return found, replace(self, rest=rest, root=None, by_root=False)
 
-    def block(self, part: slice) -> Details:
-        """Return the details of a diagonal block of the factor."""
-        return self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
+    def block(self, factor: Tensor, part: slice) -> tuple[Tensor, Details]:
+        """Return a diagonal block of the factor, and its details."""
+        own = factor[:, :, part] if self.by_root else factor[:, part, part]
+        return own, self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
+
+    def root_of(self, factor: Tensor) -> Tensor | None:
+        """Return a root with fewer rows than columns, from which eigenvectors are cheaper, if there is one."""
+        root = factor if self.by_root else self.root
+        return root if root is not None and root.shape[1] < root.shape[2] else None
 
 
 class EigenKroneckerForm(Spectral):
@@ -240,11 +249,12 @@ class Kronecker(_GroupedBlocks):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
-    product costs 2·n·(p + q) operations per column, as two batched matrix products.
+    product costs 2·n·(p + q) operations per column, as two batched matrix products. A factor of low rank may be given
+    by a root of r rows, (g, r, p), where `details` say so; a product with it takes two, with 2·r instead of p.
 
     Args:
-        left: (g, p, p), or (g, p) for a diagonal factor.
-        right: (g, q, q), or (g, q).
+        left: (g, p, p), or (g, p) for a diagonal factor, or a root (g, r, p).
+        right: (g, q, q), or (g, q), or a root (g, r, q).
         cache: eigendecompositions shared with a multiple of the matrix.
         details: data of the factors that make their eigendecompositions more accurate than their dtype allows, or
             cheaper than their size would require.
@@ -267,8 +277,8 @@ class Kronecker(_GroupedBlocks):
     ) -> None:
         check_tensor("left", left)
         check_tensor("right", right)
-        for name, factor in (("left", left), ("right", right)):
-            square = factor.ndim == 2 or (factor.ndim == 3 and factor.shape[1] == factor.shape[2])
+        for name, factor, known in (("left", left, details[0]), ("right", right, details[1])):
+            square = factor.ndim == 2 or (factor.ndim == 3 and (known.by_root or factor.shape[1] == factor.shape[2]))
             if not square or factor.shape[0] != left.shape[0]:
                 raise ValueError(
                     f"{name} must be (g, m, m), or (g, m) if it is diagonal, with the same g for both factors; "
@@ -280,13 +290,13 @@ class Kronecker(_GroupedBlocks):
 
     @property
     def left(self) -> Tensor:
-        """The left factor, (g, p, p), or its diagonal, (g, p)."""
-        return self._args[0]
+        """The left factor, (g, p, p), or its diagonal, (g, p); one that is given by its root is formed."""
+        return _whole(self._args[0], self.details[0])
 
     @property
     def right(self) -> Tensor:
-        """The right factor, (g, q, q), or its diagonal, (g, q)."""
-        return self._args[1]
+        """The right factor, (g, q, q), or its diagonal, (g, q); one that is given by its root is formed."""
+        return _whole(self._args[1], self.details[1])
 
     @property
     def details(self) -> tuple[Details, Details]:
@@ -295,28 +305,46 @@ class Kronecker(_GroupedBlocks):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        return self.left.shape[0], self.left.shape[1], self.right.shape[1]
+        left, right = self._args
+        return left.shape[0], left.shape[-1], right.shape[-1]
 
     def _product(self, block: Tensor) -> Tensor:
-        return _two_sided(self.left, self.right, block)
+        (left, of_left, _), (right, of_right, _) = self.factors
+        if not (of_left.by_root or of_right.by_root):
+            return _two_sided(left, right, block)
+        (g, p, q), columns = self.sizes, block.shape[1]
+        table = block if block.ndim == 3 else block.reshape(g * p, q, columns).transpose(1, 2)
+        groups = _both(left, right, table.reshape(g, p, columns, q).transpose(1, 2))
+        groups = _both(left.mT if of_left.by_root else None, right.mT if of_right.by_root else None, groups)
+        table = groups.transpose(1, 2).reshape(table.shape)
+        return table if block.ndim == 3 else table.transpose(1, 2).reshape(block.shape)
 
     # Transposed factors have the same product, but their gradients differ between an entry and its mirror image.
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return _two_sided(_transpose(self.left), _transpose(self.right), block)
+        return self._transposed._product(block)
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return Kronecker(_transpose(self.left), _transpose(self.right)) if carries_graph(self._args) else self
+        return self._transposed if carries_graph(self._args) else self
+
+    @property
+    def _transposed(self) -> Kronecker:
+        left, right = (factor if known.by_root else _transpose(factor) for factor, known, _ in self.factors)
+        return Kronecker(left, right, details=self.details)
 
     def _diagonal(self) -> Tensor:
-        return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
+        left, right = (
+            factor.square().sum(1) if known.by_root else _diagonal_of(factor) for factor, known, _ in self.factors
+        )
+        return (left.unsqueeze(2) * right.unsqueeze(1)).flatten()
 
     def _times(self, factor: Tensor) -> LinearOperator:
         if bool(factor < 0):
             return super()._times(factor)
         of_left, of_right = self.details
         scaled = of_left.map(lambda rest: rest * factor, lambda root: root * factor.sqrt())
-        return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
+        left, right = self._args
+        return Kronecker(left * (factor.sqrt() if of_left.by_root else factor), right, details=(scaled, of_right))
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
         """Convert to another dtype or device; in float64, restore the parts of the factors that rounding removed."""
@@ -326,11 +354,11 @@ class Kronecker(_GroupedBlocks):
             return tensor.to(device=device, dtype=dtype)
 
         def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
-            if dtype == torch.float64 and factor.ndim == 3:
+            if dtype == torch.float64 and factor.ndim == 3 and not known.by_root:
                 return change(to_double(factor, known)), replace(known.map(change, change), rest=None)
             return change(factor), known.map(change, change)
 
-        (left, of_left), (right, of_right) = map(converted, (self.left, self.right), self.details)
+        (left, of_left), (right, of_right) = map(converted, self._args, self.details)
         return Kronecker(left, right, details=(of_left, of_right))
 
     def eigen(self) -> EigenKronecker:
@@ -366,12 +394,13 @@ class Kronecker(_GroupedBlocks):
     @property
     def factors(self) -> tuple[Factor, Factor]:
         """Both factors, with their details and names."""
-        return (self.left, self.details[0], "left"), (self.right, self.details[1], "right")
+        left, right = self._args
+        return (left, self.details[0], "left"), (right, self.details[1], "right")
 
     @property
     def rounding(self) -> float:
         """The largest error of the computed eigenvalues, relative to the largest."""
-        return sum(_noise(known, factor) for known, factor in zip(self.details, (self.left, self.right)))
+        return sum(_noise(known, factor) for known, factor in zip(self.details, self._args))
 
     @property
     def of_rows(self) -> float:
@@ -411,13 +440,13 @@ class Kronecker(_GroupedBlocks):
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):
             raise ValueError(f"heuristic damping needs one positive number, got {shift}; use add_diagonal for others.")
-        of_left, of_right = (_diagonal_of(factor).mean(1) for factor in (self.left, self.right))
+        left, right = (known.formed(factor) for factor, known, _ in self.factors)
+        of_left, of_right = (_diagonal_of(factor).mean(1) for factor, _ in (left, right))
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
         pi = (torch.where(usable, of_right, one) / torch.where(usable, of_left, one)).sqrt()
-        known = self.details[0].without_root(self.left), self.details[1].without_root(self.right)
-        damped = _shift(self.left, level.sqrt() / pi), _shift(self.right, level.sqrt() * pi)
-        return Kronecker(*damped, details=known)
+        damped = _shift(left[0], level.sqrt() / pi), _shift(right[0], level.sqrt() * pi)
+        return Kronecker(*damped, details=(left[1], right[1]))
 
 
 class EigenKronecker(_GroupedBlocks):
@@ -523,12 +552,14 @@ def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
 # all columns at once, (K·p, q), and the left one each column.
 
 
-def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
-    """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal."""
-    if right.ndim == 2:
+def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
+    """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal, and None is the identity."""
+    if right is not None and right.ndim == 2:
         groups = right[:, None, None, :] * groups
-    else:
-        groups = torch.bmm(groups.flatten(1, 2), right.mT).reshape(groups.shape)
+    elif right is not None:
+        groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
+    if left is None:
+        return groups
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
 
 
@@ -549,6 +580,10 @@ def _diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
+def _whole(factor: Tensor, details: Details) -> Tensor:
+    return details.formed(factor)[0] if details.by_root else factor
+
+
 def _shift(factor: Tensor, levels: Tensor) -> Tensor:
     diagonal = levels.unsqueeze(1).expand(factor.shape[:2])
     return factor + (diagonal if factor.ndim == 2 else torch.diag_embed(diagonal))
@@ -565,7 +600,7 @@ def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory |
     blocks = [block for block in blocks if isinstance(block, Kronecker)]
     if sum(_operations(factor) for block in blocks for factor in block.factors) < AT_ONCE:
         return
-    wanted = [block for block in blocks if block.known_eigen is None and not carries_graph((block.left, block.right))]
+    wanted = [block for block in blocks if block.known_eigen is None and not carries_graph(block._args)]
     found = _decompositions([factor for block in wanted for factor in block.factors], progress, memory)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))
@@ -580,7 +615,8 @@ def _decompositions(
     if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
         return [_eigh(*factor) for factor in factors]
     threads = torch.get_num_threads()
-    held = sorted((8 * WORK_COPIES * tensor.numel() for tensor in tensors if tensor.ndim == 3), reverse=True)
+    numbers = (len(tensor) * tensor.shape[2] ** 2 for tensor in tensors if tensor.ndim == 3)
+    held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
     room = room_in(memories, 0)
     fitting = threads if room is None else sum(total <= room for total in accumulate(held))
@@ -619,15 +655,15 @@ def _decompositions(
 def _operations(factor: Factor) -> int:
     """Return the order of magnitude of the operations that an eigendecomposition takes."""
     tensor = factor[0]
-    return tensor.shape[0] * tensor.shape[1] ** 3 if tensor.ndim == 3 else 0
+    return tensor.shape[0] * tensor.shape[2] ** 3 if tensor.ndim == 3 else 0
 
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     """Return eigenvalues (g, m) in float64, zero within rounding, and vectors in the factor's dtype, or ones."""
     if factor.ndim == 2:
         values, vectors = factor.double(), torch.ones_like(factor)
-    elif details.root is not None and details.root.shape[1] < factor.shape[1]:
-        values, vectors = _eigh_of_root(details.root)
+    elif (root := details.root_of(factor)) is not None:
+        values, vectors = _eigh_of_root(root)
     else:
         matrix = to_double(factor, details)
         if matrix.requires_grad:
@@ -642,10 +678,10 @@ def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
     """Return the eigenvalues that `_eigh` returns, up to rounding, without the vectors."""
     if factor.ndim == 2:
         values = factor.double()
-    elif details.root is not None and details.root.shape[1] < factor.shape[1]:
-        rows = details.root.double()
+    elif (root := details.root_of(factor)) is not None:
+        rows = root.double()
         values = torch.linalg.eigvalsh(rows @ rows.mT)
-        values = torch.cat([values.new_zeros(len(values), factor.shape[1] - values.shape[1]), values], 1)
+        values = torch.cat([values.new_zeros(len(values), factor.shape[2] - values.shape[1]), values], 1)
     else:
         values = torch.linalg.eigvalsh(to_double(factor, details))
     return _without_rounding(values, factor, details, name)
@@ -653,7 +689,7 @@ def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
 
 def _without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
     """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
-    m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
+    m, eps = factor.shape[-1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from being positive semi-definite.
     slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), _noise(details, factor)
     known = values.detach()
@@ -670,13 +706,14 @@ def _noise(details: Details, factor: Tensor) -> float:
     """Return the relative error of a factor's eigenvalues, including that of its decomposition in float64."""
     if factor.ndim == 2:
         return 0.0
-    return max(10 * factor.shape[1] * torch.finfo(torch.float64).eps, details.rounding)
+    return max(10 * factor.shape[2] * torch.finfo(torch.float64).eps, details.rounding)
 
 
 def to_double(factor: Tensor, details: Details) -> Tensor:
     """Return the factor in float64, with the part that rounding to its dtype removed."""
-    if details.root is not None:
-        rows = details.root.double()
+    root = factor if details.by_root else details.root
+    if root is not None:
+        rows = root.double()
         return rows.mT @ rows
     return factor.double() if details.rest is None else factor.double() + details.rest
 

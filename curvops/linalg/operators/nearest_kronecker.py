@@ -32,12 +32,10 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
 
     Cost: k² inner products of the factors for k terms, in float64.
     """
-    if len({(term.left.shape, term.right.shape) for term in terms}) != 1:
-        raise ValueError(
-            f"the factors differ in their sizes: {[(term.left.shape, term.right.shape) for term in terms]}."
-        )
-    lefts = torch.stack([to_double(term.left, term.details[0]) for term in terms], 1)  # (g, k, …)
-    rights = torch.stack([to_double(term.right, term.details[1]) for term in terms], 1)
+    if len({(term.sizes, *(factor.ndim for factor, *_ in term.factors)) for term in terms}) != 1:
+        raise ValueError(f"the factors differ in their sizes: {[term.sizes for term in terms]}.")
+    both = [[to_double(factor, details) for factor, details, _ in term.factors] for term in terms]
+    lefts, rights = (torch.stack(each, 1) for each in zip(*both))  # (g, k, …)
     of_lefts, of_rights = _inner_products(lefts), _inner_products(rights)
     values, vectors = torch.linalg.eigh(of_lefts)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT

@@ -39,11 +39,11 @@ FEW_POINTS, SHARE = 16, 16
 what is made of them, are then a few blocks of memory that are used again."""
 MANY = 10_000
 """The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
-CACHES = ("_kept", "_asked", "_complete", "_recorded")
+CACHES = ("_kept", "_asked", "_complete", "_recorded", "_outputs")
 NO_LABELS = Batch((), torch.empty(0))
 """The labels of a walk over rows of J, which needs none."""
 MOST_RECORDED = 2**20
-"""The bytes of a graph that may be kept until rows are used."""
+"""The bytes of a graph that may be kept until rows are used, or of outputs that a walk over rows finds."""
 
 
 class BatchMap:
@@ -130,6 +130,7 @@ class Passes(JacobianRows):
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
         self._recorded: Recording | None = None
+        self._outputs: Tensor | None = None
         self._gathered: Passes | None = None
         self._asked: Counter[int] = Counter()
         self._complete = False
@@ -430,28 +431,34 @@ class Passes(JacobianRows):
     ) -> Iterator[tuple[int, int, list[Group]]]:
         """Yield the rows of J by layer, some points at a time: (first row, how many, groups), all columns of each.
 
-        Pieces whose first row is below `least`, and layers that have none of the `names`, are left out.
+        Pieces whose first row is below `least`, and layers that have none of the `names`, are left out. A walk over all
+        rows keeps the outputs, if they are small, for `recorded_outputs`.
         """
-        total, last = 0, self.features()
+        total, last, seen = 0, self.features(), list[Tensor]()
         with self._steps("rows of the Jacobian") as steps:
             for index, (inputs, _) in enumerate(self._source):
                 columns, points = self.engines.plan.num_outputs, num_points(inputs)
-                for start, count, groups in self._groups(inputs, names) if last is None else self._of_last(last[index]):
+                pieces = self._groups(inputs, names, seen) if last is None else self._of_last(last[index])
+                for start, count, groups in pieces:
                     if total + start * columns >= least:
                         yield total + start * columns, count * columns, list(groups())
                     steps.advance(count)
                 total += points * columns
+        whole = self.shard is None and sum(map(len, seen)) * self.engines.plan.num_outputs == total
+        if seen and whole and sum(outputs.nbytes for outputs in seen) <= MOST_RECORDED:
+            with self.model.lock:
+                self._outputs = torch.cat(seen)
 
     def _groups(
-        self, inputs: Any, names: Container[str] | None
+        self, inputs: Any, names: Container[str] | None, seen: list[Tensor]
     ) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """Yield (first point, how many, a function that computes their rows)."""
+        """Yield (first point, how many, a function that computes their rows and appends their outputs to `seen`)."""
         others = [name for name in self.engines.checked_others(inputs) if names is None or name in names]
         for points, part in self._pieces(inputs, self.engines.plan.num_outputs, self.chunk_bytes, of_others=True):
             count = points.stop - points.start
             recorded = self._take_recorded(count)
             asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize
-            rows = partial(each_group, *asked, recorded=recorded, names=names)
+            rows = partial(each_group, *asked, lambda outputs, _: seen.append(outputs), recorded, names=names)
             yield points.start, count, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
@@ -464,12 +471,16 @@ class Passes(JacobianRows):
             yield start, len(part.kept), partial(groups_of, part, outputs)
 
     def recorded_outputs(self) -> Tensor | None:
-        """Return the outputs at few points by a pass whose graph `jacobian_rows` uses next; otherwise None.
+        """Return the outputs if a pass for the rows of J has them, or makes them, or None.
 
-        Few means that one batch in memory has them all, and that its graph takes at most `MOST_RECORDED` bytes. Every
-        parameter needs a layer rule.
+        `jacobian_rows` has them after a walk over all rows; this hands them over once. Otherwise, if points are few, a
+        pass is made whose graph `jacobian_rows` uses next. Few means that one batch in memory has them all, and that
+        its graph takes at most `MOST_RECORDED` bytes. Every parameter needs a layer rule.
         """
         with self.model.lock:
+            if self._outputs is not None:
+                found, self._outputs = self._outputs, None
+                return found
             plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
             if len(parts) != 1 or plan.is_last_layer or self._fisher is not None:
                 return None
@@ -508,12 +519,12 @@ class Passes(JacobianRows):
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
-        """Yield (some points, their inputs), as many at a time as fit into a chunk with their columns."""
+        """Yield (some points, their inputs), as many at a time as fit into a chunk with their graph and columns."""
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
-        step = max(1, chunk // max(1, a_column * columns))
+        step = max(1, chunk // max(1, a_column * columns + plan.routes.saved_bytes))
         if not self.model.theta.is_cuda:
             step = max(min(step, FEW_POINTS), step // SHARE)
         for start in range(0, total, step):

@@ -87,7 +87,8 @@ class BlockSums:
             yield KroneckerBlock(self.names, self.positions.flatten(), whole)
             return
         for local, part in PARTS.items():
-            own = Kronecker(left, right[:, part, part], details=(of_left, of_right.block(part)))
+            its_right, of_its_right = of_right.block(right, part)
+            own = Kronecker(left, its_right, details=(of_left, of_its_right))
             yield KroneckerBlock((self.apart[local],), self.positions[..., part].flatten(), own)
 
 

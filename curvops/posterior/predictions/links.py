@@ -29,15 +29,20 @@ def check_link(link: str, likelihood: Likelihood) -> None:
 
 
 def normal_probabilities(
-    link: str, likelihood: Likelihood, mean: Float[Tensor, "N C"], covariance: LinearOperator
+    link: str, likelihood: Likelihood, mean: Callable[[], Float[Tensor, "N C"]], covariance: LinearOperator
 ) -> Float[Tensor, "N C"]:
-    """Return the probabilities of normal logits by "probit", "bridge" or "bridge_norm"."""
+    """Return the probabilities of normal logits by "probit", "bridge" or "bridge_norm".
+
+    `mean` is called after the covariance is computed, whose passes may have found the outputs, too.
+    """
     if link.startswith("bridge"):
-        return bridge(mean, covariance.to_dense(), normalised=link == "bridge_norm")
+        blocks = covariance.to_dense()
+        return bridge(mean(), blocks, normalised=link == "bridge_norm")
     if isinstance(likelihood, BradleyTerry):
-        return preference(mean, covariance.to_dense())
+        blocks = covariance.to_dense()
+        return preference(mean(), blocks)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return scale_logits(mean, variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean, variance)
+    return scale_logits(mean(), variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean(), variance)
 
 
 def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:

@@ -82,8 +82,12 @@ class OutputDistribution(ABC):
         return outputs if self.step is None else outputs + self.by_position(self.jacobian._matmul(self.step))
 
     @abstractmethod
+    def covariance(self, together: int | None = 1) -> LinearOperator:
+        """Return the covariance of the outputs, joint within `together` points (None: all)."""
+
     def moments(self, together: int | None = 1) -> OutputMoments:
-        """Return the mean and the covariance of the outputs, joint within `together` points (None: all)."""
+        """Return the mean and the `covariance`."""
+        return self.linear_mean, self.covariance(together)
 
     @abstractmethod
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
@@ -119,12 +123,11 @@ class NormalOutputs(OutputDistribution):
     temperature: float
     _covariances: dict[int | None, LinearOperator] = field(init=False, default_factory=dict)
 
-    def moments(self, together: int | None = 1) -> OutputMoments:
-        """Return the mean and T J P⁻¹ Jᵀ, which is computed on first use."""
-        mean = self.linear_mean
+    def covariance(self, together: int | None = 1) -> LinearOperator:
+        """Return T J P⁻¹ Jᵀ, which is computed on first use."""
         if together not in self._covariances:
             self._covariances[together] = self._covariance(self.jacobian, together)
-        return mean, self._covariances[together]
+        return self._covariances[together]
 
     def _covariance(self, jacobian: Jacobian, together: int | None) -> LinearOperator:
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
@@ -146,8 +149,7 @@ class NormalOutputs(OutputDistribution):
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
         assert normals is not None
-        means, covariance = self.moments()
-        covariances = covariance.to_dense()
+        covariances, means = self.covariance().to_dense(), self.linear_mean
         step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
         first = start * self.lin.num_outputs // self.lin.output_shape[-1]
         for mean, own in zip(means.split(step), covariances.split(step)):
@@ -161,9 +163,9 @@ class DrawnOutputs(OutputDistribution):
 
     weights: Float[Tensor, "k D"]
 
-    def moments(self, together: int | None = 1) -> OutputMoments:
-        """Return the mean and the mean over draws of the outer products of J z_k."""
-        return self.linear_mean, self.covariance_of(self.pushed, together)
+    def covariance(self, together: int | None = 1) -> LinearOperator:
+        """Return the mean over draws of the outer products of J z_k."""
+        return self.covariance_of(self.pushed, together)
 
     def functions(self) -> Float[Tensor, "k N C"]:
         """Return f* + J(θ_k − θ*), jointly at all points."""

@@ -350,7 +350,7 @@ class Predictions:
                 drawn = outputs.draws(normals, split.start)
                 found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
             else:
-                found = links.normal_probabilities(link, likelihood, *outputs.moments())
+                found = links.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, outputs.covariance())
         return split.given(found)
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
