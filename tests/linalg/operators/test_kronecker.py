@@ -63,6 +63,10 @@ def test_a_factor_given_by_its_root_is_the_factor(rows, which):
     expected = Kronecker(*dense)
     close(K.to_dense(), kron(*dense))
     close((K.mT @ random(40, 3)), kron(*dense).mT @ random(40, 3))
+    table = random(10, 3, 4)
+    columns = table.transpose(1, 2).reshape(40, 3)
+    for product in (K._product, K._transposed_product):
+        close(product(table.clone()).transpose(1, 2).reshape(40, 3), kron(*dense) @ columns)
     close(K.diagonal(), kron(*dense).diagonal())
     close((3.0 * K).to_dense(), 3.0 * kron(*dense))
     close(K.left, dense[0])
