@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from curvops.network.data.inputs import components, normalise, num_points, take
+from curvops.network.engines.norm_tangents import NormTangents
 from curvops.network.engines.replay import Held, Recorder, Replay, extent
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -158,6 +159,7 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         model.differentiating(),
         torch.no_grad(),
         forward_ad.dual_level(),
+        NormTangents(),
         recorder,
     ):
         values = model.values

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.model.parameters import Blocks
 
-_Facts = tuple[torch.Size, torch.dtype]
-"""A tangent's shape and dtype."""
+_Facts = tuple[torch.Size, torch.dtype, tuple[int, ...]]
+"""A tangent's shape, dtype and strides."""
 _ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
 
 
@@ -149,7 +149,7 @@ class Recorder(EagerMode):
         key, slots = id(tensor), self._slot_of
         if key not in slots:
             slots[key] = len(self._facts)
-            self._facts.append((tensor.shape, tensor.dtype))
+            self._facts.append((tensor.shape, tensor.dtype, tensor.stride()))
             self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
         return slots[key]
 
@@ -193,12 +193,13 @@ def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) ->
         if step.run is _ADD and not step.keywords and place is not None and place != end:
             tangent = next(iter(_slots(args)))
             constant = next((value for value in args if isinstance(value, Tensor)), None)
-            (before, dtype), (after, found_dtype) = facts[tangent.index], facts[place]
+            (before, dtype, strides), (after, found_dtype, found_strides) = facts[tangent.index], facts[place]
             if constant is not None and dtype == found_dtype and not bool(constant.any()):
-                if before == after:
+                if before != after:
+                    step, args = replace(step, run=_EXPAND), [tangent, after]
+                elif strides == found_strides:  # what follows may need the strides of the sum
                     same[place] = tangent.index
                     continue
-                step, args = replace(step, run=_EXPAND), [tangent, after]
         found.append(replace(step, args=args))
     return found
 

@@ -90,3 +90,23 @@ def test_outputs_that_no_tangent_reaches_have_no_replay() -> None:
     assert replay is not None
     network = Model((lambda params, x: x @ x.new_ones(4, 2), {"a": torch.ones(3)}))
     assert record_replay(network, torch.randn(2, 4), ("a",)) is None
+
+
+def test_a_sum_with_zeros_that_changes_the_strides_is_kept() -> None:
+    """The positions come first, so that the tangent of the scaled input has other strides than the norm's output."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(x.transpose(0, 1))).mean(0)
+
+    model, x = Scaled().double(), torch.randn(3, 5, 4).double()
+    network, replay = replayed(model, x)
+    J = torch.func.jacfwd(lambda t: torch.func.functional_call(model, t, (x,)))(dict(model.named_parameters()))
+    tangents = {name: torch.randn_like(value) for name, value in network.values.items()}
+    with torch.no_grad():
+        expected = sum((J[name].flatten(2) @ tangents[name].flatten() for name in tangents), torch.zeros(3, 3).double())
+        assert replay is not None and agree(replay(tangents), expected)
