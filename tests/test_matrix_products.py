@@ -19,13 +19,13 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The first factors that oneDNN is given, on a processor on which it is faster whatever the size."""
+    """The second factors that oneDNN is given, on a processor on which it is faster whatever the size."""
     found: list[Tensor] = []
     run = torch.ops.mkldnn._linear_pointwise
 
-    def noted(a: Tensor, *rest: object) -> Tensor:
-        found.append(a)
-        return run(a, *rest)
+    def noted(a: Tensor, b: Tensor, *rest: object) -> Tensor:
+        found.append(b)
+        return run(a, b, *rest)
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
     monkeypatch.setattr(matrix_products, "_is_of_amd", lambda: True)
@@ -40,7 +40,14 @@ def factors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 @needs_onednn
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(
-    "stored", [Tensor.contiguous, lambda x: x.mT.contiguous().mT, lambda x: x.repeat(2, 2)[::2, ::2]]
+    "stored",
+    [
+        Tensor.contiguous,
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.repeat(1, 2)[:, : x.shape[1]],
+        lambda x: x.mT.repeat(1, 2)[:, : len(x)].mT,
+        lambda x: x.repeat(2, 2)[::2, ::2],
+    ],
 )
 def test_products_are_those_of_float64(
     stored: Callable[[Tensor], Tensor], added: bool, calls: list[Tensor], monkeypatch: pytest.MonkeyPatch
@@ -51,6 +58,7 @@ def test_products_are_those_of_float64(
     with torch.no_grad():
         found = multiply(a, b, c if added else None)
         assert len(calls) == 1 and found.is_contiguous()
+        assert calls[0].is_contiguous() or calls[0].mT.is_contiguous()
         monkeypatch.setattr(matrix_products, "_is_of_amd", lambda: False)
         others = multiply(a, b, c if added else None)
     assert len(calls) == 1
