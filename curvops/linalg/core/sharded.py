@@ -34,7 +34,7 @@ PANEL_BYTES = 2**24
 """The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
 """The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""
-ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "true_divide")
+ARITHMETIC = ("add", "addcmul", "sub", "rsub", "mul", "div", "true_divide")
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,10 @@ class Damped(UnaryOperator):
         return self if transposed is self.base else Damped(transposed, self.shift, sources=self._shift_sources)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
+        return torch.addcmul(self.base._matmul(rhs), self._shift_against(rhs), rhs)  # two blocks, where sums take three
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._t_matmul(rhs) + self._shift_against(rhs) * rhs
+        return torch.addcmul(self.base._t_matmul(rhs), self._shift_against(rhs), rhs)
 
     def _shift_against(self, rhs: Tensor) -> Tensor:
         return self.shift if self.shift.ndim == 0 or rhs.ndim == 1 else self.shift.unsqueeze(-1)
