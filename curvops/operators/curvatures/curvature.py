@@ -52,8 +52,8 @@ class Curvature(UserOperator, NetworkOperator):
         columns = lin.num_data * self.output.num_columns(lin.num_outputs)
         if FEWER_OUTPUTS * columns > len(self.theta) or type(self)._product is not Curvature._product:
             return None
-        # Products in a lower precision, or over ranks, are not those of the root.
-        return CurvatureRoot.of(self) if lin.products is lin.passes and lin.passes.shard is None else None
+        # Products in a lower precision are not those of the root.
+        return CurvatureRoot.of(self) if lin.products is lin.passes else None
 
     @property
     def product_error(self) -> float:
