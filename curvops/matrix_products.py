@@ -11,9 +11,10 @@ import platform
 from pathlib import Path
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
+
+from curvops.checks import in_transform
 
 LEAST = 2**21
 """The multiply-adds of a product from which on oneDNN is faster; a call of it takes longer."""
@@ -43,9 +44,7 @@ def _is_slow(a: Tensor, b: Tensor) -> bool:
         and type(a) is type(b) is Tensor
         and a.device.type == "cpu"
         and not torch.is_grad_enabled()
-        and forward_ad._current_level < 0
-        and not torch._C._functorch.is_functorch_wrapped_tensor(a)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(b)
+        and not in_transform()
         and torch._C._get_mkldnn_enabled()
         and _is_of_amd()
     )
