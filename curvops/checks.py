@@ -31,8 +31,9 @@ def shown(given: object) -> str:
 
 def check_tensor(name: str, given: object) -> None:
     """Raise TypeError unless a tensor is given, or another object with its attributes; a NumPy array is none."""
-    if isinstance(given, np.ndarray) or not hasattr(given, "ndim"):
-        numbers_given = isinstance(given, np.ndarray | list | tuple | numbers.Number)
+    of_numpy = isinstance(given, np.ndarray | np.generic)
+    if of_numpy or not hasattr(given, "ndim"):
+        numbers_given = of_numpy or isinstance(given, list | tuple | numbers.Number)
         hint = f"; pass torch.as_tensor({name})" if numbers_given else ""
         raise TypeError(f"{name} must be a tensor, got {shown(given)}{hint}.")
 
@@ -45,7 +46,7 @@ def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: s
         ValueError: it is outside the interval.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}{_remedy(name, given)}.")
     value, (low, high) = float(given), map(float, interval[1:-1].split(","))
     at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
     if not (low < value < high or at_end):
@@ -63,12 +64,17 @@ def checked_whole(
         ValueError: it is too small or too large.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be {kind}, got {shown(given)}.")
+        raise TypeError(f"{name} must be {kind}, got {shown(given)}{_remedy(name, given)}.")
     value = int(given)
     if value < least or (most is not None and value > most):
         limits = f"be at least {least}" if most is None else f"lie between {least} and the {most:,} there are"
         raise ValueError(f"{name} must {limits}, got {value}.")
     return value
+
+
+def _remedy(name: str, given: object) -> str:
+    """Return what to do with a tensor that holds one number, whose gradient would be lost."""
+    return f"; pass {name}.item()" if isinstance(given, Tensor) and not given.ndim else ""
 
 
 def check_limits(

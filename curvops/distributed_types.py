@@ -1,4 +1,4 @@
-"""Recognises torch's tensors and modules that are sharded among processes, without importing their modules."""
+"""Recognises torch's tensors and modules that are sharded among processes, and says what share each process has."""
 
 from __future__ import annotations
 

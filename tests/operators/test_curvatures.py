@@ -293,8 +293,16 @@ def test_the_spectrum_of_a_curvature_with_few_outputs_comes_from_its_root(name: 
     assert abs(float(mean.mean()) - float(dense.trace()) / len(dense)) < 4 * spread  # false alarm: 1 in 4000
 
 
+class Halved(co.GGN):
+    """A curvature whose products are not those of its root."""
+
+    def _matmul(self, rhs: torch.Tensor) -> torch.Tensor:
+        return super()._matmul(rhs) / 2
+
+
 def test_other_curvatures_name_no_narrow_root() -> None:
     lin = _overparametrised()
+    assert Halved(lin).narrow_root is None
     assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
     assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
     assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None

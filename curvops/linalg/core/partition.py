@@ -21,7 +21,10 @@ GATHERED = 2**13
 
 
 class ColumnMap(NamedTuple):
-    """A map of columns (p, K), and of tables (rows, K, p / rows), the i-th with row i of each column, if `rows`."""
+    """A map of the columns (p, K) of a part; with `rows`, also of a table, which it may overwrite.
+
+    A table (rows, K, p / rows) holds the columns as matrices: its i-th entry has row i of each.
+    """
 
     apply: Callable[[Tensor], Tensor]
     rows: int = 0
@@ -82,11 +85,11 @@ class Partition:
         If `in_place`, results on a CPU are written in place, for long parts a few columns at a time.
         """
         n, K = block.shape
-        if not in_place or block.device.type != "cpu":
+        if not (in_place and K) or block.device.type != "cpu":
             return self.join_columns([map_.apply(part) for map_, part in zip(maps, self.split_columns(block))])
         rows, found = block.mT.contiguous(), block.new_empty(K, n)
         for map_, part, pair in zip(maps, self.parts, self._bordered):
-            panels = min(K, -(-K * len(part) * block.dtype.itemsize // PANEL_BYTES))
+            panels = max(1, min(K, -(-K * len(part) * block.dtype.itemsize // PANEL_BYTES)))
             for panel, result in zip(rows.chunk(panels), found.chunk(panels)):
                 _map_panel(map_, part, pair, panel, result)
         return found.mT
@@ -135,8 +138,8 @@ def _taken(rows: Tensor, part: range | Tensor, pair: Bordered | None) -> Tensor:
 
 def _views(rows: Tensor, pieces: Sequence[range], lines: int) -> list[Tensor]:
     """Return these positions of each row as matrices of so many lines, (..., n) -> (..., lines, columns)."""
-    shape = (*rows.shape[:-1], lines, -1)
-    return [rows.narrow(-1, piece.start, len(piece)).view(shape) for piece in pieces]
+    shape = *rows.shape[:-1], lines
+    return [rows.narrow(-1, piece.start, len(piece)).view(*shape, len(piece) // lines) for piece in pieces]
 
 
 def _cut(values: Tensor, pair: Bordered) -> dict[int, Tensor]:

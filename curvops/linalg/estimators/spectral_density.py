@@ -121,7 +121,7 @@ def spectral_density(
     n, S = describe_square(A).rows, narrow_root(A)
     with (
         torch.no_grad(),
-        at_work("spectral_density", probes * min(steps, n), progress, A),
+        at_work("spectral_density", probes * min(steps, n if S is None else S.shape[1]), progress, A),
         probing(A if S is None else S.mT @ S, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
     ):
         runs = _Probes(probed, n, probes, steps)

@@ -98,7 +98,7 @@ class DirectSumForm(ClosedForm):
         return self._mapped([ColumnMap(form.inverse_root, form.table_rows) for form in self.decomposed], block)
 
     def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
-        return self.partition.map_columns(maps, block, self.base.in_panels(block, self.shift))
+        return self.partition.map_columns(maps, block, self.base.in_place(block, self.shift))
 
     def eigenbasis(self) -> Eigenbasis | None:
         found = [form.eigenbasis() for form in self.decomposed]
@@ -200,10 +200,10 @@ class DirectSum(Operator):
         return self._mapped([ColumnMap(own._t_matmul) for own in self.blocks], block)
 
     def _mapped(self, maps: Sequence[ColumnMap], block: Tensor) -> Tensor:
-        return self.partition.map_columns(maps, block, self.in_panels(block))
+        return self.partition.map_columns(maps, block, self.in_place(block))
 
-    def in_panels(self, *beside: Tensor) -> bool:
-        """Return whether few columns at a time cost no more than all at once, and no graph is recorded."""
+    def in_place(self, *beside: Tensor) -> bool:
+        """Return whether results may be written in place, a few columns at a time, and maps may overwrite tables."""
         return False
 
     def _diagonal(self) -> Tensor:

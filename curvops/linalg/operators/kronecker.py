@@ -25,6 +25,7 @@ from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
 from curvops.linalg.operators.dense import round_with_rest
+from curvops.matrix_products import multiply
 from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
@@ -45,7 +46,7 @@ class Details:
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
     the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms; and
     `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
-    With `by_root` the factor's own tensor is such a root (g, r, m), and the factor is never formed.
+    With `by_root` the factor's own tensor is such a root (g, r, m); only `left` and `right` form the factor.
     """
 
     rest: Tensor | None = None
@@ -217,7 +218,8 @@ class KroneckerForm(EigenKroneckerForm):
 class _GroupedBlocks(Operator):
     """A symmetric matrix, block-diagonal over groups g, whose blocks act on vectors as p × q matrices (row-major).
 
-    Its products take columns (n, K) or a table (g·p, K, q), in which each factor multiplies all columns at once.
+    Its products take columns (n, K) or a table (g·p, K, q), which they may overwrite; in a table each factor
+    multiplies all columns at once.
     """
 
     symmetric = True
@@ -250,7 +252,7 @@ class Kronecker(_GroupedBlocks):
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite. A
     product costs 2·n·(p + q) operations per column, as two batched matrix products. A factor of low rank may be given
-    by a root of r rows, (g, r, p), where `details` say so; a product with it takes two, with 2·r instead of p.
+    by a root of r rows, (g, r, p), where `details` say so: 2·r stands in place of p then, in two matrix products.
 
     Args:
         left: (g, p, p), or (g, p) for a diagonal factor, or a root (g, r, p).
@@ -566,10 +568,15 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
 def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
     """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
     lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
-    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else torch.bmm(left, lines)
+    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else _by_groups(left, lines)
     if right.ndim == 2:
         return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
-    return torch.bmm(wide.view_as(rows), right.mT, out=None if wide is lines else rows).view_as(table)
+    return _by_groups(wide.view_as(rows), right.mT).view_as(table)
+
+
+def _by_groups(a: Float[Tensor, "g m k"], b: Float[Tensor, "g k n"]) -> Float[Tensor, "g m n"]:
+    """Return a_g b_g for each group."""
+    return multiply(a[0], b[0]).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
 
 
 def _transpose(factor: Tensor) -> Tensor:

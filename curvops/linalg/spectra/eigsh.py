@@ -99,18 +99,21 @@ def eigsh(
         block_size: the number of vectors multiplied at once. A larger block needs somewhat more products.
         maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. At least k
             products are always made.
-        max_matvecs: the maximum number of products with a vector, including the k of the final check.
+        max_matvecs: the maximum number of products with a vector, including those of the final check.
         start: (n, b), initial vectors instead of random ones; the complement is then always checked.
         generator: the source of the random vectors.
         memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
             2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller basis needs more products, and the
-            reason is RANK_CAPPED if they did not suffice. The largest pairs of a curvature that has at most a quarter
-            as many outputs as weights come from a basis in the space of outputs, at k/2 further products.
+            reason is RANK_CAPPED if they did not suffice.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
         checkpoint: a folder for the state, as in `low_rank`: the basis, at most every half minute.
+
+    The largest pairs of a curvature with at most a quarter as many outputs as weights are sought among vectors of
+    outputs, whose number is then the n of ``maxiter`` and the most that a block has; k/2 further products map the pairs
+    to vectors of weights.
 
     Returns:
         Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each. A

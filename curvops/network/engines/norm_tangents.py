@@ -21,7 +21,7 @@ INPUT_ALONE = [True, False, False]
 
 
 class NormTangents(TorchFunctionMode):
-    """A mode for passes in forward mode, without gradients, in which the two norms compute tangents in this way."""
+    """A mode for passes in forward mode, without gradients, whose norms take their tangents from these kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,6 +37,8 @@ def _group_norm(
     sizes = n, channels, math.prod(rest), num_groups
 
     def norm(x: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
+        # Copies, since the kernel does not look at strides; those of tangents differ from replay to replay.
+        w, b = (None if part is None else part.clone(memory_format=torch.contiguous_format) for part in (w, b))
         return torch.native_group_norm(x, w, b, *sizes, eps)
 
     def adjoint(s: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Any:

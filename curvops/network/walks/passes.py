@@ -91,6 +91,12 @@ class BatchMap:
             return self._selection.join(self._engine.pull(cotangents))
 
 
+def _see(seen: list[Tensor], outputs: Tensor, _: Batch) -> None:
+    """Keep outputs as long as they are small together."""
+    if sum(earlier.nbytes for earlier in seen) <= MOST_RECORDED:
+        seen.append(outputs)
+
+
 class Passes(JacobianRows):
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
@@ -458,7 +464,7 @@ class Passes(JacobianRows):
             count = points.stop - points.start
             recorded = self._take_recorded(count)
             asked = self.engines, NO_LABELS, part, Unit(), others, sys.maxsize
-            rows = partial(each_group, *asked, lambda outputs, _: seen.append(outputs), recorded, names=names)
+            rows = partial(each_group, *asked, partial(_see, seen), recorded, names=names)
             yield points.start, count, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:

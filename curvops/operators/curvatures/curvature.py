@@ -50,7 +50,9 @@ class Curvature(UserOperator, NetworkOperator):
     def narrow_root(self) -> CurvatureRoot | None:
         lin = self.lin
         columns = lin.num_data * self.output.num_columns(lin.num_outputs)
-        if FEWER_OUTPUTS * columns > len(self.theta) or type(self)._product is not Curvature._product:
+        kind = type(self)
+        own = kind._product is Curvature._product and kind._matmul is Curvature._matmul
+        if FEWER_OUTPUTS * columns > len(self.theta) or not own:
             return None
         # Products in a lower precision are not those of the root.
         return CurvatureRoot.of(self) if lin.products is lin.passes else None

@@ -83,7 +83,7 @@ class LayerBlocks(DirectSum):
     def _made_of(self) -> str:
         return f"{len(self.blocks)} blocks"
 
-    def in_panels(self, *beside: Tensor) -> bool:
+    def in_place(self, *beside: Tensor) -> bool:
         return not carries_graph((*beside, *self.representation())) and not in_transform()
 
     def _times(self, factor: Tensor) -> LinearOperator:

@@ -212,6 +212,7 @@ def test_layer_blocks_are_mapped_in_panels_of_columns(order, first, width, monke
         assert (K @ block).mT.is_contiguous()
     assert isinstance(first, Dense) or max(seen) == width
     close(K @ random(17), matrix @ random(17))
+    assert K._matmul(random(17, 0)).shape == damped.solve(random(17, 0)).shape == (17, 0)
     close(torch.func.vmap(K._matmul, 1, 1)(random(17, 3)), matrix @ random(17, 3))
     weights = random(17, 5).requires_grad_()
     close(torch.autograd.grad((K @ weights).square().sum(), weights)[0], 2 * matrix @ matrix @ random(17, 5))
