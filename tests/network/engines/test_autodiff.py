@@ -176,13 +176,12 @@ def test_products_inside_no_grad_and_inference_mode(name: str, way: str, mode: t
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
 @pytest.mark.parametrize("name", ZOO)
 def test_products_do_not_depend_on_how_vectors_are_stored(name: str, way: str) -> None:
-    """Rows contiguous, or every second number of another tensor: the kernel of group norms does not look at strides."""
+    """Every second number of rows of other tensors: the kernel of group norms does not look at strides."""
     J, passes = reference(name), walk(name, way)
-    V, U = columns(J.shape[1], 2), columns(J.shape[0], 2)
+    V, U = (columns(n, 4).contiguous()[:, ::2] for n in (J.shape[1], J.shape[0]))
     for _ in range(2):
-        for stored in (lambda X: X.clone(memory_format=torch.contiguous_format), lambda X: X.repeat(1, 2)[:, ::2]):
-            assert agree(push(passes, stored(V)), J @ stored(V))
-            assert agree(pull(passes, stored(U)), J.mT @ stored(U))
+        assert agree(push(passes, V), J @ V)
+        assert agree(pull(passes, U), J.mT @ U)
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
