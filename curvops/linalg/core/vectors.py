@@ -162,6 +162,11 @@ def as_columns(B: Vectors) -> Vectors:
     return B.unsqueeze(1) if B.ndim == 1 else B
 
 
+def has_rows(B: Vectors, n: int) -> bool:
+    """Return whether B has n rows, as a vector (n,), a block (n, K) or a batch (..., n, K)."""
+    return B.ndim > 0 and B.shape[-1 if B.ndim == 1 else -2] == n
+
+
 def shaped_as(X: Float[Vectors, "*batch n k"], B: Vectors) -> Vectors:
     """Return X, or its only column as a vector (..., n) if B is one."""
     return X.squeeze(-1) if B.ndim == 1 else X

@@ -51,6 +51,7 @@ from curvops.linalg.core.vectors import (
     Vectors,
     as_columns,
     describe,
+    has_rows,
     multiply_adds_of,
     product,
     require_precision,
@@ -268,7 +269,7 @@ class Operator(LinearOperator):
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "
                 f"{other.device}; convert one of them with .to(...)."
             )
-        if not other.ndim or other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
+        if not has_rows(other, self.shape[-1]):
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
 
     @property
@@ -680,7 +681,7 @@ class Operator(LinearOperator):
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
         check_tensor("right_tensor", right_tensor)
-        if not right_tensor.ndim or right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
+        if not has_rows(right_tensor, self.shape[-1]):
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
         solution = self.solve_to(right_tensor)
         return solution if left_tensor is None else left_tensor @ solution

@@ -314,12 +314,9 @@ class Kronecker(_GroupedBlocks):
         (left, of_left, _), (right, of_right, _) = self.factors
         if not (of_left.by_root or of_right.by_root):
             return _two_sided(left, right, block)
-        (g, p, q), columns = self.sizes, block.shape[1]
-        table = block if block.ndim == 3 else block.reshape(g * p, q, columns).transpose(1, 2)
-        groups = _both(left, right, table.reshape(g, p, columns, q).transpose(1, 2))
+        groups = _both(left, right, _to_groups(block, self.sizes))
         groups = _both(left.mT if of_left.by_root else None, right.mT if of_right.by_root else None, groups)
-        table = groups.transpose(1, 2).reshape(table.shape)
-        return table if block.ndim == 3 else table.transpose(1, 2).reshape(block.shape)
+        return _from_groups(groups, block)
 
     # Transposed factors have the same product, but their gradients differ between an entry and its mirror image.
 
@@ -545,13 +542,25 @@ def _two_sided(left: Tensor, right: Tensor, block: Tensor) -> Tensor:
     """Return left_g V right_gᵀ for each group and column of a block, (n, K) or a table (g·p, K, q)."""
     if block.ndim == 3:
         return _over_table(left, right, block)
-    sizes = left.shape[0], left.shape[1], right.shape[1]
-    groups = block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
-    return _both(left, right, groups).transpose(0, 1).contiguous().flatten(1).mT
+    groups = _to_groups(block, (left.shape[0], left.shape[1], right.shape[1]))
+    return _from_groups(_both(left, right, groups), block)
 
 
 # A block in groups is (g, K, p, q): for one group, columns need not be moved. The right factor multiplies all rows of
 # all columns at once, (K·p, q), and the left one each column.
+
+
+def _to_groups(block: Tensor, sizes: tuple[int, int, int]) -> Float[Tensor, "g k p q"]:
+    if block.ndim == 3:
+        return block.unflatten(0, sizes[:2]).transpose(1, 2)
+    return block.mT.reshape(block.shape[1], *sizes).transpose(0, 1)
+
+
+def _from_groups(groups: Float[Tensor, "g k p q"], block: Tensor) -> Tensor:
+    """Return groups in the form of a block, columns or a table."""
+    if block.ndim == 3:
+        return groups.transpose(1, 2).reshape(block.shape)
+    return groups.transpose(0, 1).contiguous().flatten(1).mT
 
 
 def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:

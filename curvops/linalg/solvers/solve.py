@@ -47,6 +47,7 @@ from curvops.linalg.core.vectors import (
     columns,
     describe,
     empty_block,
+    has_rows,
     inner,
     norm,
     part,
@@ -294,7 +295,7 @@ def solve(
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_limits(rtol, maxiter, memory_budget=memory_budget)
     check_progress(progress)
-    if not B.ndim or B.shape[-1 if B.ndim == 1 else -2] != A.shape[-2]:
+    if not has_rows(B, A.shape[-2]):
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     taken = method_for(A) if method == "auto" else cast(Method, method)
