@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
+from curvops.network.engines import engine
+from curvops.network.model.model import Model
 from tests.network.products import agree
 from tests.zoo import ZOO, batches, call, parameters_of, points, reference
 from tests.zoo_modules import Wired
@@ -232,3 +234,20 @@ def test_data_of_another_precision_are_cast_to_that_of_the_weights(ours: torch.d
     assert lin.predict(x).dtype == ours
     arrays = co.linearize(model, (x.numpy(), Y.numpy()), "classification")
     assert torch.equal(arrays.predict(x.numpy()), lin.predict(x))
+
+
+def test_outputs_at_other_weights_are_computed_some_points_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "FORWARD_POINTS", 2)
+    monkeypatch.setattr(engine, "MAPPED_BYTES", 0)
+    model, inputs = ZOO["mlp"].build()
+    lin = co.linearize(model, (inputs, torch.zeros(5, 3).double()), "regression")
+    run, seen = Model.__call__, list[int]()
+
+    def counted(self: Model, values: Any, some: Any) -> Tensor:
+        seen.append(len(some))
+        return run(self, values, some)
+
+    monkeypatch.setattr(Model, "__call__", counted)
+    found = lin.predict(inputs, 1.1 * lin.theta)
+    assert seen == [2, 2, 1]
+    assert torch.allclose(found, run(lin.model, lin.unflatten(1.1 * lin.theta), inputs), atol=1e-13)

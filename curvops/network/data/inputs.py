@@ -11,7 +11,7 @@ fingerprints (`network.data.batches`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,6 +89,17 @@ def map_inputs(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
     """Return the points in a slice, as views, or those at given positions, as copies."""
     return inputs[index] if isinstance(inputs, Tensor) else map_inputs(lambda tensor: tensor[index], inputs)
+
+
+def in_pieces(inputs: Inputs, most: int) -> Iterator[Inputs]:
+    """Yield the inputs of at most so many points at a time, in pieces of equal size; 0 is all of them."""
+    total = num_points(inputs)
+    if not most or total <= most:
+        yield inputs
+        return
+    step = math.ceil(total / math.ceil(total / most))
+    for start in range(0, total, step):
+        yield take(inputs, slice(start, start + step))
 
 
 def first_of(inputs: Inputs) -> Inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from curvops.network.data.inputs import components, normalise, num_points, take
+from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
 from curvops.network.engines.norm_tangents import NormTangents
 from curvops.network.engines.replay import Held, Recorder, Replay, extent
 from curvops.network.model.model import Model
@@ -55,18 +55,9 @@ class Streamed:
         """The outputs f(θ, inputs)."""
         if self._outputs is None:
             with torch.no_grad():
-                parts = [self.model(self.model.values, part) for part in self._parts()]
+                parts = [self.model(self.model.values, part) for part in in_pieces(self.inputs, self.at_once)]
             self._outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._outputs
-
-    def _parts(self) -> Iterator[Any]:
-        """Yield the inputs of `at_once` points at a time; without one, all of them."""
-        total = num_points(self.inputs)
-        if not self.at_once or self.at_once >= total:
-            yield self.inputs
-            return
-        for start in range(0, total, self.at_once):
-            yield take(self.inputs, slice(start, start + self.at_once))
 
     def record(self) -> None:
         """Record a pass that gives the outputs and is used by the next pull."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.freed_memory import give_back_freed
 from curvops.network.data.inputs import copy as copied
-from curvops.network.data.inputs import num_points, take
+from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
     MAPPED_BYTES,
@@ -38,7 +38,7 @@ LEAST_CHUNK = 16 * 2**20
 BUILT_BYTES = 16 * 2**20
 # The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
-# On a CPU outputs of at least so many points are computed at a time, which read the weights once for all of them.
+# On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
@@ -188,6 +188,8 @@ class Engines:
         self._prove_on_few(inputs, whole=root is IDENTITY)
         if num_points(inputs) * self.plan.layerwise_bytes >= BUILT_BYTES:
             give_back_freed()
+        if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs, dtype)):
+            return found
         if self.plan.layers:
             recording = self.record(inputs)
             if not recording[2]:
@@ -273,11 +275,19 @@ class Engines:
         self._proof.rejected |= dict.fromkeys(names, why)
         self.plan = self._make_plan()
 
+    @property
+    def forward_points(self) -> int:
+        """The number of points in a pass that keeps no graph; 0 for all.
+
+        On a CPU, where the results of all operations then fit into memory that is used again.
+        """
+        made = self._routes_of(self.model.selection.names).made_bytes
+        return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, made))
+
     def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)
         roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
-        at_once = 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, routes.saved_bytes))
-        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy, at_once)
+        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy, self.forward_points)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
@@ -297,6 +307,23 @@ class Engines:
             self._proof.routes[names] = dataclasses.replace(found, recordable=False) if again else found
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
+
+    def _build_last_layer(self, inputs: Any, dtype: torch.dtype | None) -> Layerwise | None:
+        """Return the engine of a last layer from passes over some points at a time, of which only its inputs are kept.
+
+        Return None if all points are in one pass, or if the layer was not the last one in some pass.
+        """
+        found: list[Layerwise] = []
+        for part in in_pieces(inputs, self.forward_points):
+            if part is inputs:
+                return None
+            recording = self.record(part)
+            if recording[2]:
+                return None
+            found.append(Layerwise(self.model, recording, None, LEAST_CHUNK, dtype=dtype))
+            if found[-1].features is None:
+                return None
+        return Layerwise.of_last_layers(found)
 
     def _build_layerwise(
         self, inputs: Any, room: int, root: Root, recording: Recording, dtype: torch.dtype | None

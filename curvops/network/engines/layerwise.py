@@ -348,6 +348,12 @@ class Features:
     def at(self, points: slice) -> Features:
         return replace(self, kept=self.kept[points])
 
+    @classmethod
+    def concatenate(cls, pieces: Sequence[Features]) -> Features:
+        """Return the inputs of consecutive points as one."""
+        kept, layer = torch.cat([piece.kept for piece in pieces]), pieces[0].layer
+        return cls(replace(layer, output=torch.Size((len(kept), *layer.output[1:]))), kept)
+
     @property
     def nbytes(self) -> int:
         return self.kept.nbytes
@@ -395,6 +401,15 @@ class Layerwise:
         other = copy(self)
         other.outputs, other.parts, other.nbytes = self.outputs[points], [part.at(points) for part in self.parts], 0
         return other
+
+    @classmethod
+    def of_last_layers(cls, engines: Sequence[Layerwise]) -> Layerwise:
+        """Return the engine of consecutive points from those of some of them, whose only parts are `features`."""
+        whole, found = copy(engines[0]), [engine.features for engine in engines]
+        pieces = [features for features in found if features is not None]
+        whole.outputs, whole.parts = torch.cat([engine.outputs for engine in engines]), [Features.concatenate(pieces)]
+        whole.nbytes = whole.parts[0].nbytes
+        return whole
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Return Lᵀ J V for K tangents by name, (K, *shape) each."""

@@ -173,7 +173,7 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
             found.append((node.name(), variable.data_ptr() - start, variable.shape))
             continue
         sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
-        # The only argument that decides whether forward mode is right (see `looks_up_padding`).
+        # The only argument that decides whether forward mode is right (see `find_routes`).
         found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
     return tuple(found)
 

@@ -40,8 +40,9 @@ class Routes:
 
     `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
     (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
-    graph alone. `shared_bytes` is what a streamed pass of both modes keeps, 0 if there is no such pass. `why` is the
-    reason why only rows remain, without forward mode and double backward.
+    graph alone. `made_bytes` are those of the results of all operations of a pass. `shared_bytes` is what a streamed
+    pass of both modes keeps, 0 if there is no such pass. `why` is the reason why only rows remain, without forward mode
+    and double backward.
     """
 
     pushes: Pushes
@@ -49,6 +50,7 @@ class Routes:
     recordable: bool
     saved_bytes: int
     recorded_bytes: int
+    made_bytes: int
     shared_bytes: int = 0
     why: str = ""
     tried: bool = True
@@ -132,13 +134,16 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
     derivatives that an engine could use.
     """
     reference = Reference(model, inputs, names)
-    if _forward_mode_works(reference):
+    seen = _operations_of(model, inputs, names)
+    made = seen.nbytes // num_points(inputs)
+    # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
+    if not seen.looks_up_padding and _forward_mode_works(reference):
         saved, shared = reference.saved_bytes, _shared_bytes(reference)
-        routes = Routes("forward mode", True, True, saved, saved, shared, tried=False)
+        routes = Routes("forward mode", True, True, saved, saved, made, shared, tried=False)
         return _try_replay(routes, reference, record_replay(model, inputs, names)) if keep else routes
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
-    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
+    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, made, why=why)
 
 
 def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
@@ -174,13 +179,7 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
 
 
 def _forward_mode_works(reference: Reference) -> bool:
-    """Return whether forward-mode products exist and are right.
-
-    They do not if an operation has no forward derivative, or a wrong one. An embedding's padding row has a wrong one,
-    and later batches may contain that row even if this one does not.
-    """
-    if looks_up_padding(reference.model, reference.inputs, reference.names):
-        return False
+    """Return whether forward-mode products exist at these points, and are right."""
     return _works(lambda: reference.is_adjoint(Streamed(reference.model, reference.inputs, reference.names).push))
 
 
@@ -299,27 +298,30 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
-class _PaddedLookups(EagerMode):
-    """A detector of lookups in a differentiated table with a padding row."""
+class _Operations(EagerMode):
+    """The operations of a pass: the bytes of their results, and whether a differentiated table has a padding row."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.nbytes, self.looks_up_padding = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.embedding.default:
             padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
-            self.seen = self.seen or (padding >= 0 and args[0].requires_grad)
-        return func(*args, **(kwargs or {}))
+            self.looks_up_padding = self.looks_up_padding or (padding >= 0 and args[0].requires_grad)
+        results = func(*args, **(kwargs or {}))
+        if not any(result.alias_info for result in func._schema.returns):  # neither views nor written in place
+            self.nbytes += sum(result.nbytes for result in tensors_in(results) if result.layout is torch.strided)
+        return results
 
 
-def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Return whether one of these parameters is a table with a padding row. Costs one forward pass."""
-    lookups = _PaddedLookups()
-    with lookups, model.differentiating():
+def _operations_of(model: Model, inputs: Any, names: Sequence[str]) -> _Operations:
+    """Return the operations of one forward pass with the graph of these parameters."""
+    operations = _Operations()
+    with operations, model.differentiating():
         values = model.values
         model({**values, **{name: values[name].detach().requires_grad_() for name in names}}, inputs)
-    return lookups.seen
+    return operations
 
 
 def has_custom_functions(outputs: Tensor) -> bool:

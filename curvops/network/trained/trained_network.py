@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from curvops.checkpoint import digest
 from curvops.checks import check_tensor
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, components, copy, map_inputs, num_points, take
+from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -273,13 +273,14 @@ class TrainedNetwork(NetworkOnData):
         outside a subnetwork keep their values. Inputs that require a gradient get one. Raises as `jacobian` does, and
         ValueError unless the weights are one vector (D,).
         """
-        inputs, step = self.admit(x, differentiable=True), self.data.largest
+        inputs = self.admit(x, differentiable=True)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         if num_points(inputs) and _require_gradient(inputs):
             constants = {name: value.detach() for name, value in values.items()}
             return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
+        most = min(self.data.largest, self.passes.engines.forward_points or self.data.largest)
         with torch.no_grad():
-            parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
+            parts = [self.model(values, part) for part in in_pieces(inputs, most) if num_points(part)]
         return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:

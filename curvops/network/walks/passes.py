@@ -532,7 +532,7 @@ class Passes(JacobianRows):
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
         step = max(1, chunk // max(1, a_column * columns + plan.routes.saved_bytes))
         if not self.model.theta.is_cuda:
-            step = max(min(step, FEW_POINTS), step // SHARE)
+            step = min(max(min(step, FEW_POINTS), step // SHARE), self.engines.forward_points)
         for start in range(0, total, step):
             points = slice(start, min(start + step, total))
             yield points, inputs if step >= total else take(inputs, points)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from curvops.network.engines import engine as engine_module
 from curvops.network.engines import layerwise
 from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, Slopes, owners_of, record
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
+from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import squared_columns
@@ -448,3 +450,56 @@ def test_slopes_need_the_weight_of_the_last_layer_as_a_parameter() -> None:
         J = torch.cat([part for (name, _), part in zip(model.named_parameters(), J) if name in names], 1)
         assert type(engine.parts[0]) is first
         assert agree(engine.push(engine.model.selection.split(torch.eye(J.shape[1]).double())).flatten(1).mT, J)
+
+
+def run_in_pieces(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> list[int]:
+    """Let passes without a graph have so many points; return a list that gets the points of every pass."""
+    monkeypatch.setattr(engine_module, "FORWARD_POINTS", most)
+    monkeypatch.setattr(engine_module, "MAPPED_BYTES", 0)
+    call, seen = Model.__call__, list[int]()
+
+    def counted(self: Model, values: Any, inputs: Any) -> Tensor:
+        found = call(self, values, inputs)
+        seen.append(len(found))
+        return found
+
+    monkeypatch.setattr(Model, "__call__", counted)
+    return seen
+
+
+def last_layer_of(model: nn.Module, inputs: Any) -> tuple[list[str], Tensor]:
+    """The names of a last layer's parameters, and its columns of the dense Jacobian."""
+    names = last_layer(Model(model), inputs)
+    inside = [torch.full((p.numel(),), name in names) for name, p in model.named_parameters()]
+    return list(names), dense_jacobian(model, inputs)[:, torch.cat(inside)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "embedding_padding"])
+def test_a_last_layer_is_built_from_passes_over_some_points(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = ZOO[name].build()
+    head, rows = last_layer_of(model, inputs)
+    seen = run_in_pieces(monkeypatch)
+    first = Passes(Model(model, head), [(inputs, None)], "auto", PLENTY)
+    outputs, V, U = first.model(first.model.values, inputs), columns(rows.shape[1], 3), columns(rows.shape[0], 3)
+    assert agree(push(first, V), rows @ V)
+    passes = Passes(first.model, [(inputs, None)], "auto", PLENTY, first.engines)  # whose layers have been checked
+    seen.clear()
+    assert agree(push(passes, V), rows @ V) and seen == [2, 2, 1]
+    assert agree(pull(passes, U), rows.mT @ U) and seen == [2, 2, 1]
+    ((_, built),) = passes._kept.values()
+    assert isinstance(built, Layerwise) and built.features is not None
+    assert agree(built.outputs, outputs, 1e-13) and built.features.layer.output[0] == 5
+
+
+def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        f, far = m.head(m.fc1(x)), x[:, :1] > 5
+        return torch.where(far, 2 * f, f) if bool(far.any()) else f
+
+    model, x = parts.Wired(wiring).double().eval(), torch.randn(6, 4, dtype=torch.float64)
+    x[4] = 6.0
+    rows = dense_jacobian(model, x)[:, -15:]
+    seen = run_in_pieces(monkeypatch)
+    passes = Passes(Model(model, "head.*"), [(x, None)], "auto", PLENTY)
+    V = columns(rows.shape[1], 2)
+    assert agree(push(passes, V), rows @ V) and seen[-1] == 6

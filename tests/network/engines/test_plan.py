@@ -37,6 +37,14 @@ def test_bytes_by_hand() -> None:
     assert plan.bytes_needed("streamed") == 0
 
 
+def test_bytes_that_a_pass_makes_count_each_result_once_and_neither_views_nor_writes() -> None:
+    """Whatever is selected: a convolution, its activation in place, a pooling with its indices, and two layers."""
+    layers = nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 5)
+    model, x = nn.Sequential(*layers, nn.Linear(5, 2)), torch.randn(2, 1, 4, 4)
+    made = [Passes(Model(model, names), [(x, None)], "auto", PLENTY).plan.routes.made_bytes for names in (None, "5.*")]
+    assert made == [4 * (3 * 16 + 12 + 5 + 2) + 8 * 12] * 2
+
+
 def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() -> None:
     """Slopes take one backward pass and one number a unit, whatever C; both directions go through the last weight."""
     plan = plan_of(nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 1000)), torch.randn(2, 200))
