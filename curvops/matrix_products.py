@@ -18,6 +18,8 @@ from curvops.checks import in_transform
 
 LEAST = 2**21
 """The multiply-adds of a product from which on oneDNN is faster; a call of it takes longer."""
+ADDED_BYTES = 2**22
+"""Bytes of a product that is added to another matrix, formed at a time, so that it stays in a cache."""
 
 
 def multiply(
@@ -31,6 +33,16 @@ def multiply(
     return a @ b if added is None else torch.addmm(added, a, b)
 
 
+def add_product(total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
+    """Compute total ← total + a b in place."""
+    if not _is_slow(a, b):
+        total.addmm_(a, b)
+        return
+    step = max(1, ADDED_BYTES // (total.shape[1] * total.element_size()))
+    for some, rows in zip(total.split(step), a.split(step)):
+        some.add_(multiply(rows, b))
+
+
 def _packed(matrix: Tensor) -> Tensor:
     """Return a matrix with contiguous rows or columns; for a part of a wider one oneDNN takes 1,000 times as long."""
     return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()
@@ -39,7 +51,8 @@ def _packed(matrix: Tensor) -> Tensor:
 def _is_slow(a: Tensor, b: Tensor) -> bool:
     """Return whether oneDNN is faster than `a @ b`, and nothing is to be differentiated, which it cannot be."""
     return (
-        len(a) * b.numel() >= LEAST
+        min(len(a), b.shape[1]) > 1  # a vector takes as long as reading the matrix
+        and len(a) * b.numel() >= LEAST
         and a.dtype == b.dtype == torch.float32
         and type(a) is type(b) is Tensor
         and a.device.type == "cpu"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops import matrix_products
-from curvops.matrix_products import multiply
+from curvops.matrix_products import add_product, multiply
 from tests.zoo import ZOO
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -64,6 +64,22 @@ def test_products_are_those_of_float64(
     assert len(calls) == 1
     for product in (found, others):
         torch.testing.assert_close(product.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bytes_at_once", [1, 24, 2**20])
+def test_a_product_is_added_to_a_part_of_a_matrix(
+    bytes_at_once: int, calls: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is formed at a time, down to a row, and in what order the factors are stored."""
+    monkeypatch.setattr(matrix_products, "ADDED_BYTES", bytes_at_once)
+    whole, a, b = torch.randn(9, 8), torch.randn(5, 7).mT, torch.randn(5, 6)[:, ::2]
+    expected = whole.double()
+    expected[1:8, 2:5] += a.double() @ b.double()
+    with torch.no_grad():
+        add_product(whole[1:8, 2:5], a, b)
+    assert len(calls) == {1: 0, 24: 3, 2**20: 1}[bytes_at_once]  # a product of one row is left to torch
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_onednn

@@ -24,6 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_generator, drawn_seed, refuse_autocast
+from curvops.matrix_products import multiply
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -404,7 +405,7 @@ def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k
 @singledispatch
 def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
     """Return X C, stored with contiguous columns."""
-    return (C.to(X).mT @ X.mT).mT
+    return multiply(C.to(X).mT, X.mT).mT
 
 
 @singledispatch
