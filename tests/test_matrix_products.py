@@ -42,8 +42,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
     monkeypatch.setattr(matrix_products, "_is_of_amd", lambda: True)
-    for limit in ("LEAST", "LEAST_SIDE", "WIDE"):
-        monkeypatch.setattr(matrix_products, limit, 1)
+    for limit, size in (("LEAST", 1), ("LEAST_SIDE", 2), ("WIDE", 1)):
+        monkeypatch.setattr(matrix_products, limit, size)
     return found
 
 
