@@ -271,8 +271,9 @@ def _in_groups(
         else:
             X = empty_block(one.x, K) if start == 0 else X
             put(X, start, one.x)
-            found.append(replace(one, x=X))  # frees the solution's own buffer
+            found.append(replace(one, x=X))
             start = stop
+            del one  # the solution's own buffer
     return join_solutions(found, X)
 
 
