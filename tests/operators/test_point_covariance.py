@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg.operators import kronecker
-from curvops.linalg.operators.kronecker_rows import half_solved
+from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
@@ -154,7 +154,8 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
         lin, served = co.linearize(whole, (x, y), "classification"), []
         J = lin.jacobian(x[:2])
 
-        def counted(form, rows, served=served):
+        def counted(form, rows, served=served, memory=lin.memory, room=lin.memory.for_engines):
+            assert room - memory.for_engines == work_bytes(form, rows) > 0
             served.append(form.base.sizes)
             return half_solved(form, rows)
 

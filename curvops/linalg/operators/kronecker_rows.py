@@ -36,6 +36,8 @@ MOST_SMALL = 8
 """The most columns of a small factor, each of which takes a Cholesky factorisation."""
 MOST_CALLS = 2
 """How often a product serves rows in this way before it is decomposed: once it is, further rows are cheaper."""
+ROW_COPIES = 4
+"""Copies of the rows in float64 beside them: turned, in the small factor's eigenvectors, and two of the results."""
 STRIPS = 4
 """The number of strips of columns in which the lower triangle of a symmetric product is computed, 5/8 of it."""
 
@@ -97,6 +99,13 @@ def _norms(factor: Tensor, details: Details) -> Float[Tensor, " g"]:
     return norms.square() if details.by_root else norms
 
 
+def work_bytes(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> int:
+    """Return the bytes that `half_solved` works with: the matrices that are factorised, the root, and rows."""
+    sides, groups = _Sides.of(form.base), form.base.sizes[0]
+    root = 0 if sides.root is None else sides.root.numel()
+    return 8 * (kronecker.WORK_COPIES * groups * sides.order**2 + root + ROW_COPIES * rows.numel())
+
+
 @torch.no_grad()
 def half_solved(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> Iterator[Float[Tensor, "m k"]]:
     """Yield parts of Z with Σ Z Zᵀ = rows P⁻¹ rowsᵀ over all parts.
@@ -113,18 +122,19 @@ def half_solved(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> Iterator
     root = None if sides.root is None else sides.root.double()
     product = to_double(*sides.wide[:2]) if root is None else _lower_product(root)
     images = parts if root is None else (root @ parts.flatten(2)).unflatten(2, parts.shape[2:])
-    solved = []
+    solved, failed = [], []
     for a, image in zip(values.unbind(1), images.unbind(2)):
         shifted = product * a[:, None, None]
         shifted.diagonal(dim1=1, dim2=2).add_(level)
         chol, info = torch.linalg.cholesky_ex(shifted)
-        if bool((info != 0).any()):
-            yield (form.rotate_back(rows.flatten(1).mT) * form.definite_spectrum.rsqrt().unsqueeze(1)).mT
-            return
+        failed.append(info)
         if root is None:
             solved.append(torch.linalg.solve_triangular(chol, image, upper=False))
         else:
             solved.append(a.sqrt()[:, None, None] * torch.cholesky_solve(image, chol))
+    if bool(torch.stack(failed).any()):  # once, as the host waits for it
+        yield (form.rotate_back(rows.flatten(1).mT) * form.definite_spectrum.rsqrt().unsqueeze(1)).mT
+        return
     y = torch.stack(solved, 2)
     yield y.flatten(0, 2).mT.to(rows.dtype)
     if root is not None:

@@ -27,12 +27,13 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.freed_memory import give_back_freed
 from curvops.linalg import Damped, Inverse, Operator
+from curvops.linalg.core.memory import Memories, hold
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
-from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows
+from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
@@ -334,14 +335,18 @@ class InEigenbases(InDenseBlocks):
         return bool(parts) or super().add(target, group, most_bytes)
 
     def finish(self) -> None:
-        with progress_bar("Cholesky factorisations", len(self.waiting), self.form.base.progress) as steps:
+        base = self.form.base
+        memories: Memories = frozenset() if base.memory is None else frozenset((base.memory,))
+        with progress_bar("Cholesky factorisations", len(self.waiting), base.progress) as steps:
             while self.waiting:
                 names, waiting = self.waiting.popitem()
-                targets, rows = zip(*waiting)
-                for root in half_solved(self.few[names], torch.cat(rows)):
-                    for target, own in zip(targets, root.split(list(map(len, rows)))):
-                        _add_products(target, own, own)
-                steps.advance(1, f"a matrix of {max(self.few[names].base.sizes):,} rows")
+                form, (targets, parts) = self.few[names], zip(*waiting)
+                rows = torch.cat(parts)
+                with hold(memories, work_bytes(form, rows)):
+                    for root in half_solved(form, rows):
+                        for target, own in zip(targets, root.split(list(map(len, parts)))):
+                            _add_products(target, own, own)
+                steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         names = layer.names
