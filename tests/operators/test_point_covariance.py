@@ -154,8 +154,8 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
         lin, served = co.linearize(whole, (x, y), "classification"), []
         J = lin.jacobian(x[:2])
 
-        def counted(form, rows, served=served, memory=lin.memory, room=lin.memory.for_engines):
-            assert room - memory.for_engines == work_bytes(form, rows) > 0
+        def counted(form, rows, served=served, memory=lin.memory):
+            assert memory._held == work_bytes(form, rows) > 0
             served.append(form.base.sizes)
             return half_solved(form, rows)
 
