@@ -3,12 +3,15 @@
 Tests `noise.py`, `stochastic_descent.py`.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
 from curvops.operators.curvatures.curvature import CurvatureRoot
+from curvops.posterior.draws import deviations
 from curvops.posterior.draws.noise import Systems
 from curvops.posterior.draws.stochastic_descent import _Problem
 from tests.posterior.trained import problem
@@ -263,3 +266,20 @@ def test_an_error_of_draws_that_do_not_converge_holds_them():
     with pytest.raises(co.linalg.NotConverged, match="2 of 2 draws did not converge") as caught:
         post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
     assert caught.value.deviations.draws.shape == (2, 51)
+
+
+def test_draws_of_a_group_are_freed_before_the_next_group(monkeypatch):
+    post, earlier, whole = setting(), [], deviations._solve_together
+
+    def watched(*arguments):
+        assert not any(x() is not None for x in earlier)
+        found = whole(*arguments)
+        earlier.append(weakref.ref(found.x))
+        return found
+
+    together = post.deviations(3, method="cg", rtol=1e-11, generator=seeded())
+    monkeypatch.setattr(deviations, "_solve_together", watched)
+    monkeypatch.setattr(Systems, "at_a_time", (1, 0))
+    found = post.deviations(3, method="cg", rtol=1e-11, generator=seeded())
+    assert len(earlier) == 3
+    torch.testing.assert_close(found.draws, together.draws, rtol=1e-8, atol=1e-9)

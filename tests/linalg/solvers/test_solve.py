@@ -4,6 +4,7 @@ Tests `systems.py`.
 """
 
 import math
+import weakref
 from importlib import import_module
 
 import pytest
@@ -17,10 +18,12 @@ from curvops.linalg import (
     NotConverged,
     NotPositiveDefinite,
     Operator,
+    cg,
     method_for,
     solve,
 )
-from curvops.linalg.core.results import Reason
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.solvers.systems import solve_in_groups
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
 from tests.linalg.systems import right_hand_sides
@@ -189,3 +192,18 @@ def test_a_matrix_may_be_named_where_tensors_may_be_sharded():
     assert torch.equal(solve(A=A, B=b), solve(A, B=b))
     with pytest.raises(TypeError, match="missing .* argument: 'A'"):
         solve(B=b)
+
+
+def test_the_solution_of_a_group_is_freed_before_the_next_group_is_solved_for():
+    earlier: list[weakref.ref[torch.Tensor]] = []
+
+    def solve_group(B: torch.Tensor, _: torch.Tensor | None) -> Solution:
+        assert not any(x() is not None for x in earlier)
+        found = cg(POSITIVE, B)
+        earlier.append(weakref.ref(found.x))
+        return found
+
+    B = right_hand_sides(N, 3)
+    found = solve_in_groups("solve", solve_group, POSITIVE, B, None, 1, 8 * N, False)
+    assert len(earlier) == found.groups == 3
+    torch.testing.assert_close(POSITIVE @ found.x, B, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -503,3 +505,19 @@ def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass(monkeypatch:
     passes = Passes(Model(model, "head.*"), [(x, None)], "auto", PLENTY)
     V = columns(rows.shape[1], 2)
     assert agree(push(passes, V), rows @ V) and seen[-1] == 6
+
+
+def test_sensitivities_are_freed_once_they_are_copied():
+    earlier: list[weakref.ref[Tensor]] = []
+
+    def each() -> Iterator[list[Tensor | None]]:
+        for r in range(3):
+            assert not any(delta() is not None for delta in earlier)
+            row: list[Tensor | None] = [torch.full((2, 1, 4), r + 1.0), None if r < 2 else torch.ones(2, 1, 5)]
+            earlier.extend(weakref.ref(delta) for delta in row if delta is not None)
+            yield row
+
+    first, late = layerwise._gather(each(), [None, None], 3, graph=False)
+    assert first is not None and late is not None
+    assert torch.equal(first[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(late[0, :, 0], torch.tensor([0.0, 0.0, 1.0]))
