@@ -513,11 +513,11 @@ def test_sensitivities_are_freed_once_they_are_copied():
     def each() -> Iterator[list[Tensor | None]]:
         for r in range(3):
             assert not any(delta() is not None for delta in earlier)
-            row: list[Tensor | None] = [torch.full((2, 1, 4), r + 1.0), None if r < 2 else torch.ones(2, 1, 5)]
+            row: list[Tensor | None] = [None if r < 2 else torch.ones(2, 1, 5), torch.full((2, 1, 4), r + 1.0)]
             earlier.extend(weakref.ref(delta) for delta in row if delta is not None)
             yield row
 
-    first, late = layerwise._gather(each(), [None, None], 3, graph=False)
-    assert first is not None and late is not None
-    assert torch.equal(first[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
+    late, every = layerwise._gather(each(), [None, None], 3, graph=False)
+    assert late is not None and every is not None
+    assert torch.equal(every[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
     assert torch.equal(late[0, :, 0], torch.tensor([0.0, 0.0, 1.0]))
