@@ -5,6 +5,7 @@ Tests `evaluation.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.network.engines import repetitions
+from curvops.network.engines.repetitions import PLAIN_RUNS
+from curvops.network.model.model import Model
 from tests.sampling.gaussians import seeded
 
 S = co.sampling
@@ -149,3 +153,88 @@ def test_batch_statistics_are_refused() -> None:
     with pytest.raises(ValueError, match="batch statistics"):
         S.run(S.chains(S.sgld(value, 0.1, data_size=11), 2), params, [(X, y)], steps=1)
     S.log_posterior(model.eval(), "classification", data_size=11)
+
+
+TARGETS: dict[str, tuple[Any, Callable[[torch.Generator], Tensor]]] = {
+    "gaussian": (co.likelihoods.Gaussian(0.3), lambda g: torch.randn(7, 3, generator=g)),
+    "classes": (co.likelihoods.Categorical(label_smoothing=0.1), lambda g: torch.randint(-1, 3, (7,), generator=g)),
+    "probabilities": ("classification", lambda g: torch.randn(7, 3, generator=g).softmax(1)),
+    "bernoulli": (co.likelihoods.Bernoulli(), lambda g: torch.randint(2, (7, 3), generator=g).float()),
+    "poisson": (co.likelihoods.Poisson(), lambda g: torch.randint(5, (7, 3), generator=g).float()),
+}
+
+
+def steps_of(f: Any, chains: int | None, targets: Any, weights: bool, steps: int = PLAIN_RUNS + 4) -> list[Tensor]:
+    """Values and gradients at other weights and another batch in each step."""
+    generator, found = seeded(3), []
+    sampler = S.sgld(f, 0.1) if chains is None else S.chains(S.sgld(f, 0.1), chains)
+    state = sampler.init(f.params, seeded(0))
+    for _ in range(steps):
+        theta = torch.randn(state.theta.shape, generator=generator).to(state.theta)
+        x, y = torch.randn(7, 2, generator=generator).double(), targets(generator).clone()
+        y = y.double() if y.is_floating_point() else y.abs()
+        batch = (x, y, torch.rand(7, generator=generator).double()) if weights else (x, y)
+        found += sampler.density.gradient(theta, state.structure, batch)
+    return found
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(("chains", "prior", "weights"), [(None, 0.7, False), (3, "vector", True), (3, 0.7, False)])
+def test_repeated_steps_have_the_bits_of_others(
+    kind: str, chains: int | None, prior: Any, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (likelihood, targets) = problem()[0], TARGETS[kind]
+    A = torch.linspace(0.5, 2, 27, dtype=torch.float64) if prior == "vector" else prior
+
+    def steps() -> list[Tensor]:
+        f = S.log_posterior(model, likelihood, prior_precision=A, prior_mean={"*": 0.2}, data_size=11, weights=weights)
+        return steps_of(f, chains, targets, weights)
+
+    call, calls = Model.__call__, list[int]()
+    monkeypatch.setattr(Model, "__call__", lambda *given: (calls.append(1), call(*given))[1])
+    found = steps()
+    assert len(calls) <= PLAIN_RUNS + 3 + 1  # the first batch, recording and comparing, and none after
+    monkeypatch.setattr(repetitions, "LARGEST", -1)
+    calls.clear()
+    expected = steps()
+    assert len(calls) >= PLAIN_RUNS + 4
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_steps_are_not_repeated_where_something_else_may_change() -> None:
+    """A noise that is tuned, a user's layer, a user's likelihood, an operator as the prior: each is computed anew."""
+
+    class Moody(nn.Module):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * x
+
+    noise = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    linear, moody = nn.Linear(2, 3).double(), Moody()
+    loss = co.likelihoods.FromLoss(lambda f, y: Moody.factor * (f - y).square().sum(-1))
+
+    def change() -> None:
+        with torch.no_grad():
+            noise.mul_(2)
+        Moody.factor *= 2
+
+    for model, likelihood in (
+        (linear, co.likelihoods.Gaussian(noise)),
+        (nn.Sequential(linear, moody), co.likelihoods.Gaussian(0.5)),
+        (linear, loss),
+    ):
+        f = S.log_posterior(model, likelihood, data_size=7)
+        state = S.sgld(f, 0.1).init(f.params, seeded(0))
+        batch = torch.randn(7, 2, generator=seeded(1)).double(), torch.randn(7, 3, generator=seeded(2)).double()
+        density = S.sgld(f, 0.1).density
+        for _ in range(PLAIN_RUNS + 3):
+            change()
+            value, gradient = density.gradient(state.theta, state.structure, batch)
+            params = {name: p.requires_grad_() for name, p in f.params.items()}
+            wanted = f(params, batch)
+            slopes = torch.autograd.grad(wanted, list(params.values()))
+            assert torch.allclose(value, wanted.detach(), rtol=1e-12)
+            assert torch.allclose(gradient, torch.cat([g.flatten() for g in slopes]), rtol=1e-10, atol=1e-12)
+        noise.data.fill_(0.5)
+        Moody.factor = 1.0

@@ -676,8 +676,7 @@ def _gather(
         return [_joined(row) for row in zip(*each)]
     stores: list[Tensor | None] = [None] * len(into)
     for r, row in enumerate(each):
-        for i in range(len(into)):
-            delta, row[i] = row[i], None  # freed once it is copied, before the pass for the next cotangent
+        for i, delta in enumerate(row):
             store = stores[i]
             if store is None and delta is not None:
                 given = into[i]
@@ -686,7 +685,6 @@ def _gather(
                 store[:, :r] = 0  # where there was none
             if store is not None:
                 store[:, r] = 0 if delta is None else delta[:, 0]
-            del delta
     return stores
 
 

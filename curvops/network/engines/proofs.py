@@ -100,20 +100,24 @@ class Unlike(Exception):
 
 def structure_of(model: Model) -> Hashable:
     """Describe modules by classes, code, modes and attributes, and tensors by name, place, dtype and shape."""
-    # A mode may change what any operation does.
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        raise Unlike
-    if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
-        raise Unlike
     held = {**model.frozen, **model._buffers}
     shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in held.items())
     flat, selection = model.tensors()[0], model.selection
-    autocast = torch.is_autocast_enabled(flat.device.type), torch.get_default_dtype()
-    shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, autocast, model.layout
+    around = surroundings(flat.device)
+    shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, around, model.layout
     if model.module is None:
         return *shared, _Same(model._function)
     parts = tuple([_part(path, part) for part, path in model.paths.items()])
     return *shared, tuple([(model.paths[part], local, name) for part, local, name in model.places]), parts
+
+
+def surroundings(device: torch.device) -> Hashable:
+    """Return the settings that change what a pass computes; raise Unlike for a mode or a hook of all operations."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise Unlike
+    if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
+        raise Unlike
+    return torch.is_autocast_enabled(device.type), torch.get_default_dtype()
 
 
 def inputs_of(inputs: Any) -> Hashable:

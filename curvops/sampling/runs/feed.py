@@ -20,6 +20,7 @@ class Feed:
     def __init__(self, batches: Any, position: Any = None) -> None:
         self._batches = _checked(batches)
         self._spec: Any = None
+        self._last: Any = None
         self._index = 0 if position is None else position["index"]
         self._generator: Tensor | None = None if position is None else position["generator"]
         self._pass: Iterator[Any] | None = None
@@ -41,6 +42,14 @@ class Feed:
                 raise ValueError(f"the data are empty: a pass over this {type(self._batches).__name__} gave no batch.")
             self._index, self._generator, self._pass = 0, None, None
             return self.next()
+        if batch is not self._last:
+            self._check(batch)
+            self._last = batch
+        self._index += 1
+        return batch
+
+    def _check(self, batch: Any) -> None:
+        """Raise ValueError if a batch has another structure than the first."""
         spec = pytree.tree_structure(batch)
         if self._spec is None:
             self._spec = spec
@@ -49,8 +58,6 @@ class Feed:
                 f"batch {self._index} has another structure than the first: {_describe(spec)} after "
                 f"{_describe(self._spec)}. All batches must contain the same items."
             )
-        self._index += 1
-        return batch
 
     def _open_pass(self) -> Iterator[Any]:
         """Begin a pass at the batch where the last run stopped."""
