@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+NO_RULES = (
+    "operators have no rules for torch.func (vmap, grad, jvp, ...) and forward mode: use torch.autograd, and in place "
+    "of vmap a block (n, K). A @ v is linear: its tangent is A @ tangent, and its gradient A.mT @ gradient."
+)
 LONGEST = 200
 """The number of characters of a wrong value that a message shows at most."""
 IN_WORDS = {
@@ -121,13 +125,20 @@ def check_accuracy(rtol: object, generator: object = None, name: str = "rtol") -
     check_generator(generator)
 
 
-def refuse_autocast(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError in single precision under `torch.autocast`, which rounds matrix products to half precision."""
+def refuse_modes(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise an error under a mode in which products would be wrong, or what is kept of them useless.
+
+    Raises:
+        ValueError: `torch.autocast` is on in single precision, and rounds matrix products to half precision.
+        RuntimeError: the call is inside a transform of `torch.func`, whose tensors are not to be kept.
+    """
     if dtype == torch.float32 and torch.is_autocast_enabled(device.type):
         raise ValueError(
             "torch.autocast is on, which would round these products to half precision: make this call outside of it, "
             f"or under torch.autocast({device.type!r}, enabled=False). A model may use autocast in its own forward."
         )
+    if _in_functorch():
+        raise RuntimeError(NO_RULES)
 
 
 def check_flag(name: str, given: object, hint: str = "") -> None:
@@ -155,7 +166,17 @@ def in_forward_mode() -> bool:
 
 def in_transform() -> bool:
     """Return whether the call is inside a transform of `torch.func`, such as `vmap`, or a level of dual numbers."""
-    return in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    return in_forward_mode() or _in_functorch()
+
+
+def _in_functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_tangents(tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
+    if _in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
+        raise RuntimeError(NO_RULES)
 
 
 def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:

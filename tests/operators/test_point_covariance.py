@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.linalg.operators import kronecker
+from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
@@ -136,6 +138,40 @@ def test_layers_at_more_positions_than_they_have_columns(curvature, monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr(kfac_factors, "fewer_positions", lambda left, right: (left, right))
             torch.testing.assert_close(curvature(lin).to_dense(), A.to_dense(), **TIGHT)
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monkeypatch):
+    """Adapters, of which one is called twice, and a convolution in groups; all rows in one piece and in several."""
+    monkeypatch.setattr(kronecker, "AT_ONCE", 1)
+    torch.manual_seed(0)
+    up, down = nn.Linear(9, 2, bias=False), nn.Linear(2, 27)
+    adapter = nn.Sequential(up, down, nn.Tanh(), nn.Linear(27, 9), up, nn.Linear(2, 2))
+    images = nn.Sequential(nn.Conv2d(6, 4, 2, groups=2), nn.Tanh(), nn.Flatten(2), nn.Linear(25, 2))
+    for model, shape, wide in ((adapter, (4, 3, 9), [(1, 27, 3), (1, 2, 9)]), (images, (4, 6, 6, 6), [(2, 2, 13)])):
+        whole = nn.Sequential(model, Means()).double()
+        x, y = torch.randn(shape).double(), torch.tensor([0, 1, 1, 0])
+        lin, served = co.linearize(whole, (x, y), "classification"), []
+        J = lin.jacobian(x[:2])
+
+        def counted(form, rows, served=served, memory=lin.memory):
+            assert memory._held == work_bytes(form, rows) > 0
+            served.append(form.base.sizes)
+            return half_solved(form, rows)
+
+        monkeypatch.setattr(point_covariance, "half_solved", counted)
+        expected = {size: by_solves(J, co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse(), size) for size in (2, 4)}
+        for size, chunk in ((2, 10**6), (4, 10**6), (2, 1), (4, 1)):
+            monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
+            inverse = co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse()
+            torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
+            variances = point_covariances(J, inverse, size, diagonals=True)
+            torch.testing.assert_close(variances, expected[size].diagonal(dim1=1, dim2=2), **TIGHT)
+            if bias == "joint":
+                assert set(wide) <= set(served) and all(served.count(sizes) == 2 for sizes in wide)
+            served.clear()
+            torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
+            assert not served  # by now the factors are decomposed
 
 
 class Means(nn.Module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import nn
+from torch.autograd import forward_ad
 
 import curvops as co
 from curvops.linalg import Diagonal, LowRank, draw
@@ -176,3 +177,74 @@ def test_wide_norm_layers_have_blocks_that_are_drawn_from():
     K = co.KFAC(lin)
     assert K.psd
     assert draw(K + K, 2).isfinite().all()
+
+
+def small(engine="auto"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return co.linearize(model, (torch.randn(5, 3).double(), torch.arange(5) % 2), "classification", engine=engine)
+
+
+@pytest.mark.parametrize("kind", [co.GGN, co.Hessian, co.KFAC, co.EKFAC, co.DiagonalGGN, co.BlockDiagonal])
+def test_products_have_second_derivatives_in_the_vectors(kind):
+    """Those of the Hessian counted as zero."""
+    A = kind(small())
+    dense, V = A.to_dense(), torch.randn(26, 2).double().requires_grad_()
+    (gradient,) = torch.autograd.grad((A @ V).square().sum(), V, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), V)
+    square = 2 * dense @ dense
+    torch.testing.assert_close(second, 2 * square @ (square @ V.detach()), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "autodiff", "streamed"])
+def test_vectors_may_be_imaginary_parts(engine):
+    """That of a conjugate has its sign in a bit, which a product by forward mode lost."""
+    A = co.GGN(small(engine))
+    V = torch.randn(26, 2, dtype=torch.complex128).conj().imag
+    assert V.is_neg()
+    torch.testing.assert_close(A @ V, A.to_dense() @ V, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [co.GGN, co.KFAC])
+def test_batches_of_no_blocks_have_products(kind):
+    A = kind(small())
+    for operator, rows in ((A, 26), (A.add_diagonal(1.0), 26), (A[:3, :], 3)):
+        assert (operator @ torch.zeros(0, 26, 4).double()).shape == (0, rows, 4)
+
+
+def dual(function, x):
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS = {
+    "dual numbers": dual,
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "grad": lambda function, x: torch.func.grad(lambda v: function(v).sum())(x),
+    "vmap": lambda function, x: torch.func.vmap(function)(x[None]),
+}
+
+
+CURVATURES = {"GGN": co.GGN, "KFAC": co.KFAC, "low rank": lambda lin: co.low_rank(co.GGN(lin), 3)}
+
+
+@pytest.mark.parametrize("kind", CURVATURES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_and_leave_nothing_behind(name, kind):
+    """Tangents counted as zero, and what was kept inside a transform broke later calls."""
+    lin, b, level = small(), torch.ones(26).double(), torch.tensor(0.7).double()
+    A = CURVATURES[kind](lin)
+    P = A.add_diagonal(level)
+    of_vectors = [lambda v: P.cg(v).x, lambda v: co.linalg.minres(P, v).x, lambda v: P.inverse() @ v]
+    of_levels = [
+        lambda s: co.linalg.logdet(A.add_diagonal(s)).value,
+        lambda s: co.laplace(lin, A, s, check_mode=False).log_evidence().value,
+    ]
+    if kind != "GGN":  # a small one is a dense matrix, for which torch has the rules
+        of_vectors, of_levels = [*of_vectors, P.solve], [*of_levels, lambda s: A.add_diagonal(s).solve(b)]
+    for functions, x in ((of_vectors, b), (of_levels, level)):
+        for function in functions:
+            with pytest.raises(RuntimeError, match="no rules for torch.func"):
+                TRANSFORMS[name](function, x)
+    expected = torch.linalg.solve(A.to_dense() + level * torch.eye(26).double(), b)
+    torch.testing.assert_close(P.solve(b.clone().requires_grad_()).detach(), expected, rtol=1e-6, atol=1e-6)

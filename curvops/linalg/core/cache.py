@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.checks import carries_graph
+from curvops.checks import carries_graph, refuse_tangents
 
 Value = TypeVar("Value")
 SHORT = 256
@@ -85,6 +85,7 @@ class Cache:
         Tensors are compared by storage and version; short vectors (a noise, a prior) and those in `watched` are also
         compared by value, which detects changes that leave the version unchanged (`.data`, fused optimisers).
         """
+        refuse_tangents(tensors)
         if carries_graph(tensors):
             return compute()
         with self.lock:

@@ -23,7 +23,8 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.checks import check_generator, drawn_seed, refuse_autocast
+from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
+from curvops.matrix_products import multiply
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -78,6 +79,7 @@ def describe(A: Matrix) -> Description:
     Raises:
         TypeError: A is neither a tensor nor a LinearOperator, or does not have a floating dtype of 32 bits or more.
         ValueError: A is not a matrix (batches are not supported), or is empty.
+        RuntimeError: the call is inside a transform of `torch.func`, or A has a tangent.
     """
     if not isinstance(A, (Tensor, LinearOperator)):
         hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
@@ -90,6 +92,8 @@ def describe(A: Matrix) -> Description:
     if not A.dtype.is_floating_point:
         raise TypeError(f"A must have a real floating-point dtype, got {A.dtype}.")
     require_precision(A.dtype, torch.device(A.device))
+    if in_forward_mode():
+        refuse_tangents((A,) if isinstance(A, Tensor) else A.representation())
     return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
 
 
@@ -103,7 +107,7 @@ def multiply_adds_of(A: Matrix) -> float | int:
 
 def require_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Raise TypeError for half precision, in which matrices can only be multiplied; ValueError under autocast."""
-    refuse_autocast(dtype, device)
+    refuse_modes(dtype, device)
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
             f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
@@ -404,7 +408,7 @@ def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k
 @singledispatch
 def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
     """Return X C, stored with contiguous columns."""
-    return (C.to(X).mT @ X.mT).mT
+    return multiply(C.to(X).mT, X.mT).mT
 
 
 @singledispatch

@@ -25,7 +25,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
-from curvops.checks import carries_graph, check_tensor, checked_whole, in_transform, refuse_autocast, shown
+from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.distributed_types import is_dtensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
@@ -225,6 +225,7 @@ class Operator(LinearOperator):
 
         Raises:
             ValueError: dtype, device or size do not fit.
+            RuntimeError: the call is inside a transform of `torch.func`, or in forward mode.
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
@@ -240,11 +241,13 @@ class Operator(LinearOperator):
                 f"{named}"
             )
         self.require_fit(other)
-        if other.ndim > 1 and not other.shape[-1]:  # there is nothing to multiply
+        if other.ndim > 1 and not other.numel():  # there is nothing to multiply
             batch = torch.broadcast_shapes(self.batch_shape, other.shape[:-2])
-            return other.new_zeros(*batch, self.shape[-2], 0)
-        of_matrix = carries_graph(self.representation())
-        if of_matrix or carries_graph((other,)) or other.ndim > 2 or in_transform():
+            return other.new_zeros(*batch, self.shape[-2], other.shape[-1])
+        tensors = self.representation()
+        refuse_tangents((other, *tensors))
+        of_matrix = carries_graph(tensors)
+        if of_matrix or carries_graph((other,)) or other.ndim > 2:
             found: Tensor = super().matmul(other)
             return differentiable_once(found) if of_matrix else found
         with torch.no_grad():  # without linear_operator's copy of this operator for a backward pass
@@ -263,7 +266,7 @@ class Operator(LinearOperator):
 
     def require_fit(self, other: Vectors) -> None:
         """Raise ValueError if this cannot be multiplied."""
-        refuse_autocast(self.dtype, self.device)
+        refuse_modes(self.dtype, self.device)
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, but the right-hand side {other.dtype} on "

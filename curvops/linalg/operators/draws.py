@@ -6,7 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import refuse_autocast
+from curvops.checks import refuse_modes
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.results import NotPositiveSemidefinite
@@ -46,7 +46,7 @@ def draw(
     Raises:
         ValueError: A is large, does not provide a root, and is not tagged as positive semidefinite.
     """
-    refuse_autocast(operator.dtype, operator.device)
+    refuse_modes(operator.dtype, operator.device)
     width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
     noise = ColumnNoise.of(generator, k, operator.device)

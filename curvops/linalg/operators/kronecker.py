@@ -35,6 +35,8 @@ VALUES_ALONE = 2**22
 needed; beyond, computing both would take noticeably longer."""
 PART = 2**16
 """The number of eigenvalues whose bounds are computed at a time: they stay in a CPU's cache."""
+ASKED_SHARE = 4
+"""The share of a budget up to which decompositions do not ask for its room, which tries what engines would keep."""
 WORK_COPIES = 3
 """Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
 
@@ -399,7 +401,7 @@ class Kronecker(_GroupedBlocks):
     @property
     def rounding(self) -> float:
         """The largest error of the computed eigenvalues, relative to the largest."""
-        return sum(_noise(known, factor) for known, factor in zip(self.details, self._args))
+        return sum(noise_of(known, factor) for known, factor in zip(self.details, self._args))
 
     @property
     def of_rows(self) -> float:
@@ -634,9 +636,10 @@ def _decompositions(
     numbers = (len(tensor) * tensor.shape[2] ** 2 for tensor in tensors if tensor.ndim == 3)
     held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
     memories: Memories = frozenset() if memory is None else frozenset((memory,))
-    room = room_in(memories, 0)
-    fitting = threads if room is None else sum(total <= room for total in accumulate(held))
-    workers = max(1, min(threads, math.ceil(sum(costs) / max(costs)), fitting))
+    workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
+    if memory is not None and workers > 1 and ASKED_SHARE * sum(held[:workers]) > memory.budget:
+        room = room_in(memories, 0)
+        workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
     give_back_freed(held[0])
     inference = torch.is_inference_mode_enabled()
 
@@ -670,8 +673,11 @@ def _decompositions(
 
 def _operations(factor: Factor) -> int:
     """Return the order of magnitude of the operations that an eigendecomposition takes."""
-    tensor = factor[0]
-    return tensor.shape[0] * tensor.shape[2] ** 3 if tensor.ndim == 3 else 0
+    tensor, details, _ = factor
+    if tensor.ndim == 2:
+        return 0
+    root = details.root_of(tensor)
+    return tensor.shape[0] * tensor.shape[2] ** 2 * (tensor.shape[2] if root is None else root.shape[1])
 
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
@@ -687,7 +693,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
         else:
             values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
         vectors = vectors.to(factor.dtype)
-    return _without_rounding(values, factor, details, name), vectors
+    return without_rounding(values, factor, details, name), vectors
 
 
 def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
@@ -700,14 +706,14 @@ def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
         values = torch.cat([values.new_zeros(len(values), factor.shape[2] - values.shape[1]), values], 1)
     else:
         values = torch.linalg.eigvalsh(to_double(factor, details))
-    return _without_rounding(values, factor, details, name)
+    return without_rounding(values, factor, details, name)
 
 
-def _without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
+def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
     """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
     m, eps = factor.shape[-1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from being positive semi-definite.
-    slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), _noise(details, factor)
+    slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), noise_of(details, factor)
     known = values.detach()
     least, largest = known.aminmax(dim=1, keepdim=True)
     if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
@@ -718,7 +724,7 @@ def _without_rounding(values: Tensor, factor: Tensor, details: Details, name: st
     return values - known.masked_fill(known > noise * largest, 0)
 
 
-def _noise(details: Details, factor: Tensor) -> float:
+def noise_of(details: Details, factor: Tensor) -> float:
     """Return the relative error of a factor's eigenvalues, including that of its decomposition in float64."""
     if factor.ndim == 2:
         return 0.0

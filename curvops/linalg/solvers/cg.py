@@ -22,6 +22,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import checked_whole
+from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, keep, memories_of
 from curvops.linalg.core.orthogonal import independent_basis
@@ -34,6 +35,7 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_columns,
     axpy,
+    column_bytes,
     columns,
     combine,
     describe_square,
@@ -422,12 +424,15 @@ class ConjugateGradients:
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
+        give_back_freed(column_bytes(x))  # most vectors are in memory here, and no pass of the network needs any
         records.matvecs += len(positions)
-        true = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
         sizes = norm(x)
         growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()
         self.norm_A = torch.maximum(self.norm_A, growth)
         gaps = self.asymmetry(x, image)
+        true = columns(self.B, torch.tensor([self.active[j] for j in positions]))
+        true = axpy(true, image, -torch.ones_like(sizes))
+        del image
         facts = torch.stack([norm(true), norm(true - r), sizes, self.norm_A.expand(len(positions)), gaps]).cpu()
         replaced = []
         for i, j in enumerate(positions):

@@ -33,7 +33,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.checks import carries_graph, check_choice, check_limits, check_tensor
+from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
@@ -309,6 +309,8 @@ def solve(
         promised = method == "auto" and known.definite and (known.at_hand or not is_psd(A))
         dense = partial(solve_dense, operator, rtol=rtol_used, symmetric=known.symmetric, definite=promised)
         return shaped_as(B.multiplied(dense) if isinstance(B, Sharded) else dense(as_columns(B)), B)
+    if in_forward_mode():
+        refuse_tangents((B, *operator.representation()))
     request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     return request.solve(operator, B)
 

@@ -16,7 +16,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_limits, check_tensor, checked_number, shown
+from curvops.checks import check_limits, check_tensor, checked_number, refuse_tangents, shown
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import (
     Halving,
@@ -80,6 +80,7 @@ def check(
     m, n, dtype, device = facts
     for name, V in (("B", B),) if x0 is None else (("B", B), ("x0", x0)):
         check_tensor(name, V)
+        refuse_tangents([V])
         if V.dtype != dtype:
             raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
         if V.device != device:
@@ -270,8 +271,9 @@ def _in_groups(
         else:
             X = empty_block(one.x, K) if start == 0 else X
             put(X, start, one.x)
-            found.append(replace(one, x=X))  # frees the solution's own buffer
+            found.append(replace(one, x=X))
             start = stop
+            del one  # the solution's own buffer
     return join_solutions(found, X)
 
 

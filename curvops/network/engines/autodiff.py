@@ -255,7 +255,7 @@ def _own_storage(view: Tensor) -> Tensor:
     it would allocate a tangent as large as all weights.
     """
     if view.device.type in ("cpu", "cuda") and not view.is_inference():
-        return from_dlpack(view.detach())
+        return from_dlpack(view.detach().resolve_neg())  # DLPack knows no bit for a sign
     return view.detach().clone()
 
 

@@ -676,7 +676,8 @@ def _gather(
         return [_joined(row) for row in zip(*each)]
     stores: list[Tensor | None] = [None] * len(into)
     for r, row in enumerate(each):
-        for i, delta in enumerate(row):
+        for i in range(len(into)):
+            delta, row[i] = row[i], None  # freed once it is copied, before the pass for the next cotangent
             store = stores[i]
             if store is None and delta is not None:
                 given = into[i]
@@ -685,6 +686,7 @@ def _gather(
                 store[:, :r] = 0  # where there was none
             if store is not None:
                 store[:, r] = 0 if delta is None else delta[:, 0]
+            del delta
     return stores
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from curvops.eager_mode import EagerMode
 from curvops.network.model.parameters import Blocks
 
 _Facts = tuple[torch.Size, torch.dtype, tuple[int, ...], int]
@@ -110,14 +110,6 @@ class Replay:
         kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
         extents = {extent(tensor) for tensor in kept if _has_memory(tensor) and tensor not in held}
         return sum(end - start for start, end in extents)
-
-
-class EagerMode(TorchDispatchMode):
-    """A dispatch mode that torch does not wrap for its compiler, whose 800 modules the first operation would load."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class Recorder(EagerMode):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import (
     Pushes,
@@ -27,7 +28,7 @@ from curvops.network.engines.autodiff import (
     record_replay,
     replay_bytes,
 )
-from curvops.network.engines.replay import EagerMode, Replay, tensors_in
+from curvops.network.engines.replay import Replay, tensors_in
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvops.matrix_products import fast_products, has_slow_products
 from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
 
 ATTENTION = [
@@ -29,8 +30,9 @@ def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
 
 
 def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
-    """Return contexts that replace operations without derivatives by others with equal values, for every call."""
-    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
+    """Return contexts that replace slow operations, or those without derivatives, by others of equal values."""
+    stand_ins: list[Callable[[], Any]] = [fast_products] if has_slow_products(parts) else []
+    stand_ins += [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
     return [*stand_ins, eagerly] if any(map(is_compiled, parts)) else stand_ins
 
 

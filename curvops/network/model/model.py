@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.checks import refuse_autocast
+from curvops.checks import refuse_modes
 from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
@@ -129,9 +129,9 @@ class Model:
         """The largest machine epsilon among the tensors' dtypes: a frozen base may be in half precision."""
         return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
 
-    def refuse_autocast(self) -> None:
-        """Raise ValueError in single precision under `torch.autocast`."""
-        refuse_autocast(self._flat.dtype, self._flat.device)
+    def refuse_modes(self) -> None:
+        """Raise an error under `torch.autocast` in single precision, or inside a transform of `torch.func`."""
+        refuse_modes(self._flat.dtype, self._flat.device)
 
     @property
     def training(self) -> bool:

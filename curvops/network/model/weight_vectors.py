@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import shown
+from curvops.checks import refuse_tangents, shown
 from curvops.network.data.inputs import is_finite, own, tensor_of, within
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
@@ -58,6 +58,7 @@ def read_vector(name: str, given: Any, network: Model, number: str, others: str 
 
 def _like(network: Model, given: Any, name: str) -> Tensor:
     used = torch.as_tensor(given, dtype=network.theta.dtype, device=network.theta.device)
+    refuse_tangents([used])
     return own(given, used, name) if isinstance(given, Tensor) else used
 
 

@@ -32,7 +32,7 @@ from curvops.network.trained.first_points import check_scores, first_points, lik
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import BatchMap, Passes, accumulate
+from curvops.network.walks.passes import BatchMap, Passes, accumulate, linear
 from curvops.network.walks.rounded_passes import RoundedPasses, check_compute_dtype, require_room
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
@@ -155,7 +155,7 @@ class TrainedNetwork(NetworkOnData):
             warn_without_group()
         by_running = isinstance(parameters, str) and parameters == "last_layer"
         network = Model(model, None if by_running else parameters)
-        network.refuse_autocast()
+        network.refuse_modes()
         if by_running:
             first, _, network.calls.mapping_type = first_points(data, network.theta, weights, ranks)
             network = Model(model, parameters, last_layer(network, first))
@@ -285,7 +285,7 @@ class TrainedNetwork(NetworkOnData):
 
     def admit(self, x: Any, differentiable: bool = False) -> Inputs:
         """Return inputs on the weights' device, after trying the model on them; raise as `jacobian` does."""
-        self.model.refuse_autocast()
+        self.model.refuse_modes()
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
@@ -328,8 +328,12 @@ class TrainedNetwork(NetworkOnData):
 
     def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         """Return the Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
-        product = partial(hessian_product, self.model, self.likelihood, block)
-        return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
+
+        def multiply(block: Tensor) -> Tensor:
+            product = partial(hessian_product, self.model, self.likelihood, block)
+            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
+
+        return linear(block, multiply, multiply)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""

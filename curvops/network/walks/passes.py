@@ -69,11 +69,11 @@ class BatchMap:
 
     def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
         """Return J V."""
-        return _linear(vectors, self._push, self._pull)
+        return linear(vectors, self._push, self._pull)
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U."""
-        return _linear(cotangents, self._pull, self._push)
+        return linear(cotangents, self._pull, self._push)
 
     def sandwich(self, vectors: Float[Tensor, "D K"], weigh: Weigh) -> Float[Tensor, "D K"]:
         """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H."""
@@ -252,7 +252,7 @@ class Passes(JacobianRows):
 
         A walk over cached batches does not read the data again.
         """
-        self.model.refuse_autocast()
+        self.model.refuse_modes()
         with self.model.lock:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
@@ -521,7 +521,7 @@ class Passes(JacobianRows):
 
     def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
         """Return steps that count points, or the number of rows per point times points."""
-        self.model.refuse_autocast()
+        self.model.refuse_modes()
         return progress_bar(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(self, inputs: Any, columns: int, chunk: int, of_others: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -691,10 +691,11 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         apply, adjoint = ctx.maps
-        return _linear(gradient, adjoint, apply), None, None
+        return linear(gradient, adjoint, apply), None, None
 
 
-def _linear(argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
+def linear(argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
+    """Return a linear map's value, with derivatives of any order by its adjoint."""
     if torch.is_grad_enabled() and argument.requires_grad:
         return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-untyped-call]
     return apply(argument.detach())

@@ -35,5 +35,5 @@ class Hessian(UserOperator, NetworkOperator):
         super().__init__(lin.theta, lin=lin)
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-        product: Tensor = self.lin.hessian_product(block.detach())
+        product: Tensor = self.lin.hessian_product(block)
         return product

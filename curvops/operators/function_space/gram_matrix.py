@@ -20,6 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
+from curvops.matrix_products import add_product, multiply
 from curvops.network import Group, Layer, Passes
 from curvops.operators.function_space.gram_cost import (
     HELD_OF_SOME,
@@ -32,7 +33,7 @@ from curvops.operators.function_space.gram_cost import (
 )
 from curvops.operators.function_space.row_products import (
     Sides,
-    add_product,
+    add_gram,
     add_row_products,
     matrix_of_scales,
 )
@@ -249,7 +250,7 @@ def _add_by_all_rows(
             for name, row in weighted.items():
                 against = flat_rows(others[name])
                 here = target[start : start + height, column : column + len(against)]
-                add_product(here, row, against, half and column == start)
+                add_gram(here, row, against, half and column == start)
             column += len(against)
         start += height
 
@@ -273,7 +274,7 @@ def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
 def _inner_products(
     a: Float[Tensor, "*x n q"], b: Float[Tensor, "*y m q"], gather: Callable[[Tensor], Tensor] | None
 ) -> Float[Tensor, "*t n *u m"]:
-    products = (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
+    products = multiply(a.flatten(0, -2), b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
     return products if gather is None else gather(products)
 
 
@@ -297,7 +298,7 @@ def _add_by_pairs(
             for i in range(g):
                 d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
-                outer = (d @ e.mT).view(t, r, points, u, s, others)
+                outer = multiply(d, e.mT).view(t, r, points, u, s, others)
                 outer.mul_(_inner_products(a[i], b[i], one.gather).reshape(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
@@ -352,4 +353,4 @@ def _add_images(
             some = deltas[first:]
             out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
             image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
-            target[k * r : (k + 1) * r, first * s :].addmm_(left[k, :, block].flatten(1), image.mT)
+            add_product(target[k * r : (k + 1) * r, first * s :], left[k, :, block].flatten(1), image.mT)

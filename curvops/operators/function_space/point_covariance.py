@@ -27,16 +27,19 @@ from torch import Tensor
 from curvops.checks import carries_graph
 from curvops.freed_memory import give_back_freed
 from curvops.linalg import Damped, Inverse, Operator
+from curvops.linalg.core.memory import Memories, hold
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
-from curvops.linalg.operators.kronecker import EigenKroneckerForm
+from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
+from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
+from curvops.progress import progress_bar
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
@@ -71,6 +74,9 @@ class Metric(ABC):
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         """Return the last layer's blocks and their share of its inputs; None if P has another structure."""
         return None
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing left
+        """Add the parts of all groups that wait for the last one."""
 
 
 def point_covariances(
@@ -108,7 +114,7 @@ def point_covariances(
         elif isinstance(inverse, DualInverse):
             found = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, LayerBlocksForm):
-            found = _sum_over_layers(walk, InEigenbases(walk, form), shape)
+            found = _sum_over_layers(walk, InEigenbases(walk, form, jacobian.shape[0] if rows is None else None), shape)
         elif isinstance(form, DirectSumForm):
             found = _sum_over_layers(walk, InDenseBlocks(walk, form), shape)
         else:
@@ -155,6 +161,7 @@ def _sum_over_layers(
                 part = pushed[:, row : row + group.num_rows]
                 part += group.push(tangents).flatten(1)
             del group
+    metric.finish()
     return total
 
 
@@ -278,7 +285,7 @@ class InDenseBlocks(Metric):
         """The positions and the closed form of each block, by its first position."""
         parts = self.form.base.partition.parts
         firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
-        return dict(zip(firsts, zip(parts, self.form.decomposed)))
+        return dict(zip(firsts, zip(parts, self.form.forms)))
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add the group's part; return False if its weights are not those of one block."""
@@ -295,21 +302,51 @@ class InDenseBlocks(Metric):
 
 
 class InEigenbases(InDenseBlocks):
-    """The inverse of KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, and other blocks as stored."""
+    """The inverse of KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, and other blocks as stored.
 
-    def __init__(self, walk: JacobianRows, form: LayerBlocksForm) -> None:
+    If `count`, the number of rows in all, is small, some products need no eigenbasis: their rows wait for the last one.
+    """
+
+    def __init__(self, walk: JacobianRows, form: LayerBlocksForm, count: int | None) -> None:
         super().__init__(walk, form)
-        forms = zip(form.base.names, form.decomposed)
-        self.layers = {names: LayerMetric.of(own) for names, own in forms if isinstance(own, EigenKroneckerForm)}
+        forms = zip(form.base.names, form.forms)
+        self.forms = {names: own for names, own in forms if isinstance(own, EigenKroneckerForm)}
+        self.few: dict[tuple[str, ...], KroneckerForm] = {}
+        if count is not None and walk.features() is None:
+            found = {names: own for names, own in self.forms.items() if isinstance(own, KroneckerForm)}
+            self.few = {names: own for names, own in found.items() if serves_rows(own, count)}
+        self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
+        others = {names: own for names, own in self.forms.items() if names not in self.few}
+        form.decompose(others.values())
+        self.layers = {names: LayerMetric.of(own) for names, own in others.items()}
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add the group's part; return False if its layers differ from those the curvature was built with."""
-        parts = members(group, self.layers)
+        parts = members(group, self.forms)
         for names, matrices in parts:
-            if names not in self.layers:
+            if names in self.few:
+                products = [left.mT @ right.to(left.dtype).unsqueeze(1) for left, right in matrices]
+                rows = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+                self.waiting.setdefault(names, []).append((target, rows.flatten(0, 1)))
+            elif names in self.layers:
+                _add(target, matrices, self.layers[names], most_bytes)
+            else:
                 return False
-            _add(target, matrices, self.layers[names], most_bytes)
         return bool(parts) or super().add(target, group, most_bytes)
+
+    def finish(self) -> None:
+        base = self.form.base
+        memories: Memories = frozenset() if base.memory is None else frozenset((base.memory,))
+        with progress_bar("Cholesky factorisations", len(self.waiting), base.progress) as steps:
+            while self.waiting:
+                names, waiting = self.waiting.popitem()
+                form, (targets, parts) = self.few[names], zip(*waiting)
+                rows = torch.cat(parts)
+                with hold(memories, work_bytes(form, rows)):
+                    for root in half_solved(form, rows):
+                        for target, own in zip(targets, root.split(list(map(len, parts)))):
+                            _add_products(target, own, own)
+                steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         names = layer.names

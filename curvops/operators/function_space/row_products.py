@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.symmetry import mirror
+from curvops.matrix_products import add_product
 from curvops.network import Layer
 
 LEAST_HALVED = 128
@@ -95,23 +96,23 @@ def add_row_products(
         rows = reused[0] = _rows(one, block, most_bytes, reused[0])
         if same:
             rows.mul_(block.of(scale).sqrt())
-            add_product(target, rows, rows, half=True)
+            add_gram(target, rows, rows, half=True)
         else:
             others = reused[1] = _rows(other, block, most_bytes, reused[1])
-            target.addmm_(rows.mul_(block.of(scale)), others.mT)
+            add_product(target, rows.mul_(block.of(scale)), others.mT)
 
 
-def add_product(
+def add_gram(
     target: Float[Tensor, "n m"], rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"], half: bool
 ) -> None:
     """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
     if not half or len(rows) <= LEAST_HALVED:
-        target.addmm_(rows, others.mT)
+        add_product(target, rows, others.mT)
         return
     cut = len(rows) // 2
     for part in (slice(0, cut), slice(cut, None)):
-        add_product(target[part, part], rows[part], others[part], half)
-    target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
+        add_gram(target[part, part], rows[part], others[part], half)
+    add_product(target[:cut, cut:], rows[:cut], others[cut:].mT)
 
 
 def row_products(

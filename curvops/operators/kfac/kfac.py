@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -42,9 +43,13 @@ class LayerBlocksForm(DirectSumForm):
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms of all blocks, with their eigendecompositions computed together."""
-        blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, KroneckerForm))
-        decompose(blocks, self.base.progress, self.base.memory)
+        self.decompose(self.forms)
         return self.forms
+
+    def decompose(self, forms: Iterable[ClosedForm]) -> None:
+        """Compute the eigendecompositions of some of the blocks together."""
+        blocks = (form.base for form in forms if isinstance(form, KroneckerForm))
+        decompose(blocks, self.base.progress, self.base.memory)
 
 
 class LayerBlocks(DirectSum):
@@ -152,11 +157,12 @@ class KFAC(KroneckerCurvature):
     factors a `PrecisionLimit` warning is issued if the prior precision is below the rounding of single precision.
 
     With a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
-    the eigenbases of A and B, which are computed once. With a prior that varies within a layer, layers of up to 2,048
-    weights are factorised. If a larger layer is among them, conjugate gradients and probes compute everything,
-    preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An added term of
-    low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity. `heuristic_damping` gives
-    Martens & Grosse's factored damping instead.
+    the eigenbases of A and B, which are computed once; the first two predictions at few points need no eigenbasis of a
+    factor beside one of at most 8 columns (an adapter of low rank). With a prior that varies within a layer, layers of
+    up to 2,048 weights are factorised. If a larger layer is among them, conjugate gradients and probes compute
+    everything, preconditioned by the closed form under each layer's geometric mean if the prior is close to it. An
+    added term of low rank (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
+    `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the
     factors' matrix products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if

@@ -12,6 +12,7 @@ from torch import Tensor
 from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
+from curvops.matrix_products import add_product
 from curvops.network import Passes
 
 # From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
@@ -87,17 +88,16 @@ class OuterSum:
             self._add_rows(rows)
 
     def _add_rows(self, rows: Float[Tensor, "g m p"]) -> None:
-        p, beta = rows.shape[-1], 0 if self.total is None else 1
+        p = rows.shape[-1]
         exact = p <= MOST_EXACT
         if self.total is None:
-            self.total = rows.new_empty(len(rows), p, p, dtype=torch.float64 if exact else rows.dtype)
+            self.total = rows.new_zeros(len(rows), p, p, dtype=torch.float64 if exact else rows.dtype)
         if not exact:
-            _add_upper(self.total, rows, beta)
+            _add_upper(self.total, rows)
             return
         for piece in rows.split(max(1, ELEMENTS_A_SUM // p), 1):
             double = piece.to(torch.float64)
-            self.total.baddbmm_(double.mT, double, beta=beta)
-            beta = 1
+            self.total.baddbmm_(double.mT, double)
 
     def join(self, passes: Passes) -> None:
         """End the walk: extend the sum, or the kept rows, over all points of all ranks."""
@@ -118,8 +118,8 @@ class OuterSum:
             if rows.shape[1] < p:
                 return _divided(rows, math.sqrt(divisor)), Details(of_rows=of_rows, by_root=True)
             if dtype != torch.float64:
-                total = rows.new_empty(len(rows), p, p)
-                _add_upper(total, rows, 0)
+                total = rows.new_zeros(len(rows), p, p)
+                _add_upper(total, rows)
                 root = _divided(rows, math.sqrt(divisor))
                 return _divided(mirror(total), divisor), Details(root=root, of_rows=of_rows)
             self._add_rows(rows)
@@ -148,20 +148,20 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
     return side.permute(group, last, *summed).flatten(2).mT
 
 
-def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta: int) -> None:
-    """Replace total by beta·total + rowsᵀ rows on and above the diagonal, in halves unless they are too small."""
+def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> None:
+    """Add rowsᵀ rows to total on and above the diagonal, in halves unless they are too small."""
     p = rows.shape[-1]
     if p < LEAST_SYMMETRIC and rows.shape[1] <= ROWS_A_SUM:
-        total.baddbmm_(rows.mT, rows, beta=beta)
+        total.baddbmm_(rows.mT, rows)
         return
     if p < LEAST_SYMMETRIC:
-        part = _outer_sum(rows)
-        total.copy_(part.add_(total) if beta else part)
+        total.copy_(_outer_sum(rows).add_(total))
         return
     half = p // 2
-    _add_upper(total[:, :half, :half], rows[..., :half], beta)
-    total[:, :half, half:].baddbmm_(rows[..., :half].mT, rows[..., half:], beta=beta)
-    _add_upper(total[:, half:, half:], rows[..., half:], beta)
+    _add_upper(total[:, :half, :half], rows[..., :half])
+    for each, group in zip(total, rows):
+        add_product(each[:half, half:], group[:, :half].mT, group[:, half:])
+    _add_upper(total[:, half:, half:], rows[..., half:])
 
 
 def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:

@@ -116,7 +116,8 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
         with hold(systems.memories, beside):
             guess = None if x0 is None else x0[:, part]
             each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
-        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # frees the solution's own buffers
+        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))
+        del each  # the solution's own buffers
     return join_solutions(found, draws.mT)
 
 
