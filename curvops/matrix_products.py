@@ -51,6 +51,20 @@ def add_product(total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[T
         some.add_(multiply(rows, b))
 
 
+def multiply_each(
+    a: Float[Tensor, "g m k"], b: Float[Tensor, "g k n"], out: Float[Tensor, "g m n"] | None = None
+) -> Float[Tensor, "g m n"]:
+    """Return a_g b_g for each g, in `out` if that is given."""
+    if not len(a) or not _goes_by_onednn(a[0], b[0]):
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    if out is None and len(a) == 1:
+        return multiply(a[0], b[0]).unsqueeze(0)
+    out = a.new_empty(*a.shape[:2], b.shape[2]) if out is None else out
+    for left, right, product in zip(a, b, out):
+        product.copy_(multiply(left, right))
+    return out
+
+
 class _FastProducts(EagerMode):
     """A mode in which large products of matrices are computed by oneDNN, in forward and in backward passes.
 

@@ -97,6 +97,18 @@ def test_a_product_is_added_to_a_part_of_a_matrix(
 
 
 @needs_onednn
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_groups_of_matrices_have_a_product_each(groups: int, given: bool, calls: list[Tensor]) -> None:
+    a, b = torch.randn(groups, 5, 7).mT, torch.randn(groups, 5, 6)[..., ::2]
+    out = torch.full((groups, 7, 3), torch.nan) if given else None
+    with torch.no_grad():
+        found = multiply_each(a, b, out)
+    assert len(calls) == groups and (out is None or found is out)
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
 def test_what_has_derivatives_or_another_dtype_is_left_to_torch(calls: list[Tensor]) -> None:
     a, b, c = factors()
     tangent = torch.randn_like(a)

@@ -25,7 +25,7 @@ from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.matrix_products import multiply
+from curvops.matrix_products import multiply_each
 from curvops.progress import PATIENCE, Progress, progress_bar
 
 AT_ONCE = 2**26
@@ -570,7 +570,7 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
     if right is not None and right.ndim == 2:
         groups = right[:, None, None, :] * groups
     elif right is not None:
-        groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
+        groups = multiply_each(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
     if left is None:
         return groups
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
@@ -579,15 +579,10 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
 def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
     """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
     lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
-    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else _by_groups(left, lines)
+    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else multiply_each(left, lines)
     if right.ndim == 2:
         return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
-    return _by_groups(wide.view_as(rows), right.mT).view_as(table)
-
-
-def _by_groups(a: Float[Tensor, "g m k"], b: Float[Tensor, "g k n"]) -> Float[Tensor, "g m n"]:
-    """Return a_g b_g for each group."""
-    return multiply(a[0], b[0]).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
+    return multiply_each(wide.view_as(rows), right.mT).view_as(table)
 
 
 def _transpose(factor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
-from curvops.matrix_products import add_product, multiply
+from curvops.matrix_products import add_product, multiply, multiply_each
 from curvops.network import Group, Layer, Passes
 from curvops.operators.function_space.gram_cost import (
     HELD_OF_SOME,
@@ -352,5 +352,5 @@ def _add_images(
                 break
             some = deltas[first:]
             out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
-            image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
+            image = multiply_each(some, weight[first:], out=out).view(len(some) * s, -1)
             add_product(target[k * r : (k + 1) * r, first * s :], left[k, :, block].flatten(1), image.mT)

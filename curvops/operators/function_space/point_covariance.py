@@ -34,6 +34,7 @@ from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
+from curvops.matrix_products import multiply_each
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
@@ -426,7 +427,7 @@ def _add_pairs(
     found = []
     for some, others in zip(first.split(step), second.split(step)):
         products = by_group[:, :, some].mul_(by_group[:, :, others])
-        found.append((products.flatten(1, 2) @ weights.mT).unflatten(1, (n, -1)))
+        found.append(multiply_each(products.flatten(1, 2), weights.mT).unflatten(1, (n, -1)))
     kernel = torch.cat(found, 2).transpose(0, 1)  # (n, g, pairs, p)
     if t == 1:
         weighted = left * kernel.unsqueeze(1)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.symmetry import mirror
-from curvops.matrix_products import add_product
+from curvops.matrix_products import add_product, multiply_each
 from curvops.network import Layer
 
 LEAST_HALVED = 128
@@ -194,7 +194,7 @@ def _rows(sides: Sides, block: Block, most_bytes: int, reused: Tensor | None = N
     for points in (slice(start, start + step) for start in range(0, n, step)):
         first, second, here = _positions(left[points], block), sides.right(points)[:, block.groups], rows[points]
         if first.shape[1] == 1:
-            torch.bmm(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
+            multiply_each(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
         else:
             here.copy_((first @ second).unflatten(2, (r, -1)).transpose(1, 2).flatten(2))
     return rows.flatten(0, 1)

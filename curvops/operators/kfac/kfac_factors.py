@@ -15,7 +15,7 @@ from curvops.checkpoint import digest, part_of_rank
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
-from curvops.matrix_products import multiply
+from curvops.matrix_products import multiply_each
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
@@ -326,11 +326,8 @@ def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     """
     if vectors.ndim == 2:
         return side
-    if vectors.shape[0] == 1:
-        rows = side.flatten(0, -2)  # a batch of few rows each would read the vectors as often
-        return multiply(rows, vectors[0]).view(*side.shape[:-1], vectors.shape[2])
-    by_group = side.movedim(-3, 0)
-    return (by_group.flatten(1, -2) @ vectors).view(by_group.shape).movedim(0, -3)
+    by_group = side.movedim(-3, 0)  # one product a group: a batch of few rows each would read the vectors as often
+    return multiply_each(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
