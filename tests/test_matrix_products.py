@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import curvops as co
 from curvops import matrix_products
 from curvops.eager_mode import EagerMode
-from curvops.matrix_products import add_product, fast_products, has_slow_products, multiply
+from curvops.matrix_products import add_product, fast_products, has_slow_products, multiply, multiply_each
 from tests.zoo import ZOO
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
