@@ -161,10 +161,8 @@ X = torch.ones(4, 6, dtype=torch.float64)
 INTO_ONE_BATCH = BATCH / N
 SLOPES = 1
 """The backward passes behind products by layer rules: this network's only hidden layer keeps slopes, whatever C."""
-LINEARISED = Counts(1, 1, C)
-"""A pass forward and one backward for each output: what layer rules need, once."""
 SUMMED = Counts(1, 1, C - 1)
-"""A sum over a softmax's curvature takes one backward pass fewer, since its rank is C − 1."""
+"""A pass forward and one backward for each column of a softmax's curvature, whose rank is C − 1."""
 TABLE = {
     "log_likelihood": Row(lambda lin: lin.log_likelihood(), Counts(1, 1)),
     "outputs": Row(lambda lin: lin.outputs(), Counts(1, 1)),
@@ -208,8 +206,8 @@ TABLE = {
     ),
     "the check that weights are a mode": Row(lambda lin: co.laplace(lin, co.KFAC(lin), 1.0), Counts(2, 2, C)),
     "EKFAC": Row(lambda lin: co.EKFAC(lin), Counts(2, 2, 2 * (C - 1))),
-    "block of ten weights": Row(lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(10)), LINEARISED),
-    "block of each layer": Row(lambda lin: co.BlockDiagonal(lin), LINEARISED),
+    "block of ten weights": Row(lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(10)), SUMMED),
+    "block of each layer": Row(lambda lin: co.BlockDiagonal(lin), SUMMED),
     "tangent kernel, formed": Row(lambda lin: co.TangentKernel(lin).to_dense(), Counts((1, 2), 1, C)),
     # Blocks of vectors: the cost rule takes layer rules at once, and every product is one of those asked for.
     "nystrom of rank 20": Row(

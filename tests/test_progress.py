@@ -91,9 +91,10 @@ def test_a_function_hears_of_every_batch_and_of_the_total_once_it_is_known():
     G = co.GGN(lin)
     _ = G @ v
     assert [step[1:] for step in heard[-3:]] == [(4, heard[-1][2]), (8, heard[-1][2]), (12, heard[-1][2])]
-    heard.clear()
-    co.KFAC(lin)
-    assert heard[-1] == ("rows of the curvature's root", 12, 12)  # of two classes, a column each
+    for curvature in (co.KFAC, co.BlockDiagonal, lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(9))):
+        heard.clear()
+        curvature(lin)
+        assert heard[-1] == ("rows of the curvature's root", 12, 12)  # of two classes, a column each
     heard.clear()
     lin.jacobian(torch.randn(9, 3)) @ v
     assert heard[-1][1] == 9

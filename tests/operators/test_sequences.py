@@ -215,6 +215,19 @@ def test_the_likelihood_of_sequences_by_definition(name: str, w: Tensor | None) 
     assert likelihood.sample(f).shape == (y.shape if y.ndim == 2 or name.startswith("weights") else y.shape[:2])
 
 
+@pytest.mark.parametrize("step", [1, 2, 4, T * C])
+@pytest.mark.parametrize("name", ["ignored labels", "weights of positions", "class probabilities"])
+def test_the_narrow_root_has_as_many_columns_as_the_hessian_has_rank(name: str, step: int) -> None:
+    given, _, y, _, _ = CASES[name]
+    likelihood, f = co.likelihoods.Sequences(co.likelihoods.as_likelihood(given), T, C), normal(N, T * C)
+    M = likelihood.narrow_columns(T * C)
+    for w in (None, PER_SEQUENCE, PER_POSITION):
+        H = autograd_hessians(likelihood, f, y, w)
+        columns = torch.cat([likelihood.narrow_root(f, y, w, i, min(M, i + step)) for i in range(0, M, step)])
+        torch.testing.assert_close(torch.einsum("mnc,mnd->ncd", columns, columns), H, **TIGHT)
+    assert int(torch.linalg.matrix_rank(H).max()) == M
+
+
 def test_monte_carlo_residuals_have_the_hessian_as_second_moment() -> None:
     """4 standard errors, among them the entries between positions, where the Hessian is 0."""
     f, likelihood = normal(N, T * C), co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)

@@ -80,6 +80,21 @@ class Sequences(Likelihood):
     def root_columns(self, num_outputs: int) -> int:
         return self.positions * self.likelihood.root_columns(num_outputs // self.positions)
 
+    def narrow_columns(self, num_outputs: int) -> int:
+        return self.positions * self.likelihood.narrow_columns(num_outputs // self.positions)
+
+    def narrow_root(
+        self, f: Outputs, y: Tensor, w: SequenceWeights, start: int, stop: int
+    ) -> Float[Tensor, "{stop}-{start} n C"]:
+        each, y, w = self._split(f), y.flatten(0, 1), self._each(w)
+        width = self.likelihood.narrow_columns(each.shape[1])
+        root = f.new_zeros(stop - start, len(f), self.positions, each.shape[1])
+        for t in range(start // width, -(-stop // width)):
+            first, end = max(start, t * width), min(stop, (t + 1) * width)
+            found = self.likelihood.narrow_root(each, y, w, first - t * width, end - t * width)
+            root[first - start : end - start, :, t] = found.unflatten(1, (-1, self.positions))[:, :, t]
+        return root.flatten(2)
+
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return self.likelihood.sample(self._split(f), generator).unflatten(0, (-1, self.positions))
 

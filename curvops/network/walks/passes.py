@@ -92,8 +92,8 @@ class BatchMap:
 
 
 def _see(seen: list[Tensor], outputs: Tensor, _: Batch) -> None:
-    """Keep outputs as long as they are small together."""
-    if sum(earlier.nbytes for earlier in seen) <= MOST_RECORDED:
+    """Keep outputs if all that are kept are small together."""
+    if sum(each.nbytes for each in (*seen, outputs)) <= MOST_RECORDED:
         seen.append(outputs)
 
 
@@ -451,7 +451,7 @@ class Passes(JacobianRows):
                     steps.advance(count)
                 total += points * columns
         whole = self.shard is None and sum(map(len, seen)) * self.engines.plan.num_outputs == total
-        if seen and whole and sum(outputs.nbytes for outputs in seen) <= MOST_RECORDED:
+        if seen and whole:
             with self.model.lock:
                 self._outputs = torch.cat(seen)
 

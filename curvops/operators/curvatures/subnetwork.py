@@ -87,9 +87,9 @@ class BlockDiagonal(UserOperator, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, as an operator (D, D).
 
     Entries outside the blocks are zero. With a prior added it is solved by Cholesky. Cost to build: a forward pass and
-    C backward passes, with Σ p² N·C operations for blocks of p weights (a block of fewer than 2 C weights takes a push
-    of J for each weight). A product is Σ p² operations. Memory: Σ p² numbers. Choose it for small layers, and KFAC for
-    large ones.
+    C backward passes (of a softmax C − 1), with Σ p² N·C operations for blocks of p weights (a block of fewer than
+    2 C weights takes a push of J for each weight). A product is Σ p² operations. Memory: Σ p² numbers. Choose it for
+    small layers, and KFAC for large ones.
 
     Args:
         lin: the linearised network.
@@ -165,14 +165,14 @@ def fisher_blocks(
     not few compared with S, the selected columns come from a push of J for each index. The sums need float64, the rows
     do not: with sums in single precision, eigenvalues below 1e-7 of the largest would be rounding errors.
     """
-    columns, others = output.num_columns(lin.num_outputs), lin.plan.others.keys()
+    root, others = output.narrow, lin.plan.others.keys()
     totals = [lin.theta.new_zeros(len(index), len(index), dtype=torch.float64) for index in parts]
     places = [_places(lin, index) for index in parts]
-    few = COLUMNS_A_ROW * columns
+    few = COLUMNS_A_ROW * root.num_columns(lin.num_outputs)
     by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
     with lin.passes.guarded():
         if by_rows:
-            for groups in lin.passes.root_blocks(output, {name for k in by_rows for name in places[k]}):
+            for groups in lin.passes.root_blocks(root, {name for k in by_rows for name in places[k]}):
                 for k in by_rows:
                     for rows in _rows_in(groups, lin, places[k]):
                         _add_above(totals[k], rows, rows)
