@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jaxtyping
@@ -20,15 +20,74 @@ CALLS = 4  # of each function in each test; 0: none is checked
 
 _jaxtyped = jaxtyping.jaxtyped
 _calls: Counter[int] = Counter()  # by the identity of the code: its hash takes longer than a call
+_open: list[_Gate] = []
+_tests = 0
 
 
 def restart() -> None:
     """A test begins."""
+    global _tests
+    _tests += 1
     _calls.clear()
+    if CALLS:
+        for gate in _open:
+            gate.close()
+        _open.clear()
+
+
+class _Gate:
+    """What runs in place of a function that stays, until its first calls are checked: later ones then cost nothing.
+
+    The function itself keeps its place, and gets another code: a wrapper would take as long as many a small function.
+    """
+
+    def __init__(self, function: FunctionType, typechecker: Any) -> None:
+        self.function, self.own, self.typechecker = function, function.__code__, typechecker
+        self.checked: Any = None
+        self.test = self.calls = 0
+        twin = FunctionType(self.own, function.__globals__, function.__name__, None, function.__closure__)
+        twin.__kwdefaults__, twin.__defaults__ = function.__kwdefaults__, function.__defaults__
+        self.twin = functools.update_wrapper(twin, function)
+        del twin.__wrapped__
+        function.__wrapped__ = twin  # whose signature is the function's
+        self.code = _calling(self, self.own)
+        self.close()
+
+    def close(self) -> None:
+        """The next calls come here."""
+        self.function.__code__ = self.code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if self.test != _tests:
+            self.test, self.calls = _tests, 0
+        if self.calls >= CALLS:
+            self.function.__code__ = self.own
+            _open.append(self)
+            return self.twin(*args, **kwargs)
+        self.calls += 1
+        self.checked = self.checked or _jaxtyped(self.twin, typechecker=self.typechecker)
+        return self.checked(*args, **kwargs)
+
+
+def _through(*args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    gate: Any = "a gate"
+    return gate(*args, **kwargs)
+
+
+def _calling(gate: _Gate, own: CodeType) -> CodeType:
+    """A code that calls a gate, in place of a function's own."""
+    code = _through.__code__
+    constants = tuple(gate if constant == "a gate" else constant for constant in code.co_consts)
+    return code.replace(co_consts=constants, co_freevars=own.co_freevars, co_name=own.co_name)
 
 
 def _in_first_calls(function: FunctionType, typechecker: Any) -> Callable[..., Any]:
+    """The function with checks, one inside another function: it shares the number of calls with others of its code."""
     code, checked = id(function.__code__), None
+    if _calls.get(code, 0) >= CALLS:
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,9 +107,11 @@ def sparing(*, typechecker: Any) -> Callable[[Any], Any]:
 
     def decorate(subject: Any) -> Any:
         if isinstance(subject, FunctionType):
-            return _in_first_calls(subject, typechecker)
-        if dataclasses.is_dataclass(subject) and not hasattr(subject.__init__, "__wrapped__"):
-            subject.__init__ = _in_first_calls(subject.__init__, typechecker)
+            if "<locals>" in subject.__qualname__:
+                return _in_first_calls(subject, typechecker)
+            _Gate(subject, typechecker)
+        elif dataclasses.is_dataclass(subject) and not hasattr(subject.__init__, "__wrapped__"):
+            _Gate(subject.__init__, typechecker)
         return subject
 
     return decorate
