@@ -173,8 +173,9 @@ def _in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def refuse_tangents(tensors: Iterable[Tensor]) -> None:
+def refuse_tangents(vectors: Iterable[object]) -> None:
     """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
+    tensors = (vector for vector in vectors if isinstance(vector, Tensor))  # sharded ones have no tangents
     if _in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
         raise RuntimeError(NO_RULES)
 
