@@ -21,6 +21,7 @@ IN_WORDS = {
     "(0, inf]": "be positive",
     "[0, inf)": "be finite and not negative",
     "[0, inf]": "not be negative",
+    "(-inf, inf)": "be finite",
     "(0, 1)": "lie strictly between 0 and 1",
 }
 
@@ -101,6 +102,12 @@ def check_limits(
     for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
         if value is not None:
             checked_number(name, value, "[0, inf]")
+
+
+def check_callable(name: str, given: object) -> None:
+    """Raise TypeError unless a function or None is given."""
+    if not (given is None or callable(given)):
+        raise TypeError(f"{name} must be a function or None, got {shown(given)}.")
 
 
 def check_generator(generator: object) -> None:

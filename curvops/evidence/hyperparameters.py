@@ -35,7 +35,7 @@ FURTHEST = 1e10
 WINDOW = 100.0
 # γ below this many units of rounding per weight of a group counts as zero; so does one below its error and NEGLIGIBLE.
 ROUNDING = 50
-NEGLIGIBLE = 1e-10
+NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from linear_operator.utils.errors import NotPSDError
 
@@ -24,6 +25,7 @@ from curvops.linalg import (
     logdet,
     low_rank,
     lsmr,
+    method_for,
     minres,
     nystrom,
     solve,
@@ -47,6 +49,7 @@ POSITIVE = symmetric(torch.linspace(1, 3, N).double())
 
 
 A = Rooted(POSITIVE)
+MATRIX, B = torch.eye(4).double(), torch.ones(4).double()
 LARGE = symmetric(torch.linspace(1, 2, 360).double())
 ESTIMATE = Estimate(torch.tensor(10.0), torch.tensor(1.0), 3, 5, 0.0)
 OUT_OF_RANGE = r"out of range|indices for an operator"
@@ -247,7 +250,10 @@ DOORS = [
                 ValueError,
                 r"shape \(300,\)",
             ),
-            "rank=-1": (lambda: cholesky(torch.eye(4), rank=-1), ValueError, "not negative"),
+            "rank=-1": (lambda: cholesky(torch.eye(4), rank=-1), ValueError, "at least 0"),
+            "half a rank": (lambda: cholesky(torch.eye(4), rank=0.5), TypeError, "whole number"),
+            "no shift": (lambda: cholesky(torch.eye(4), shift=None), TypeError, "shift must be a number"),
+            "a word for the diagonal": (lambda: cholesky(torch.eye(4), 2, diagonal="x"), TypeError, "diagonal must be"),
             "shift=-1.0": (lambda: cholesky(torch.eye(4), shift=-1.0), ValueError, "not negative"),
             "shift=nan": (lambda: cholesky(torch.eye(4), shift=math.nan), ValueError, "not negative"),
             "rtol=-0.1": (lambda: cholesky(torch.eye(4), rtol=-0.1), ValueError, "not negative"),
@@ -683,6 +689,44 @@ DOORS = [
                 ValueError,
                 "differ in their sizes",
             ),
+        },
+    ),
+    Door(
+        "arguments of another kind",
+        rows={
+            "a word for a callback": (lambda: cg(MATRIX, B, callback="x"), TypeError, "callback must be a function"),
+            "a number for a callback": (lambda: eigsh(MATRIX, 2, callback=1), TypeError, "callback must be a function"),
+            "a word for a flag": (lambda: cg(MATRIX, B, block="yes"), TypeError, "block must be True or False"),
+            "an array of refinements": (lambda: cg(MATRIX, B, refine=np.ones(3)), ValueError, "refine must be True"),
+            "no shift": (lambda: minres(MATRIX, B, shift=None), TypeError, "shift must be a number"),
+            "a shift that is no number": (
+                lambda: minres(MATRIX, B, shift=math.nan),
+                ValueError,
+                "shift must be finite",
+            ),
+            "a word for a damping": (lambda: lsmr(MATRIX, B, damp="x"), TypeError, "damp must be a number"),
+            "a tensor for a flag": (lambda: lsmr(MATRIX, B, consistent=B), TypeError, "consistent must be True"),
+            "a vector to solve with": (lambda: solve(B, B), ValueError, "at least one row and one column"),
+            "no matrix for a method": (lambda: method_for(None), TypeError, "A must be a tensor"),
+            "a number to start from": (lambda: lanczos(MATRIX, 2, start=1.0), TypeError, "start must be a tensor"),
+            "a word to start from": (lambda: eigsh(MATRIX, 2, start="x"), TypeError, "start must be a tensor"),
+            "no tolerance": (lambda: eigsh(MATRIX, 2, rtol=None), TypeError, "rtol must be a number"),
+            "no tolerance of triplets": (lambda: svds(MATRIX, 2, rtol=None), TypeError, "rtol must be a number"),
+            "an infinite block": (lambda: eigsh(MATRIX, 2, block_size=math.inf), TypeError, "block_size must be"),
+            "a word for a budget": (lambda: trace(MATRIX, max_matvecs="x"), TypeError, "max_matvecs must be a number"),
+            "a word for memory": (lambda: low_rank(MATRIX, memory_budget="x"), TypeError, "memory_budget must be"),
+            "a threshold that is no number": (
+                lambda: spectral_density(MATRIX, threshold=math.nan),
+                ValueError,
+                "threshold must be finite",
+            ),
+            "a word for a bound": (
+                lambda: apply_function(MATRIX, torch.exp, B, lower_bound="x"),
+                TypeError,
+                "lower_bound must be a number",
+            ),
+            "no blocks": (lambda: block_jacobi(MATRIX, None), TypeError, "blocks must be a size"),
+            "a word to multiply by": (lambda: Dense(MATRIX, psd=True).solve(B, "x"), TypeError, "left_tensor must be"),
         },
     ),
 ]

@@ -89,6 +89,8 @@ DOORS = [
                 ValueError,
                 r"\(26,\)",
             ),
+            "a word for indices": (lambda: co.Subnetwork(co.GGN(lin()), "x"), TypeError, "indices must be a vector"),
+            "complex indices": (lambda: co.Subnetwork(co.GGN(lin()), torch.ones(2) * 1j), TypeError, "integers"),
             "indices that are real": (lambda: co.Subnetwork(co.GGN(lin()), [0.5]), TypeError, "integers"),
             "blocks": (lambda: co.BlockDiagonal(lin(), blocks="rows"), ValueError, "'layer'"),
             "blocks that overlap": (

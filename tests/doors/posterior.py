@@ -319,6 +319,7 @@ DOORS = [
                 ValueError,
                 "x0 must be",
             ),
+            "a word to start from": (lambda: post().linear_mode(x0="x"), TypeError, "x0 must be a tensor"),
             "rtol of a linear mode": (lambda: post().linear_mode(rtol=0.0), ValueError, "rtol"),
             "no columns of a plan": (lambda: post().plan(0), ValueError, "columns must be at least 1"),
             "half a column of a plan": (lambda: post().plan(2.5), TypeError, "columns must be a whole number"),
@@ -545,6 +546,8 @@ DOORS = [
         "select and wasserstein",
         rows={
             "a share": (lambda: co.select(lin(), 0.1), TypeError, r"int\(share \* D\)"),
+            "a number of modules": (lambda: co.select(lin(), 2, modules=1), TypeError, "modules must be a glob"),
+            "no modules": (lambda: co.select(lin(), 2, modules=[]), TypeError, "modules must be a glob"),
             "none": (lambda: co.select(lin(), 0), ValueError, "between 1 and the 51"),
             "too many": (lambda: co.select(lin(), 52), ValueError, "between 1 and the 51"),
             "too many of a module": (lambda: co.select(lin(), 22, modules="2.*"), ValueError, "the 21"),

@@ -594,6 +594,11 @@ DOORS = [
                 ValueError,
                 "NaN or Inf in 1 draws",
             ),
+            "lambda: diagnostics.rhat(NAN of a number)": (
+                lambda: diagnostics.rhat(torch.full((2, 8), torch.nan)),
+                ValueError,
+                "NaN or Inf in 16 draws",
+            ),
             "lambda: diagnostics.rhat({a: TWO, b: TWO[:, 1:]})": (
                 lambda: diagnostics.rhat({"a": TWO, "b": TWO[:, 1:]}),
                 ValueError,

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from curvops.checks import check_choice
+from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, check_finite, describe, largest, product
@@ -70,6 +70,7 @@ class Quantity(Generic[Family]):
     ) -> tuple[Estimate, Family | None]:
         """Return the estimate and its estimator, or None in its place if the exact value was computed."""
         check_choice("method", method, (*self.families, EXACT))
+        check_limits(limits.rtol, None, limits.matvecs, limits.memory, sampled=True)
         with (
             torch.no_grad(),
             at_work(self.name, _most(method, describe(A).columns, limits), progress, A),

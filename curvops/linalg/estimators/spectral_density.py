@@ -118,6 +118,8 @@ def spectral_density(
     """
     _check(scale, probes, steps, grid_size, bandwidth, level)
     check_limits(memory_budget=memory_budget)
+    if threshold is not None:
+        checked_number("threshold", threshold, "(-inf, inf)")
     n, S = describe_square(A).rows, narrow_root(A)
     with (
         torch.no_grad(),

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from curvops.checks import check_callable, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
 from curvops.linalg.core.rounding import require_accuracy
@@ -96,6 +97,9 @@ def apply_function(
     """
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     require_accuracy(A, rtol)
+    check_callable("callback", callback)
+    if lower_bound is not None:
+        checked_number("lower_bound", lower_bound, "(-inf, inf)")
     with torch.no_grad():
         with (
             at_work("apply_function", max_matvecs, progress, A),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Shaped
 
-from curvops.checks import check_choice, checked_number
+from curvops.checks import check_callable, check_choice, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Matrix, Vectors
@@ -144,6 +144,7 @@ def _root(
     **options: Any,
 ) -> FunctionProduct:
     check_choice("method", method, ("lanczos", "contour"))
+    check_callable("callback", options["callback"])
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "[0, inf)")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)

@@ -686,6 +686,8 @@ class Operator(LinearOperator):
         check_tensor("right_tensor", right_tensor)
         if not has_rows(right_tensor, self.shape[-1]):
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
+        if left_tensor is not None:
+            check_tensor("left_tensor", left_tensor)
         solution = self.solve_to(right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
-from curvops.checks import check_choice, checked_number, checked_whole, require_no_graph
+from curvops.checks import check_choice, check_limits, checked_number, checked_whole, require_no_graph
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
@@ -106,6 +106,7 @@ def low_rank(
         checked_whole("rank", rank, 1, facts.rows)
     if rtol is not None:
         checked_number("rtol", rtol, "(0, 1)")
+    check_limits(memory_budget=memory_budget)
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     require_accuracy(op, aim)
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_limits, checked_number
+from curvops.checks import check_choice, check_limits, check_tensor, checked_number, checked_whole
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
@@ -145,9 +145,11 @@ def cholesky(
     """
     n, _, dtype, _ = describe_square(A)
     check_choice("pivoting", pivoting, ("greedy", "random"))
-    for name, value in (("rank", rank), ("shift", shift)):
-        if value is not None:
-            checked_number(name, value, "[0, inf)")
+    if rank is not None:
+        checked_whole("rank", rank, 0)
+    checked_number("shift", shift, "[0, inf)")
+    if diagonal is not None:
+        check_tensor("diagonal", diagonal)
     check_limits(rtol, memory_budget=memory_budget)
     size = torch.finfo(dtype).bits // 8
     budget = room_for(A, memory_budget, LEAST_VECTORS * n * size)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
-from curvops.checks import checked_whole
+from curvops.checks import check_flag, checked_whole
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, keep, memories_of
@@ -153,8 +153,9 @@ def cg(
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
-    if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
+    if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
+    check_flag("block", block)
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg saves no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     if keep_directions is not None:

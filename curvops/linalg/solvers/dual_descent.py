@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Shaped
 
-from curvops.checks import check_generator
+from curvops.checks import check_callable, check_generator
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.sharded import on_shards
@@ -107,6 +107,7 @@ def dual_descent(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
+    check_callable("callback", callback)
     options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, generator)
     goal = Goal(float(rtol), EPOCHS if maxiter is None else maxiter, callback)
 

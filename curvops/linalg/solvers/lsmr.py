@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from curvops.checks import check_flag, checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
@@ -103,8 +104,8 @@ def lsmr(
     facts = describe(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
-    if not damp >= 0:
-        raise ValueError(f"damp must not be negative, got {damp}.")
+    checked_number("damp", damp, "[0, inf)")
+    check_flag("consistent", consistent)
     goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)
     operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
@@ -116,7 +117,8 @@ def minres(
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
-    sigma, goal = float(shift), goal_of(facts.rows, rtol, maxiter, callback)
+    sigma = checked_number("shift", shift, "(-inf, inf)")
+    goal = goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)
 
     def multiply(V: Vectors) -> Vectors:

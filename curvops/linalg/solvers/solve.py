@@ -126,7 +126,13 @@ def method_for(A: Matrix) -> Method:
 
     Returns:
         The name of the method, as `solve` accepts it.
+
+    Raises:
+        TypeError, ValueError: A is no matrix.
     """
+    check_tensor("A", A)
+    if A.ndim < 2:
+        raise ValueError(f"A must be a matrix, got shape {tuple(A.shape)}.")
     return _method_for(system_of(A))
 
 
@@ -291,7 +297,7 @@ def solve(
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating-point dtype, got {A.dtype} and {B.dtype}.")
     require_precision(A.dtype, A.device)
-    if not A.shape.numel():
+    if A.ndim < 2 or not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_limits(rtol, maxiter, memory_budget=memory_budget)
     check_progress(progress)

@@ -16,7 +16,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.checks import check_limits, check_tensor, checked_number, refuse_tangents, shown
+from curvops.checks import check_callable, check_limits, check_tensor, checked_number, refuse_tangents, shown
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import (
     Halving,
@@ -95,6 +95,7 @@ def check(
 
 def goal_of(n: int, rtol: float | int, maxiter: int | None, callback: Callback | None) -> Goal:
     """Return the goal of solving systems in n unknowns."""
+    check_callable("callback", callback)
     return Goal(float(rtol), iterations_allowed(n, maxiter), callback)
 
 

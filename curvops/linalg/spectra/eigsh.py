@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_choice, check_limits, checked_whole
+from curvops.checks import check_callable, check_choice, check_limits, check_tensor, checked_number, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
@@ -128,9 +128,14 @@ def eigsh(
     """
     facts = describe_square(A)
     n = facts.rows
-    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    checked_number("rtol", rtol, "[0, inf)")
+    check_limits(None, maxiter, max_matvecs, memory_budget)
+    check_callable("callback", callback)
     require_accuracy(A, rtol)
     _check(n, k, which, sigma)
+    checked_whole("block_size", block_size)
+    if start is not None:
+        check_tensor("start", start)
     kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device, ranks=ranks_of(A))
     generator = kept.source("generator", generator, facts.device)
     if kept.done:

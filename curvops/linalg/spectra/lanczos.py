@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_limits, checked_whole
+from curvops.checks import check_limits, check_tensor, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.sharded import on_shards
@@ -116,6 +116,8 @@ def lanczos(
     n, _, dtype, device = facts
     checked_whole("steps", steps)
     check_limits(memory_budget=memory_budget)
+    if start is not None:
+        check_tensor("start", start)
     if start is None:
         block = random_block(facts, 1, "gaussian", generator)
     elif start.shape != (n,) or start.dtype != dtype or start.device != device:

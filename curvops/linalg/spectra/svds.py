@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_choice, check_limits, checked_whole
+from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.rounding import require_accuracy
@@ -94,7 +94,9 @@ def svds(
     n = min(facts.rows, facts.columns)
     checked_whole("k", k, 1, n)
     check_choice("which", which, ("largest", "smallest"))
-    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    checked_number("rtol", rtol, "[0, inf)")
+    check_limits(None, maxiter, max_matvecs, memory_budget)
+    check_callable("callback", callback)
     require_accuracy(A, rtol)
     checked_whole("block_size", block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)

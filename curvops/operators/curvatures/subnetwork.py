@@ -113,14 +113,17 @@ class BlockDiagonal(UserOperator, DirectSum):
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
     """Return indices or a boolean mask as distinct positions below `size`; raise ValueError or TypeError for others."""
-    index = torch.as_tensor(indices)
+    try:
+        index = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"indices must be a vector of integers or a boolean mask, got {shown(indices)}.") from None
     if index.dtype == torch.bool:
         if index.shape != (size,):
             raise ValueError(f"the mask has shape {tuple(index.shape)}, expected ({size},).")
         index = index.nonzero().squeeze(1)
     if index.numel() == 0:
         raise ValueError("indices select nothing; choose at least one weight.")
-    if index.is_floating_point() or index.ndim != 1:
+    if index.is_floating_point() or index.is_complex() or index.ndim != 1:
         raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= size:

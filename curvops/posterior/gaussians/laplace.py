@@ -16,7 +16,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_accuracy, check_choice, checked_number, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
@@ -256,6 +256,8 @@ class Laplace(GaussianWeights):
         Cost: the products that the result reports, and a pass over the data for each Newton step.
         """
         check_accuracy(rtol)
+        if x0 is not None:
+            check_tensor("x0", x0)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         most = checked_count(maxiter)
         kept = begin(

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checks import check_choice, check_generator, checked_whole
+from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS
@@ -175,7 +175,10 @@ def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tens
     """Return the positions of the parameters that the globs match."""
     if modules is None:
         return torch.arange(lin.num_parameters, device=lin.theta.device)
-    globs, places = [modules] if isinstance(modules, str) else list(modules), lin.model.selection.positions()
+    globs = [modules] if isinstance(modules, str) else list(modules) if isinstance(modules, Iterable) else []
+    if not globs:
+        raise TypeError(f"modules must be a glob over parameter names or a list of them, got {shown(modules)}.")
+    places = lin.model.selection.positions()
     for glob in globs:
         if not isinstance(glob, str) or not lin.model.selection.matching(glob):
             raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
@@ -235,6 +238,7 @@ def wasserstein(
     check_posterior(post, "wasserstein")
     check_generator(generator)
     check_choice("method", method, ("exact", "diagonal"))
+    checked_number("rtol", rtol)
     P, T = post.precision, post.temperature
     chosen = checked_indices(indices, P.shape[-1]).to(P.device)
     with torch.no_grad():

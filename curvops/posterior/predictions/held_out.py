@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import shown
 from curvops.linalg import Estimate
 from curvops.network.data.inputs import as_inputs, num_points, tensor_of
 from curvops.network.likelihoods import Likelihood, Sequences
@@ -39,8 +40,8 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
 def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
     """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
     y = tensor_of(y)
-    if not isinstance(y, Tensor):
-        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
+    if not isinstance(y, Tensor) or not y.ndim:
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
     device, dtype = lin.theta.device, lin.theta.dtype
     y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
     points = num_points(as_inputs(x, device, dtype))

@@ -109,6 +109,6 @@ def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
             "parameters are drawn together."
         )
     if not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).flatten(2).any(2).sum())
+        bad = int((~tensor.isfinite()).reshape(*tensor.shape[:2], -1).any(2).sum())
         raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; use a smaller step size.")
     return tensor.shape[:2]
