@@ -78,7 +78,7 @@ def test_what_is_wrong_is_refused_by_name(case):
 
 @pytest.mark.parametrize("interval", IN_WORDS)
 def test_words_of_an_interval_say_what_it_refuses(interval):
-    for value in (-1.0, math.nan):
+    for value in (-math.inf, math.nan):
         with pytest.raises(ValueError, match=f"a must {IN_WORDS[interval]}, got {value}"):
             checked_number("a", value, interval)
 

@@ -108,9 +108,11 @@ def test_predictions(name, seen):
     route = post.plan(3 * len(x)).chosen["predictions"]
     assert route != "formed kernel"
     _ = post.predict(x, joint=True).covariance_matrix
-    if name == "within rounding":  # directions do not suffice, so that solves take a sketch from then on
-        assert route == "cg with kept directions" and seen == {route, "cg"}
-        assert post.plan(3).chosen["predictions"] == "cg with a sketch"
+    if (
+        name == "within rounding"
+    ):  # if directions do not suffice, which rounding decides, solves take a sketch from then on
+        assert route == "cg with kept directions" and seen - {"cg"} == {route}
+        assert post.plan(3).chosen["predictions"] == ("cg with a sketch" if "cg" in seen else route)
         return
     assert seen == ran(route)
     if route == "cg with kept directions":  # further rows count, until the matrix is worth forming
