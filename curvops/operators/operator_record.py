@@ -22,7 +22,7 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.damped import Inverse
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork

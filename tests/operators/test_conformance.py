@@ -10,7 +10,7 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.kronecker_factors import Details
 
 
 @functools.cache

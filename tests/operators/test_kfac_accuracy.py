@@ -1,6 +1,6 @@
 """KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be.
 
-Tests `kfac.py`, `kfac_factors.py`.
+Tests `kfac.py`, `kfac_factors.py`, `kronecker_factors.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit, Reason
-from curvops.linalg.operators import kronecker
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators import kronecker, kronecker_factors
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.network.walks.budget import Budget
 from curvops.operators.kfac import outer_sums
@@ -293,7 +293,7 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     v = torch.linspace(-1, 1, lin.num_parameters).double()
     expected = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
     assert not any(what == "eigendecompositions" for what, *_ in seen)  # small ones are not worth a thread
-    monkeypatch.setattr("curvops.linalg.operators.kronecker.AT_ONCE", 0)
+    monkeypatch.setattr("curvops.linalg.operators.kronecker_factors.AT_ONCE", 0)
     for count in (1, 3):
         with using_threads(count):
             found = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
@@ -308,7 +308,7 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
 
 def test_as_many_eigendecompositions_run_as_memory_has_room_for(monkeypatch):
     running, most, held = [], [], []
-    decomposition, lock = kronecker._eigh, threading.Lock()
+    decomposition, lock = kronecker_factors._eigh, threading.Lock()
 
     def counted(factor, *given):
         with lock:
@@ -320,9 +320,9 @@ def test_as_many_eigendecompositions_run_as_memory_has_room_for(monkeypatch):
         running.pop()
         return found
 
-    monkeypatch.setattr(kronecker, "_eigh", counted)
-    monkeypatch.setattr(kronecker, "AT_ONCE", 0)
-    work = 8 * kronecker.WORK_COPIES * 30**2
+    monkeypatch.setattr(kronecker_factors, "_eigh", counted)
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 0)
+    work = 8 * kronecker_factors.WORK_COPIES * 30**2
     monkeypatch.setattr("curvops.network.walks.budget.LEAST_ROOM", 0)
     for room, workers in ((0, 1), (work, 1), (2 * work, 2), (3 * work - 1, 2), (9 * work, 4)):
         memory = Budget(room)
@@ -347,9 +347,9 @@ def test_an_interrupt_leaves_eigendecompositions_that_have_not_begun(monkeypatch
     def stop(*step):
         raise KeyboardInterrupt
 
-    decomposition = kronecker._eigh
-    monkeypatch.setattr(kronecker, "_eigh", slow)
-    monkeypatch.setattr(kronecker, "AT_ONCE", 0)
+    decomposition = kronecker_factors._eigh
+    monkeypatch.setattr(kronecker_factors, "_eigh", slow)
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 0)
     threads = torch.get_num_threads()
     blocks = [Kronecker(torch.eye(2)[None], torch.eye(2)[None]) for _ in range(20)]
     with pytest.raises(KeyboardInterrupt):

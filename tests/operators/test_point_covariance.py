@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.operators import kronecker
+from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.kronecker_rows import half_solved, work_bytes
 from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
@@ -143,7 +143,7 @@ def test_layers_at_more_positions_than_they_have_columns(curvature, monkeypatch)
 @pytest.mark.parametrize("bias", ["joint", "separate"])
 def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monkeypatch):
     """Adapters, of which one is called twice, and a convolution in groups; all rows in one piece and in several."""
-    monkeypatch.setattr(kronecker, "AT_ONCE", 1)
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
     torch.manual_seed(0)
     up, down = nn.Linear(9, 2, bias=False), nn.Linear(2, 27)
     adapter = nn.Sequential(up, down, nn.Tanh(), nn.Linear(27, 9), up, nn.Linear(2, 2))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,68 +15,28 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph, check_tensor
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import Memories, Memory, hold, room_in
-from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.core.symmetry import eigh_in_place
+from curvops.linalg.core.memory import Memory
+from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
-from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.kronecker_factors import (
+    Details,
+    Factor,
+    decompositions,
+    eigenvalues,
+    noise_of,
+    operations,
+    to_double,
+)
 from curvops.matrix_products import multiply_each
-from curvops.progress import PATIENCE, Progress, progress_bar
+from curvops.progress import Progress
 
-AT_ONCE = 2**26
-"""From this many operations on, eigendecompositions run in parallel, since LAPACK gains little from threads."""
 VALUES_ALONE = 2**22
 """Up to this many operations, eigenvalues are computed without vectors, which take most of the time and may never be
 needed; beyond, computing both would take noticeably longer."""
 PART = 2**16
 """The number of eigenvalues whose bounds are computed at a time: they stay in a CPU's cache."""
-ASKED_SHARE = 4
-"""The share of a budget up to which decompositions do not ask for its room, which tries what engines would keep."""
-WORK_COPIES = 3
-"""Matrices in float64 that a decomposition holds: the factor, whose memory its vectors take, and two for LAPACK."""
-
-
-@dataclass(frozen=True, eq=False)
-class Details:
-    """The parts of a factor that rounding to its dtype removed, for its eigendecomposition.
-
-    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
-    the largest error of the factor's eigenvalues, relative to the largest one, if it is a sum of many terms; and
-    `of_rows` is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
-    With `by_root` the factor's own tensor is such a root (g, r, m); only `left` and `right` form the factor.
-    """
-
-    rest: Tensor | None = None
-    root: Tensor | None = None
-    rounding: float = 0.0
-    of_rows: float = 0.0
-    by_root: bool = False
-
-    def map(self, change: Any, change_root: Any) -> Details:
-        """Return the details of a changed factor."""
-        rest, root = self.rest, self.root
-        rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
-        return replace(self, rest=rest, root=root)
-
-    def formed(self, factor: Tensor) -> tuple[Tensor, Details]:
-        """Return the factor without a root, with `rest` instead, to be changed by more than a multiple."""
-        if self.root is None and not self.by_root:
-            return factor, self
-        found, rest = round_with_rest(to_double(factor, self), factor.dtype)
-        return found, replace(self, rest=rest, root=None, by_root=False)
-
-    def block(self, factor: Tensor, part: slice) -> tuple[Tensor, Details]:
-        """Return a diagonal block of the factor, and its details."""
-        own = factor[:, :, part] if self.by_root else factor[:, part, part]
-        return own, self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
-
-    def root_of(self, factor: Tensor) -> Tensor | None:
-        """Return a root with fewer rows than columns, from which eigenvectors are cheaper, if there is one."""
-        root = factor if self.by_root else self.root
-        return root if root is not None and root.shape[1] < root.shape[2] else None
 
 
 class EigenKroneckerForm(Spectral):
@@ -379,7 +337,7 @@ class Kronecker(_GroupedBlocks):
 
         They are the same whether or not the vectors are known, so that results do not depend on earlier calls.
         """
-        if carries_graph(self._args) or sum(map(_operations, self.factors)) > VALUES_ALONE:
+        if carries_graph(self._args) or sum(map(operations, self.factors)) > VALUES_ALONE:
             return self.eigen().values
         return self._kwargs["cache"].get_or_compute("eigenvalues", self._args, self._eigenvalues)
 
@@ -409,14 +367,14 @@ class Kronecker(_GroupedBlocks):
         return sum(known.of_rows for known in self.details)
 
     def _eigen(self) -> EigenKronecker:
-        return self._assemble(*_decompositions(self.factors))
+        return self._assemble(*decompositions(self.factors))
 
     def _assemble(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
         values = self._products(left[0], right[0])
         return EigenKronecker(left[1], right[1], values, self.rounding, self.of_rows)
 
     def _eigenvalues(self) -> Tensor:
-        return self._products(*(_eigenvalues(*factor) for factor in self.factors))
+        return self._products(*(eigenvalues(*factor) for factor in self.factors))
 
     def _products(self, left: Float[Tensor, "g p"], right: Float[Tensor, "g q"]) -> Float[Tensor, "g p q"]:
         return (left.unsqueeze(2) * right.unsqueeze(1)).to(self.dtype)
@@ -602,152 +560,15 @@ def _shift(factor: Tensor, levels: Tensor) -> Tensor:
     return factor + (diagonal if factor.ndim == 2 else torch.diag_embed(diagonal))
 
 
-Factor = tuple[Tensor, Details, str]
-
-
 def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory | None = None) -> None:
     """Compute the missing eigendecompositions of Kronecker blocks in parallel, if that pays; each block keeps its own.
 
     The others are computed on first use. As many run at a time as ``memory`` has room for, at least one.
     """
     blocks = [block for block in blocks if isinstance(block, Kronecker)]
-    if sum(_operations(factor) for block in blocks for factor in block.factors) < AT_ONCE:
+    if sum(operations(factor) for block in blocks for factor in block.factors) < kronecker_factors.AT_ONCE:
         return
     wanted = [block for block in blocks if block.known_eigen is None and not carries_graph(block._args)]
-    found = _decompositions([factor for block in wanted for factor in block.factors], progress, memory)
+    found = decompositions([factor for block in wanted for factor in block.factors], progress, memory)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))
-
-
-def _decompositions(
-    factors: Sequence[Factor], progress: Progress = None, memory: Memory | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """Run `_eigh` on each factor; on a CPU large ones run in parallel, sharing torch's threads."""
-    costs = list(map(_operations, factors))
-    tensors = [factor for factor, *_ in factors]
-    if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
-        return [_eigh(*factor) for factor in factors]
-    threads = torch.get_num_threads()
-    numbers = (len(tensor) * tensor.shape[2] ** 2 for tensor in tensors if tensor.ndim == 3)
-    held = sorted((8 * WORK_COPIES * each for each in numbers), reverse=True)
-    memories: Memories = frozenset() if memory is None else frozenset((memory,))
-    workers = max(1, min(threads, math.ceil(sum(costs) / max(costs))))
-    if memory is not None and workers > 1 and ASKED_SHARE * sum(held[:workers]) > memory.budget:
-        room = room_in(memories, 0)
-        workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
-    give_back_freed(held[0])
-    inference = torch.is_inference_mode_enabled()
-
-    def work(factor: Factor) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(inference), torch.no_grad():  # each thread has its own modes
-            return _eigh(*factor)
-
-    limit: Callable[[int], None] = torch.set_num_threads
-    try:
-        with (
-            hold(memories, sum(held[:workers])),
-            progress_bar("eigendecompositions", len(factors), progress) as steps,
-            ThreadPoolExecutor(workers, initializer=limit, initargs=(threads // workers,)) as pool,
-        ):
-            largest_first = sorted(range(len(factors)), key=lambda i: -costs[i])
-            futures = {i: pool.submit(work, factors[i]) for i in largest_first}
-            waiting = set(futures.values())
-            try:
-                while waiting:
-                    done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                    finished = len([future.result() for future in done])  # raises the error of any that failed
-                    sizes = [f"{factors[i][0].shape[1]:,}" for i, future in futures.items() if future.running()]
-                    steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
-                return [futures[i].result() for i in range(len(factors))]
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # after an interruption no other one starts
-    finally:
-        torch.set_num_threads(threads)  # for later threads
-        give_back_freed(held[0])
-
-
-def _operations(factor: Factor) -> int:
-    """Return the order of magnitude of the operations that an eigendecomposition takes."""
-    tensor, details, _ = factor
-    if tensor.ndim == 2:
-        return 0
-    root = details.root_of(tensor)
-    return tensor.shape[0] * tensor.shape[2] ** 2 * (tensor.shape[2] if root is None else root.shape[1])
-
-
-def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues (g, m) in float64, zero within rounding, and vectors in the factor's dtype, or ones."""
-    if factor.ndim == 2:
-        values, vectors = factor.double(), torch.ones_like(factor)
-    elif (root := details.root_of(factor)) is not None:
-        values, vectors = _eigh_of_root(root)
-    else:
-        matrix = to_double(factor, details)
-        if matrix.requires_grad:
-            values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        else:
-            values, vectors = torch.linalg.eigh(matrix) if matrix is factor else eigh_in_place(matrix)
-        vectors = vectors.to(factor.dtype)
-    return without_rounding(values, factor, details, name), vectors
-
-
-def _eigenvalues(factor: Tensor, details: Details, name: str) -> Tensor:
-    """Return the eigenvalues that `_eigh` returns, up to rounding, without the vectors."""
-    if factor.ndim == 2:
-        values = factor.double()
-    elif (root := details.root_of(factor)) is not None:
-        rows = root.double()
-        values = torch.linalg.eigvalsh(rows @ rows.mT)
-        values = torch.cat([values.new_zeros(len(values), factor.shape[2] - values.shape[1]), values], 1)
-    else:
-        values = torch.linalg.eigvalsh(to_double(factor, details))
-    return without_rounding(values, factor, details, name)
-
-
-def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str) -> Tensor:
-    """Return eigenvalues with zeros in place of those within rounding of zero; raise if one is below that."""
-    m, eps = factor.shape[-1], torch.finfo(factor.dtype).eps
-    # A sum of many outer products in the factor's dtype is this far from being positive semi-definite.
-    slack, noise = 0.0 if factor.ndim == 2 else max(eps**0.5, 10 * m * eps), noise_of(details, factor)
-    known = values.detach()
-    least, largest = known.aminmax(dim=1, keepdim=True)
-    if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
-        raise NotPositiveSemidefinite(
-            f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
-            f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
-        )
-    return values - known.masked_fill(known > noise * largest, 0)
-
-
-def noise_of(details: Details, factor: Tensor) -> float:
-    """Return the relative error of a factor's eigenvalues, including that of its decomposition in float64."""
-    if factor.ndim == 2:
-        return 0.0
-    return max(10 * factor.shape[2] * torch.finfo(torch.float64).eps, details.rounding)
-
-
-def to_double(factor: Tensor, details: Details) -> Tensor:
-    """Return the factor in float64, with the part that rounding to its dtype removed."""
-    root = factor if details.by_root else details.root
-    if root is not None:
-        rows = root.double()
-        return rows.mT @ rows
-    return factor.double() if details.rest is None else factor.double() + details.rest
-
-
-def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
-    """Return the eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
-
-    QR orders the eigenvectors by decreasing eigenvalues, so that rounding remains in the smallest ones, and completes
-    them by a basis of the null space.
-    """
-    g, r, m = root.shape
-    rows = root.double()
-    values, inner = torch.linalg.eigh(rows @ rows.mT)
-    values, inner = values.flip(1), inner.flip(2)
-    floor = (r * torch.finfo(torch.float64).eps * values[:, :1].abs()).clamp_min(torch.finfo(torch.float64).tiny)
-    outer = (rows.mT @ inner.mul_(values.clamp_min(floor).rsqrt().unsqueeze(1))).to(root.dtype)
-    del rows, inner  # before the vectors, which take far more
-    vectors = torch.linalg.qr(outer, mode="complete").Q
-    values = torch.cat([values, values.new_zeros(g, m - r)], 1)
-    return values.flip(1), vectors.flip(2)

@@ -21,16 +21,9 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg.core.rounding import ROUNDING_SEEN
-from curvops.linalg.operators import kronecker
-from curvops.linalg.operators.kronecker import (
-    Details,
-    Factor,
-    Kronecker,
-    KroneckerForm,
-    noise_of,
-    to_double,
-    without_rounding,
-)
+from curvops.linalg.operators import kronecker_factors
+from curvops.linalg.operators.kronecker import Kronecker, KroneckerForm
+from curvops.linalg.operators.kronecker_factors import Details, Factor, noise_of, to_double, without_rounding
 
 MOST_SMALL = 8
 """The most columns of a small factor, each of which takes a Cholesky factorisation."""
@@ -76,7 +69,7 @@ def serves_rows(form: KroneckerForm, count: int) -> bool:
     columns, cache = small.shape[-1], base._kwargs["cache"]
     if small.ndim == 2 or wide.ndim == 2 or columns > MOST_SMALL or count * columns > sides.order:
         return False
-    if len(wide) * sides.order**3 < kronecker.AT_ONCE or carries_graph((*base._args, form.shift)):
+    if len(wide) * sides.order**3 < kronecker_factors.AT_ONCE or carries_graph((*base._args, form.shift)):
         return False
     calls = cache.get("calls for rows", base._args) or 0
     if base.known_eigen is not None or calls == MOST_CALLS or not _is_accurate(sides, form.level.detach()):
@@ -103,7 +96,7 @@ def work_bytes(form: KroneckerForm, rows: Float[Tensor, "m g p q"]) -> int:
     """Return the bytes that `half_solved` works with: the matrices that are factorised, the root, and rows."""
     sides, groups = _Sides.of(form.base), form.base.sizes[0]
     root = 0 if sides.root is None else sides.root.numel()
-    return 8 * (kronecker.WORK_COPIES * groups * sides.order**2 + root + ROW_COPIES * rows.numel())
+    return 8 * (kronecker_factors.WORK_COPIES * groups * sides.order**2 + root + ROW_COPIES * rows.numel())
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.linalg.operators.kronecker import Details, Kronecker, to_double
+from curvops.linalg.operators.kronecker import Kronecker
+from curvops.linalg.operators.kronecker_factors import Details, to_double
 
 
 class Nearest(NamedTuple):

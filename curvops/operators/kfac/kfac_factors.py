@@ -14,7 +14,8 @@ from torch import Tensor
 from curvops.checkpoint import digest, part_of_rank
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.linalg.operators.kronecker import Details, decompose
+from curvops.linalg.operators.kronecker import decompose
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.matrix_products import multiply_each
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.matrix_products import add_product
 from curvops.network import Passes
 

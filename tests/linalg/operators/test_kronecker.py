@@ -8,7 +8,7 @@ import torch
 
 from curvops.linalg import Kronecker
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
 

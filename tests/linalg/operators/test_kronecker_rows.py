@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from curvops.linalg import Kronecker
-from curvops.linalg.operators import kronecker
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators import kronecker_factors
+from curvops.linalg.operators.kronecker_factors import Details
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows
 from tests.linalg.operands import kron, positive, random
 
@@ -40,7 +40,7 @@ def product(factors, dtype=torch.float64):
 
 @pytest.fixture(autouse=True)
 def any_size_pays(monkeypatch):
-    monkeypatch.setattr(kronecker, "AT_ONCE", 1)
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
 
 
 def gram(form, rows):
@@ -119,5 +119,5 @@ def test_products_that_rows_are_not_served_by(monkeypatch):
     rounded = Details(rounding=1e-7)
     assert served(small, positive(1, 9), details=rounded, shift=10.0)
     assert not served(small, positive(1, 9), details=rounded, shift=1e-5)
-    monkeypatch.setattr(kronecker, "AT_ONCE", 10**6)
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 10**6)
     assert not served(small, root)
