@@ -316,16 +316,14 @@ class ConjugateGradients:
                 self.peaks[column] = max(self.peaks[column], size)
             due = self.due(recursion)
             if due:
-                replaced = self.inspect(due, {})
+                del P  # the product does not need it, and most columns end here
+                self.inspect(due, {})
                 kept = self.shrink()
                 step = step and self.directions.keep(step, kept)
-                if replaced:
-                    P = self.propose(step)
-                    _, _, overlap = self.fetch(P, None)
-                else:
-                    P, overlap = columns(P, kept), _select(overlap, kept)
-            if not self.active:
-                return
+                if not self.active:
+                    return
+                P = self.propose(step)
+                _, _, overlap = self.fetch(P, None)
             if self.records.iteration >= self.records.maxiter:
                 self.stop_all(Reason.ITERATION_LIMIT)
             elif not bool(torch.isfinite(overlap).all()):

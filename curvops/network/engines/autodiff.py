@@ -17,7 +17,7 @@ from curvops.network.data.inputs import components, in_pieces, normalise, num_po
 from curvops.network.engines.norm_tangents import NormTangents
 from curvops.network.engines.replay import Held, Recorder, Replay, extent
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
+from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock
 
 Pushes = Literal["forward mode", "double backward", "rows"]
 """The ways to compute J v from a model's derivatives."""
@@ -172,8 +172,19 @@ class _Graph:
     def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
         """Return Jᵀ U; without `keep` the last backward pass frees the graph behind it, and must be the last one."""
         last = None if keep else len(cotangents) - 1
+        layout = FlatLayout(self.names, tuple(leaf.shape for leaf in self._leaves.values()))
+        found = OneBlock.if_large(layout, len(cotangents), next(iter(self._leaves.values())).detach())
+        if found is not None:
+            self._differentiating(lambda: self._fill(found, cotangents, last))
+            return found
         rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
         return {name: _stack([row.pop(name) for row in rows]) for name in self.names}  # freed as they are stacked
+
+    def _fill(self, found: OneBlock, cotangents: Float[Tensor, "K n C"], last: int | None) -> None:
+        for k, u in enumerate(cotangents):
+            row = self._backward(u, k != last)
+            for name, gradients in found.items():
+                gradients[k] = row.pop(name)
 
     def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
         leaves = list(self._leaves.values())

@@ -27,6 +27,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from curvops.freed_memory import give_back_freed
 from curvops.matrix_products import multiply
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
@@ -35,13 +36,15 @@ from curvops.network.engines.rules import Local, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import NOTHING, Model
-from curvops.network.model.parameters import Blocks, FlatLayout
+from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
+LONG_PASS_BYTES = 2**26
+"""Bytes of δ of a backward pass from which on what it frees is given back to the system: a few per cent of its time."""
 CACHED_BYTES = 2**22
 """Bytes of δ that a product reads at a time on a CPU, few enough to be in a cache when it multiplies by them again."""
 WIDENED_BYTES = 2**20
@@ -386,6 +389,7 @@ class Layerwise:
         self.num_columns = root.num_columns(outputs.shape[1])
         self.parts = _parts(model, outputs, calls, chunk_bytes, root, dtype)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
+        self._layout = model.selection
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
     @property
@@ -432,15 +436,20 @@ class Layerwise:
             return self._pull(cotangents, ((part.layer, part.pull(cotangents)) for part in self.parts))
 
     def _pull(self, cotangents: Float[Tensor, "K n R"], found: Iterable[tuple[Layer, Local]]) -> Blocks:
-        total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
-        for layer, gradients in found:
-            for local, gradient in gradients.items():
-                name = layer.names[local]
+        whole = OneBlock.if_large(self._layout, len(cotangents), cotangents)
+        total: Blocks = {}
+        rest = () if self.rest is None else self.rest.pull(cotangents).items()
+        named = ((layer.names[local], value) for layer, gradients in found for local, value in gradients.items())
+        for name, gradient in chain(rest, named):
+            if whole is None:
                 total[name] = total[name] + gradient if name in total else gradient
+            else:
+                total[name] = total[name].add_(gradient) if name in total else whole[name].copy_(gradient)
         for name, value in self._zero.items():
             if name not in total:  # a layer whose branch does not reach the outputs
-                total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
-        return total
+                shape = cotangents.shape[0], *value.shape
+                total[name] = value.new_zeros(shape) if whole is None else whole[name].zero_()
+        return total if whole is None else whole
 
     def sandwich(self, tangents: Mapping[str, Tensor], weigh: Weigh) -> Blocks:
         """Return Jᵀ H J V, where `weigh` multiplies the rows of some points by H.
@@ -599,7 +608,11 @@ def _parts(
             cotangents = root.columns(outputs.detach(), some.start, some.stop)
         into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
         run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
-        for i, delta in enumerate(model.holding(leaves, run)):
+        deltas = model.holding(leaves, run)
+        if len(cotangents) * bytes_of_one(calls, outputs.element_size()) >= LONG_PASS_BYTES:
+            give_back_freed()  # before rows are made beside δ and the pass's graph
+        for i in range(len(deltas)):
+            delta, deltas[i] = deltas[i], None  # freed once it is used, and before the next pass
             reached[i] |= delta is not None
             if delta is None:  # for these columns; a custom function may return nothing for zeros
                 stores[i][:, some] = 0

@@ -16,7 +16,7 @@ from curvops.checks import shown
 
 Blocks = dict[str, Tensor]
 LARGE_BYTES = 2**25
-"""Bytes of a block of vectors from which on it is joined tensor by tensor, which takes an operation for each."""
+"""Bytes of a block of vectors from which on it is filled tensor by tensor, which takes an operation for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,24 @@ class FlatLayout:
     def concatenate(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
         """Return the vector of tensors (*k, *shape), a copy; `leading` is the number of dimensions k."""
         return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
+
+
+class OneBlock(Blocks):
+    """Tensors by name, (K, *shape) each, as views of one `block` (K, d), which is filled as they are found.
+
+    Tensors that are joined later would all be in memory beside their block, or in freed memory that is not given back.
+    """
+
+    def __init__(self, layout: FlatLayout, block: Float[Tensor, "K d"]) -> None:
+        super().__init__(layout.named(block))
+        self.block = block
+
+    @classmethod
+    def if_large(cls, layout: FlatLayout, columns: int, like: Tensor) -> OneBlock | None:
+        """Return a new block of a tensor's kind, not filled; None if a copy of its tensors takes little memory."""
+        if type(like) is not Tensor or columns * layout.size * like.element_size() < LARGE_BYTES:
+            return None
+        return cls(layout, like.new_empty(columns, layout.size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +122,9 @@ class Selection(FlatLayout):
         Each tensor is freed once it is copied, so that the tensors and the block are never in memory together.
         """
         first = blocks[self.names[0]]
-        if len(first) * self.size * first.element_size() < LARGE_BYTES or first.requires_grad:
+        if isinstance(blocks, OneBlock) and tuple(blocks) == self.names:
+            rows = blocks.block
+        elif len(first) * self.size * first.element_size() < LARGE_BYTES or first.requires_grad:
             rows = self.concatenate([blocks[name] for name in self.names], 1)
         else:
             rows = first.new_empty(len(first), self.size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from curvops.freed_memory import give_back_freed
+from curvops.freed_memory import LONG_BYTES, freed_bytes, give_back_freed
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
@@ -281,7 +281,8 @@ class Passes(JacobianRows):
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
-            give_back_freed(self.kept_bytes - before)  # building engines takes more memory than products
+            # Building engines takes more memory than products; and what streamed passes free may have no room to stay.
+            give_back_freed(self.kept_bytes - before if freed_bytes() <= self._free() else LONG_BYTES)
 
     def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvops.checkpoint import current
 from curvops.checks import carries_graph, check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
-from curvops.linalg.core.memory import hold
+from curvops.linalg.core.memory import PRODUCT_VECTORS, hold
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.solve_routes import METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.vectors import inner, norm
@@ -124,8 +124,13 @@ def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Sol
 def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
     if chosen == "cg":
         return _in_weight_space(systems, x0, rtol)
-    with torch.no_grad():
-        return _in_function_space(systems, x0, rtol) if chosen == "dual" else chosen.solve(systems, x0, rtol)
+    if chosen != "dual":
+        with torch.no_grad():
+            return chosen.solve(systems, x0, rtol)
+    block = systems.count * systems.precision.shape[-1] * systems.like.element_size()
+    # The vectors of the dual solve are short, so what the products before and after it take is counted here.
+    with torch.no_grad(), hold(systems.memories, PRODUCT_VECTORS * block):
+        return _in_function_space(systems, x0, rtol)
 
 
 def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from curvops.network.model import parameters
 from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks, OneBlock, Selection
 from curvops.network.walks.passes import Passes
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
 from tests.zoo import ZOO, N, batches, parameters_of, reference
@@ -45,6 +48,30 @@ def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
 
 FLOAT32 = ["lstm", "gru", "transformer_encoder", "fused_attention", "attention", "cnn", "bfloat16_base",
            "float16_base"]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ZOO)
+def test_large_blocks_are_filled_as_gradients_are_found(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared layers, parameters that no output reaches and rests for autodiff, all in a block that is not copied."""
+    monkeypatch.setattr(parameters, "LARGE_BYTES", 0)
+    J, passes, found = reference(name), walk(name, way, sizes=(N,)), list[Tensor]()
+    join = Selection.join
+
+    def joined(self: Selection, blocks: Blocks) -> Tensor:
+        if isinstance(blocks, OneBlock):
+            found.append(blocks.block)
+        return join(self, blocks)
+
+    monkeypatch.setattr(Selection, "join", joined)
+    for k in (3, 1):
+        V, U = columns(J.shape[1], k), columns(J.shape[0], k)
+        assert agree(pull(passes, U), J.mT @ U)
+        with torch.no_grad():
+            (_, batch), *_ = passes.each(k)
+            product = batch.sandwich(V, lambda u, points: u)
+        assert agree(product, J.mT @ (J @ V))
+        assert found and found[-1].data_ptr() == product.data_ptr()
 
 
 @pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
