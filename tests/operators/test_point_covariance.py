@@ -174,6 +174,27 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
             assert not served  # by now the factors are decomposed
 
 
+def test_rows_that_wait_have_a_part_of_the_budget(monkeypatch):
+    """Of three layers, whose rows for 8 outputs take 5,760 to 8,448 bytes, one waits; others have eigenbases."""
+    monkeypatch.setattr(kronecker_factors, "AT_ONCE", 1)
+    kept, finish = [], point_covariance.InEigenbases.finish
+    monkeypatch.setattr(
+        point_covariance.InEigenbases, "finish", lambda self: (kept.append(len(self.waiting)), finish(self))
+    )
+    torch.manual_seed(0)
+    down, up = nn.Linear(45, 2, bias=False), nn.Linear(2, 44)
+    model = nn.Sequential(down, nn.Tanh(), up, nn.Tanh(), nn.Linear(44, 2)).double()
+    x, y = torch.randn(30, 45).double(), torch.arange(30) % 2
+    lin = co.linearize(model, (x, y), "classification")
+    J = lin.jacobian(x[:4])
+    expected = by_solves(J, co.KFAC(lin).add_diagonal(0.7).inverse(), 2)
+    for room in (10**6, 9_000, 10):
+        monkeypatch.setattr(lin.memory, "budget", room * point_covariance.WAITING_SHARE)
+        inverse = co.KFAC(lin).add_diagonal(0.7).inverse()
+        torch.testing.assert_close(point_covariances(J, inverse, 2), expected, **TIGHT)
+    assert kept == [3, 1, 0]
+
+
 class Means(nn.Module):
     """The mean over positions."""
 

@@ -117,7 +117,8 @@ def surroundings(device: torch.device) -> Hashable:
         raise Unlike
     if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
         raise Unlike
-    return torch.is_autocast_enabled(device.type), torch.get_default_dtype()
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return autocast, torch.get_default_dtype()
 
 
 def inputs_of(inputs: Any) -> Hashable:

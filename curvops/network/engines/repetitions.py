@@ -56,8 +56,8 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 def are_small(given: Sequence[Any]) -> bool:
-    """Return whether these are tensors of so few numbers that a function of them may be worth repeating."""
-    return all(isinstance(tensor, Tensor) and tensor.numel() <= LARGEST for tensor in given)
+    """Return whether these are dense tensors of so few numbers that a function of them may be worth repeating."""
+    return all(type(each) is Tensor and each.layout is torch.strided and each.numel() <= LARGEST for each in given)
 
 
 class Repetitions:

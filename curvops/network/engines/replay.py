@@ -23,7 +23,7 @@ from curvops.network.model.parameters import Blocks
 
 _Facts = tuple[torch.Size, torch.dtype, tuple[int, ...], int]
 """A tangent's shape, dtype and strides, and where it begins in its memory."""
-_ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
+_ADD = torch.ops.aten.add.Tensor
 _VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for overload, names in {
@@ -218,7 +218,8 @@ def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) ->
             after, found_dtype, found_strides, _ = facts[place]
             if constant is not None and dtype == found_dtype and not bool(constant.any()):
                 if before != after:
-                    step, args = replace(step, run=_EXPAND), [tangent, after]
+                    # Not one of `_VIEWS`: the facts at this place are those of the sum, not of a view.
+                    step, args = replace(step, run=Tensor.expand), [tangent, after]
                 elif strides == found_strides:  # what follows may need the strides of the sum
                     same[place] = tangent.index
                     continue
@@ -239,11 +240,12 @@ def _without_views(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) ->
             shown.setdefault((base, facts[base]), base)
             for place in places:
                 memory[place] = base
-            (place,) = places if len(places) == 1 else (end,)
-            earlier = shown.setdefault((base, facts[place]), place)
-            if earlier != place != end:
-                same[place] = earlier
-                continue
+            if len(places) == 1 and places[0] != end:
+                (place,) = places
+                earlier = shown.setdefault((base, facts[place]), place)
+                if earlier != place:
+                    same[place] = earlier
+                    continue
         found.append(replace(step, args=args))
     return found
 

@@ -12,6 +12,7 @@ be far larger than everything else.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -44,6 +45,8 @@ from curvops.progress import progress_bar
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
+WAITING_SHARE = 4
+"""The part of the memory budget that rows may take which wait for the last ones: 1 / WAITING_SHARE."""
 LONG_WALK = 2**30
 """Bytes of all rows of J from which on freed memory is given back before they are walked over, as this then takes far
 less time than they do: sides and rows of some points would not fit into the gaps."""
@@ -314,8 +317,13 @@ class InEigenbases(InDenseBlocks):
         self.forms = {names: own for names, own in forms if isinstance(own, EigenKroneckerForm)}
         self.few: dict[tuple[str, ...], KroneckerForm] = {}
         if count is not None and walk.features() is None:
-            found = {names: own for names, own in self.forms.items() if isinstance(own, KroneckerForm)}
-            self.few = {names: own for names, own in found.items() if serves_rows(own, count)}
+            memory = form.base.memory
+            room = math.inf if memory is None else memory.budget // WAITING_SHARE
+            for names, own in self.forms.items():
+                size = count * own.base.shape[0] * walk.model.theta.element_size()
+                if isinstance(own, KroneckerForm) and size <= room and serves_rows(own, count):
+                    self.few[names] = own
+                    room -= size
         self.waiting: dict[tuple[str, ...], list[tuple[Target, Tensor]]] = {}
         others = {names: own for names, own in self.forms.items() if names not in self.few}
         form.decompose(others.values())
@@ -341,11 +349,17 @@ class InEigenbases(InDenseBlocks):
         with progress_bar("Cholesky factorisations", len(self.waiting), base.progress) as steps:
             while self.waiting:
                 names, waiting = self.waiting.popitem()
-                form, (targets, parts) = self.few[names], zip(*waiting)
-                rows = torch.cat(parts)
+                form, targets, lengths = (
+                    self.few[names],
+                    [target for target, _ in waiting],
+                    [len(p) for _, p in waiting],
+                )
+                rows = torch.cat([part for _, part in waiting])
+                waiting.clear()
                 with hold(memories, work_bytes(form, rows)):
                     for root in half_solved(form, rows):
-                        for target, own in zip(targets, root.split(list(map(len, parts)))):
+                        for target, own in zip(targets, root.split(list(lengths))):
+                            own = own.unflatten(0, target.shape[:2])
                             _add_products(target, own, own)
                 steps.advance(1, f"a matrix of {max(form.base.sizes):,} rows")
 

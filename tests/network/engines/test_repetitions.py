@@ -117,6 +117,9 @@ def test_other_shapes_strides_keys_and_settings_have_runs_of_their_own() -> None
     assert run(w, x) == 0
     with NormTangents():
         assert run(w, x) == 1
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert run(w, x) == 1
     held = pickle.loads(pickle.dumps(held))
     assert run(w, x) == 1
 
@@ -155,3 +158,10 @@ def test_only_torchs_own_layers_are_plain() -> None:
 
 def test_layers_are_torchs() -> None:
     assert all(kind.__module__.startswith("torch.nn.modules.") for kind in LAYERS)
+
+
+def test_sparse_tensors_are_not_repeated() -> None:
+    held, w, x = Repetitions(), torch.randn(3, 2), torch.eye(3).to_sparse_csr()
+    for _ in range(PLAIN_RUNS + 3):
+        assert torch.equal(held.run("key", lambda w, x: x @ w, [w, x], lambda: True), w)
+    assert not held._known

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from curvops.network.engines.autodiff import record_replay, replay_bytes
-from curvops.network.engines.replay import Replay
+from curvops.network.engines.replay import Recorder, Replay
 from curvops.network.model.model import Model
 from tests.network.products import agree, columns
 from tests.zoo import ZOO, reference
@@ -110,3 +112,27 @@ def test_a_sum_with_zeros_that_changes_the_strides_is_kept() -> None:
     with torch.no_grad():
         expected = sum((J[name].flatten(2) @ tangents[name].flatten() for name in tangents), torch.zeros(3, 3).double())
         assert replay is not None and agree(replay(tangents), expected)
+
+
+def shared_with_parts(w: Tensor) -> Tensor:
+    """A view of a tensor with the shape and strides of the result, after a split of it."""
+    doubled = w * 2.0
+    first, second = doubled.split(1, 1)
+    return doubled.squeeze(-1) * (first + second).sum((1, 2)).unsqueeze(-1)
+
+
+def widened_by_zeros(w: Tensor) -> Tensor:
+    """A sum with zeros that has the shape and strides of the tensor of which it adds a part."""
+    doubled = w * 2.0
+    return (doubled[:, :1] + torch.zeros_like(w)) * 3.0
+
+
+@pytest.mark.parametrize(("function", "shape"), [(shared_with_parts, (6, 2, 1)), (widened_by_zeros, (6, 5, 4))])
+def test_views_alone_are_taken_for_each_other(function: Any, shape: tuple[int, ...]) -> None:
+    w, recorder = torch.randn(shape), Recorder()
+    with recorder:
+        recorder.follow("w", w)
+        replay = recorder.replay(function(w))
+    assert replay is not None
+    other = torch.randn(shape)
+    assert torch.equal(replay({"w": other}), function(other))
