@@ -4,6 +4,9 @@ The pass runs on real tensors under a dispatch mode, which intercepts the operat
 Operations with a tangent among their arguments are linear in it and become the steps of the replay; their other
 arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs about
 as much as the pass itself, whereas `torch.func.linearize` takes some milliseconds for every operation.
+
+`repetitions.py` records whole steps of samplers in the same way. What is followed there are arguments of any function, which
+are called tangents here, too.
 """
 
 from __future__ import annotations
@@ -206,7 +209,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) -> list[_Step]:
-    """Return the steps without added constants, which are zeros in a linear map: only their shape remains."""
+    """Return the steps without added constants, which in a linear map are zeros: only their shape remains."""
     found: list[_Step] = []
     same: dict[int, int] = {}
     for step in steps:
