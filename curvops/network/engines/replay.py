@@ -5,8 +5,8 @@ Operations with a tangent among their arguments are linear in it and become the 
 arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs about
 as much as the pass itself, whereas `torch.func.linearize` takes some milliseconds for every operation.
 
-`repetitions.py` records whole steps of samplers in the same way. What is followed there are arguments of any function, which
-are called tangents here, too.
+`repetitions.py` records whole steps of samplers in the same way. What is followed there are arguments of any function,
+which are called tangents here, too.
 """
 
 from __future__ import annotations
