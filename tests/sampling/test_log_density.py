@@ -70,6 +70,19 @@ def test_the_mean_over_equal_batches_is_the_whole() -> None:
     assert float(torch.stack(parts).mean()) == pytest.approx(float(f(f.params, (X, y))), rel=1e-12)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_batch_without_points_is_refused(later: bool) -> None:
+    model, X, y = problem()
+    f = S.log_posterior(model, "classification", prior_precision=1.0, data_size=11)
+    batches = [(X, y)] * (2 * PLAIN_RUNS) * later + [(X[:0], y[:0])]
+    sampler = S.sgld(f, 1e-3)
+    state = sampler.init(f.params, seeded(0))
+    with pytest.raises(ValueError, match="the batch has no points"):
+        for batch in batches:
+            state, _ = sampler.update(state, batch)
+    assert all(bool(value.isfinite().all()) for value in state.params.values())
+
+
 def test_it_is_a_snapshot_and_gives_copies() -> None:
     model, X, y = problem()
     f = S.log_posterior(model, "classification", data_size=11, parameters="2.*")

@@ -138,6 +138,8 @@ class LogPosterior:
         """Return log p(y | x, params) at each position of the batch."""
         values = self._values(params)
         given, targets, weights = parts_of(batch, self.weighted)
+        if not len(targets):
+            raise ValueError("the batch has no points, so its mean log-likelihood is undefined: leave it out.")
         theta = self.model.theta
         inputs = move(normalise(given), theta.device, theta.dtype)
         likelihood = self._likelihood_at(inputs, targets)
