@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +28,7 @@ from curvops.linalg.operators import kronecker, kronecker_factors
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.network.walks.budget import Budget
-from curvops.operators.kfac import outer_sums
+from curvops.operators.kfac import kfac_factors, outer_sums
 from tests.threads import using_threads
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -403,3 +405,24 @@ def test_positions_that_do_not_count_are_as_if_they_were_not_there(sharing: str,
     found = co.KFAC(co.linearize(net, (x, masked, weights), "classification", weights=True), sharing=sharing)
     expected = co.KFAC(co.linearize(net, (x[:, :3], y[:, :3]), "classification"), sharing=sharing)
     torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
+
+
+def test_factors_are_freed_before_the_second_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EKFAC needs of them only the eigenvectors, which take as much memory."""
+    factors: list[weakref.ref[Kronecker]] = []
+    decompose, second_moments = kfac_factors.decompose, kfac_factors._second_moments
+    walked: list[int] = []
+
+    def noted(products: Any, *rest: Any) -> None:
+        factors.extend(map(weakref.ref, products))
+        decompose(products, *rest)
+
+    def counted(*given: Any) -> Tensor:
+        gc.collect()
+        walked.append(sum(ref() is not None for ref in factors))
+        return second_moments(*given)
+
+    monkeypatch.setattr(kfac_factors, "decompose", noted)
+    monkeypatch.setattr(kfac_factors, "_second_moments", counted)
+    co.EKFAC(digits()[0])
+    assert len(factors) > 1 and walked and not any(walked)

@@ -23,7 +23,6 @@ from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import KroneckerForm, decompose
 from curvops.network import OutputFisher
 from curvops.operators.kfac.kfac_factors import (
-    KroneckerBlock,
     check_bias,
     check_sharing,
     eigenvalue_corrected,
@@ -133,14 +132,19 @@ class KroneckerCurvature(UserOperator, LayerBlocks):
         blocks = kfac_blocks(lin, output, sharing, bias)
         # Each selected tensor lies in one block as a whole, so there is nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
-        operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
+        operators = {block.names: block.operator for block in blocks}
+        names = tuple(operators)
+        del blocks  # so that factors can be freed before the walk is over
+        found = self._operators(lin, output, operators)
         told: dict[str, Any] = {"progress": lin.passes.progress, "memory": lin.memory}
-        super().__init__(*operators, positions=positions, names=names, **told, **lin.origin)
+        super().__init__(*found, positions=positions, names=names, **told, **lin.origin)
 
     @staticmethod
-    def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
-        """Return the blocks as operators."""
-        return [block.operator for block in blocks]
+    def _operators(
+        lin: Linearization, output: OutputFisher, operators: dict[tuple[str, ...], Operator]
+    ) -> list[Operator]:
+        """Return the blocks from those with Kronecker factors, by the names of their parameters; this may empty it."""
+        return list(operators.values())
 
 
 class KFAC(KroneckerCurvature):
@@ -230,5 +234,7 @@ class EKFAC(KroneckerCurvature):
     """
 
     @staticmethod
-    def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
-        return eigenvalue_corrected(lin, output, blocks)
+    def _operators(
+        lin: Linearization, output: OutputFisher, operators: dict[tuple[str, ...], Operator]
+    ) -> list[Operator]:
+        return eigenvalue_corrected(lin, output, operators)

@@ -256,27 +256,34 @@ def _add_exact(block: BlockSums, group: Group, positions: dict[str, Tensor], chu
 
 
 @torch.no_grad()
-def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock]) -> list[Operator]:
-    """Return blocks with exact second moments on the diagonal of each Kronecker eigenbasis, by a second walk."""
-    operators = {block.names: block.operator for block in blocks}
-    walk = SummedWalk(lin, fisher, "second moments")
-    factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}
+def eigenvalue_corrected(
+    lin: Linearization, fisher: OutputFisher, operators: dict[tuple[str, ...], Operator]
+) -> list[Operator]:
+    """Return blocks with exact second moments on the diagonal of each Kronecker eigenbasis, by a second walk.
+
+    This empties `operators`: factors are freed once they are decomposed.
+    """
+    walk, others = SummedWalk(lin, fisher, "second moments"), dict(operators)
+    factored = {names: others.pop(names) for names, found in operators.items() if isinstance(found, Kronecker)}
+    order, roundings = list(operators), {names: found.rounding for names, found in factored.items()}
+    operators.clear()
     if walk.sums is None:
         decompose(factored.values(), lin.passes.progress, lin.memory)
-        bases = [found.eigen() for found in factored.values()]
+        bases = [factored.pop(names).eigen() for names in roundings]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # keep the bases, too: another machine may find other bases for equal eigenvalues
         sums = walk.sums
     of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # the errors of two sides and of their rotation
+    factored.clear()
     corrected = {
-        names: EigenKronecker(*each, found.rounding, of_rows) for (names, found), each in zip(factored.items(), sums)
+        names: EigenKronecker(*each, rounding, of_rows) for (names, rounding), each in zip(roundings.items(), sums)
     }
     for group in walk.groups(lambda: sums):
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
     for each in corrected.values():
         each.values.copy_(lin.passes.add_up([each.values]))
-    return [corrected.get(names, found) for names, found in operators.items()]
+    return [corrected[names] if names in corrected else others[names] for names in order]
 
 
 def layer_with_bias(group: Group) -> Layer | None:
