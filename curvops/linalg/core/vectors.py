@@ -24,7 +24,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_modes, refuse_tangents
-from curvops.matrix_products import multiply
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
@@ -408,7 +407,7 @@ def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k
 @singledispatch
 def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
     """Return X C, stored with contiguous columns."""
-    return multiply(C.to(X).mT, X.mT).mT
+    return (C.to(X).mT @ X.mT).mT
 
 
 @singledispatch
