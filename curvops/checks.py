@@ -144,7 +144,7 @@ def refuse_modes(dtype: torch.dtype, device: torch.device) -> None:
             "torch.autocast is on, which would round these products to half precision: make this call outside of it, "
             f"or under torch.autocast({device.type!r}, enabled=False). A model may use autocast in its own forward."
         )
-    if _in_functorch():
+    if in_functorch():
         raise RuntimeError(NO_RULES)
 
 
@@ -173,17 +173,18 @@ def in_forward_mode() -> bool:
 
 def in_transform() -> bool:
     """Return whether the call is inside a transform of `torch.func`, such as `vmap`, or a level of dual numbers."""
-    return in_forward_mode() or _in_functorch()
+    return in_forward_mode() or in_functorch()
 
 
-def _in_functorch() -> bool:
+def in_functorch() -> bool:
+    """Return whether the call is inside a transform of `torch.func`, such as `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_tangents(vectors: Iterable[object]) -> None:
     """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
     tensors = (vector for vector in vectors if isinstance(vector, Tensor))  # sharded ones have no tangents
-    if _in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
+    if in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
         raise RuntimeError(NO_RULES)
 
 

@@ -1,7 +1,4 @@
-"""The base class of our modes that intercept the operations of torch below automatic differentiation.
-
-Tests `eager_mode.py` through its subclasses.
-"""
+"""The base class of our modes that intercept the operations of torch below automatic differentiation."""
 
 from __future__ import annotations
 

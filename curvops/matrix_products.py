@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvops.checks import in_transform
+from curvops.checks import in_functorch, in_transform
 from curvops.eager_mode import EagerMode
 
 LEAST = 2**21
@@ -90,10 +90,9 @@ class _FastProducts(EagerMode):
 
 def fast_products() -> AbstractContextManager[Any]:
     """Return a context in which torch's products are the fastest; it does nothing inside transforms and other modes."""
-    transforms = torch._C._functorch.peek_interpreter_stack()
-    if transforms is not None or torch._C._len_torch_dispatch_stack() or not torch._C._get_mkldnn_enabled():
+    if in_functorch() or torch._C._len_torch_dispatch_stack() or not torch._C._get_mkldnn_enabled():
         return nullcontext()
-    return _FastProducts()
+    return _FastProducts()  # type: ignore[no-untyped-call]
 
 
 def has_slow_products(layers: Iterable[nn.Module]) -> bool:

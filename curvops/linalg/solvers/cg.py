@@ -417,8 +417,8 @@ class ConjugateGradients:
             return list(range(len(recursion)))
         return [j for j, value in enumerate(recursion) if not value > self.records.trigger]
 
-    def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> bool:
-        """Compare with the true residual; give reasons to columns that stop. Return True if a residual was replaced."""
+    def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> None:
+        """Compare with the true residual; give reasons to columns that stop, and replace residuals that drifted."""
         records, index = self.records, torch.tensor(positions)
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
@@ -451,7 +451,6 @@ class ConjugateGradients:
         if replaced:
             put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
             self.directions.past.project(self.x, self.r)
-        return bool(replaced)
 
     def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
         """Return the largest of |xᵀAq − (Ax)ᵀq| over the last directions q, without spending a product."""
@@ -518,10 +517,6 @@ class ConjugateGradients:
             self.active = [self.active[j] for j in kept]
             self.x, self.r = columns(self.x, index), columns(self.r, index)
         return index
-
-
-def _select(overlap: Tensor, kept: Tensor) -> Tensor:
-    return overlap[kept][:, kept] if overlap.ndim == 2 else overlap[kept]
 
 
 @dataclass(frozen=True, eq=False)

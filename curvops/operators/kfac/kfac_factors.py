@@ -269,7 +269,7 @@ def eigenvalue_corrected(
     operators.clear()
     if walk.sums is None:
         decompose(factored.values(), lin.passes.progress, lin.memory)
-        bases = [factored.pop(names).eigen() for names in roundings]
+        bases = [found.eigen() for found in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # keep the bases, too: another machine may find other bases for equal eigenvalues
         sums = walk.sums
@@ -283,7 +283,8 @@ def eigenvalue_corrected(
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
     for each in corrected.values():
         each.values.copy_(lin.passes.add_up([each.values]))
-    return [corrected[names] if names in corrected else others[names] for names in order]
+    found = others | corrected
+    return [found[names] for names in order]
 
 
 def layer_with_bias(group: Group) -> Layer | None:
