@@ -16,7 +16,7 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check
+.PHONY: help demo test bench docs figures notebooks lint clean oldest release-check gpu-rehearsal
 .DELETE_ON_ERROR:
 
 help:
@@ -68,6 +68,25 @@ oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
 	@touch $@
 
+# The GPU run at toy size, on a CPU and then on the stand-in for CUDA, with the versions of the machine that it is for.
+gpu-rehearsal: .venv-gpu/.installed
+	rm -rf .rehearsal
+	for device in cpu stand-in; do \
+	    PYTHONPATH=.venv-gpu/site:. OMP_NUM_THREADS=2 .venv-gpu/bin/python -W ignore -m benchmarks.gpu --rehearse \
+	        --device $$device --output .rehearsal/$$device || exit 1; \
+	done
+
+# Two steps as there: what is installed, then wheels without their needs, in a folder of their own.
+.venv-gpu/.installed: benchmarks/gpu-machine.txt benchmarks/gpu-requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "make gpu-rehearsal PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip --disable-pip-version-check install --quiet --requirement benchmarks/gpu-machine.txt
+	rm -rf .venv-gpu/wheels .venv-gpu/site
+	.venv-gpu/bin/python -m pip download --quiet --no-deps --only-binary=:all: --dest .venv-gpu/wheels \
+	    --requirement benchmarks/gpu-requirements.txt
+	.venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --target .venv-gpu/site .venv-gpu/wheels/*.whl
+	@touch $@
+
 # A wheel and an sdist, in dist/: the wheel installed into an empty environment with the oldest and with the newest torch,
 # then the sdist in its place.
 release-check: .venv/.installed
@@ -88,7 +107,7 @@ notebooks: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.notebooks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-peers .venv-oldest .venv-release .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
+	rm -rf .venv .venv-peers .venv-oldest .venv-release .venv-gpu .rehearsal .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
 	find curvops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: what comes after must build on that very version.

@@ -28,7 +28,7 @@ def facts(threads: int) -> dict[str, object]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "curvops": version("curvops"),
+        "curvops": peer_version("curvops"),
         "commit": commit(),
     }
 

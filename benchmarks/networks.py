@@ -36,13 +36,13 @@ class Problem:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, which the gradient is taken with respect to."""
-        return list(self.model.parameters())
+        """The trained parameters, which the gradient is taken with respect to."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def num_parameters(self) -> int:
         """D."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(parameter.numel() for parameter in self.parameters)
 
     def batches(self, count: int = 1) -> list[tuple[Tensor, Tensor]]:
         """The data as a list of `count` batches: its batches are as given, whatever the memory budget is."""

@@ -1,7 +1,8 @@
 """Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
 
+__version__ = "0.2.0"
+
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from curvops import evidence, gp, linalg, sampling
@@ -57,8 +58,6 @@ from curvops.posterior import (
     select,
     wasserstein,
 )
-
-__version__ = version("curvops")
 
 if TYPE_CHECKING:
     from curvops import plots as plots

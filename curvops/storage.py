@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,10 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as serialized
 from torch import Tensor
 
+from curvops import __version__
+
 CONTENTS = "curvops.json"
-WRITTEN_BY = f"curvops {version_of('curvops')}"
+WRITTEN_BY = f"curvops {__version__}"
 LAYOUT = 1
 """The version of the format, which does not depend on the tree."""
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")

@@ -60,7 +60,7 @@ def few() -> Curved:
 def draws_ours(problem: Curved) -> Tensor:
     lin = co.linearize(problem.model, problem.data, "classification")
     post = co.laplace(lin, prior_precision=PRECISION, check_mode=False)
-    return post.deviations(64, generator=torch.Generator().manual_seed(0)).draws
+    return post.deviations(64, generator=torch.Generator(problem.inputs.device).manual_seed(0)).draws
 
 
 def draws_theirs(problem: Curved) -> Tensor:
@@ -91,7 +91,7 @@ def squares_of(problem: Curved, draws: Tensor) -> dict[str, float]:
 
 def spectrum_ours(problem: Curved) -> Any:
     G = co.GGN(co.linearize(problem.model, problem.data, "classification"))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(problem.inputs.device).manual_seed(0)
     return G.eigsh(20, generator=generator).values, G.spectral_density(probes=4, steps=60, generator=generator)
 
 

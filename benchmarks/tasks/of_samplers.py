@@ -52,7 +52,9 @@ def sghmc_ours(problem: Regression) -> Tensor:
     f = S.log_posterior(problem.model, "regression", data_size=problem.points)
     sampler = S.chains(S.sghmc(f, STEP, alpha=FRICTION), CHAINS)
     data = [(problem.inputs, problem.targets)]
-    chain = S.run(sampler, f.params, data, steps=STEPS, thin=THIN, generator=torch.Generator().manual_seed(0))
+    chain = S.run(
+        sampler, f.params, data, steps=STEPS, thin=THIN, generator=torch.Generator(problem.inputs.device).manual_seed(0)
+    )
     return chain.theta
 
 

@@ -99,7 +99,9 @@ def install() -> None:
     cuda.default_generators = (torch.Generator("cuda"),)
     cuda.mem_get_info = lambda device=None: (8 << 30, 16 << 30)
     cuda.is_current_stream_capturing = lambda: False
-    cuda.synchronize = lambda device=None: None
+    cuda.synchronize = cuda.reset_peak_memory_stats = lambda device=None: None
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
+    cuda.empty_cache = lambda: None
     cuda.get_device_name = lambda device=None: "stand-in"
     cuda.get_device_capability = lambda device=None: (8, 0)
     cuda.get_device_properties = lambda device=None: SimpleNamespace(

@@ -101,12 +101,12 @@ def symmetric(lowest: float) -> Tensor:
     return root @ root.mT / 200 + lowest * torch.eye(200, dtype=torch.float64, device=CUDA)
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_an_iteration_waits_at_most_twice(k: int) -> None:
+def iterations(k: int) -> dict[str, Callable[[int], Any]]:
+    """Calls that take a number of iterations, with k right-hand sides or probes."""
     A, B = linalg.Dense(symmetric(1e-2), psd=True), normal(200, k)
     indefinite, sketch = linalg.Dense(symmetric(-2.0)), linalg.nystrom(A, 20, shift=1e-2, generator=generator())
     P = sketch.preconditioner(1e-2)
-    iterations: dict[str, Callable[[int], Any]] = {
+    return {
         "cg": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14),
         "cg, column by column": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14, block=False),
         "cg, preconditioned": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14, preconditioner=P),
@@ -121,7 +121,11 @@ def test_an_iteration_waits_at_most_twice(k: int) -> None:
         "spectral_density": lambda n: linalg.spectral_density(A, steps=n, probes=k + 1, generator=generator()),
         "apply_function": lambda n: linalg.apply_function(A, torch.exp, B, maxiter=n, rtol=1e-14),
     }
-    for name, run in iterations.items():
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_an_iteration_waits_at_most_twice(k: int) -> None:
+    for name, run in iterations(k).items():
         assert waits_a_step(run) <= 2, name
 
 
@@ -136,19 +140,23 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_of_a_sampler_does_not_wait(name: str) -> None:
+def waits_of_steps(name: str, many: bool = False) -> int:
+    """Waits of five steps of a sampler, or of three chains of it, after the first."""
     model, x = network("dense")
     batch = x, torch.randint(3, (12,), device=CUDA)
     sampler = STEPS[name](co.sampling.log_posterior(model, "classification", data_size=12))
-    for many in (False, True):
-        if many and name == "optimizer":
-            continue
-        transition = co.sampling.chains(sampler, 3) if many else sampler
-        state, _ = transition.update(transition.init(dict(model.named_parameters()), generator=generator()), batch)
+    transition = co.sampling.chains(sampler, 3) if many else sampler
+    state, _ = transition.update(transition.init(dict(model.named_parameters()), generator=generator()), batch)
 
-        def steps(transition: Any = transition, state: Any = state) -> None:
-            for _ in range(5):
-                state, _ = transition.update(state, batch)
+    def steps(state: Any = state) -> None:
+        for _ in range(5):
+            state, _ = transition.update(state, batch)
 
-        assert waits(steps) == 0, many
+    return waits(steps)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_a_sampler_does_not_wait(name: str, many: bool) -> None:
+    if not (many and name == "optimizer"):
+        assert waits_of_steps(name, many) == 0
