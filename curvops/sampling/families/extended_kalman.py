@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
-from curvops.network import Batch, Empirical, Exact, own_randomness, score_and_diagonal
+from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.curvature import root_of
 from curvops.posterior.core.arguments import check_linearization
@@ -93,29 +92,16 @@ class ExtendedKalmanFilter(Transition):
 
     def _terms(self, theta: Float[Tensor, " d"], batch: Any) -> tuple[int, Tensor, Tensor, Any]:
         """Return the number of points, their log-likelihood, its negative gradient, and the source of the curvature."""
-        target = self._target
-        if self.form != "diagonal":
-            lin = target.linearize(theta, batch)
-            return lin.num_data, lin.log_likelihood(), lin.gradient(), lin
-        likelihood, points = target.read(theta, batch)
-        fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
-
-        def run(theta: Tensor, *held: Any, checked: bool = True) -> Tensor | None:
-            given = Batch(*held)
-            engines = target.record(theta, given.inputs, checked)
-            found = score_and_diagonal(engines, likelihood, given, fisher)
-            return None if found is None else torch.cat([found[0].reshape(1), *found[1:]])
-
-        x, others = points.inputs, [points.targets, *([] if points.weights is None else [points.weights])]
-        if isinstance(x, Tensor):
-            found = target.repeat(self.fisher, run, [theta, x, *others], partial(run, checked=False))
-        else:
-            found = run(theta, x, *others)
-        if found is not None:
-            score, slope, entries = found.split([1, len(theta), len(theta)])
-            return points.num_points, score[0], slope, entries
-        lin = target.linearize(theta, batch, target.last_engines)
-        return lin.num_data, lin.log_likelihood(), lin.gradient(), lin.curvature_diagonal(fisher)
+        target, engines = self._target, None
+        if self.form == "diagonal":
+            engines, likelihood, points = target.record(theta, batch)
+            fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
+            found = score_and_diagonal(engines, likelihood, points, fisher)
+            if found is not None:
+                return points.num_points, *found
+        lin = target.linearize(theta, batch, engines)
+        curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
+        return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
     # For each form, return the precision after the transition and this batch, and P⁻¹ times the gradient.
 
