@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checkpoint import digest
+from curvops.checkpoint import digest, identify
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
@@ -76,12 +76,16 @@ class LogPosterior:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the model's weights, the prior and N: equal if and only if these are equal."""
-        A = self.prior.precision
-        held = [A] if isinstance(A, Tensor) else A.representation()
-        return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
+    def facts(self) -> dict[str, Any]:
+        """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
+        return {
+            **self.model.facts(),
+            "the likelihood": identify(self._spec),
+            "the prior's precision": identify(self.prior.precision),
+            "the prior's mean": identify(self.prior.mean),
+            "data_size": self.data_size,
+            "whether points have weights": self.weighted,
+        }
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""

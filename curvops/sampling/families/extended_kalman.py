@@ -23,7 +23,8 @@ from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.families.normal_families import RANK
 
-FORMS = ("diagonal", "dense", "low_rank_diagonal")
+FORMS = {"diagonal": ["diagonal"], "dense": ["matrix"], "low_rank_diagonal": ["diagonal", "root"]}
+"""The tensors of each form of the precision."""
 FISHERS = ("ggn", "empirical")
 
 
@@ -77,6 +78,14 @@ class ExtendedKalmanFilter(Transition):
         if self.form == "dense":
             return {"matrix": torch.diag(diagonal)}
         return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
+
+    def _check_state(self, state: Any) -> None:
+        super()._check_state(state)
+        if sorted(state.precision) != FORMS[self.form]:
+            raise ValueError(
+                f"the state is of another form: its precision consists of {sorted(state.precision)}, that of "
+                f"form={self.form!r} of {FORMS[self.form]}. Make a state with init of this filter, at state.params."
+            )
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
