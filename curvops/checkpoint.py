@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ DEEPEST = 6
 """The largest depth of nested objects that `identify` describes."""
 LONGEST = 200
 """The length of a text from which on `identify` returns its hash."""
+DEVICE = re.compile(r"(cuda|xpu|hpu):\d+")
 COMMON = frozenset(vars(nn.Module()))
 """The attributes of every module."""
 TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
@@ -380,7 +382,9 @@ def identify(value: Any) -> str:
         text = _text(value, DEEPEST, {})
     except _Opaque:
         text = type(value).__qualname__
-    return text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()}"
+    return (
+        text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
 
 
 class _Opaque(Exception):
@@ -391,11 +395,13 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
     """Describe a value; objects in `seen` were described before, and nested ones only down to some depth."""
     kind = type(value)
     if isinstance(value, Tensor):
-        return f"{kind.__qualname__}({digest([value])})"
+        number = value.numel() == 1 and not value.is_meta
+        told = f"{value.item()!r}, {value.dtype}, {tuple(value.shape)}" if number else digest([value])
+        return f"{kind.__qualname__}({told})"
     if isinstance(value, torch.Generator):
         return f"Generator({seed_of(value)})"
-    if isinstance(value, torch.device):
-        return value.type
+    if isinstance(value, torch.device) or (isinstance(value, str) and DEVICE.fullmatch(value)):
+        return str(value).partition(":")[0]  # ranks, and a run that is resumed, may have other ones
     if isinstance(value, Enum):
         return f"{kind.__qualname__}.{value.name}"
     if isinstance(value, float):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checkpoint import digest, identify
+from curvops.checkpoint import identify
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
@@ -347,8 +347,8 @@ def log_posterior(
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         likelihood, shard = model.likelihood, model.passes.shard
-        if shard is not None and isinstance(prior.precision, Tensor):
-            shard.ranks.require_equal({"prior_precision or prior_mean": digest([prior.precision, prior.mean])})
+        if shard is not None:
+            shard.ranks.require_equal(prior.facts())
         known, weighted = [model.likelihood], model.data.weighted
         return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
