@@ -164,8 +164,10 @@ class KroneckerFamily(GaussianFamily):
     """
 
     def shapes(self, structure: Structure) -> dict[str, tuple[int, ...]]:
-        sides = [(i, p, q) for i, p, q, _ in factors(structure)]
-        return {f"left.{i}": (p, p) for i, p, _ in sides} | {f"right.{i}": (q, q) for i, _, q in sides if q > 1}
+        found: dict[str, tuple[int, ...]] = {}
+        for i, p, q, _ in factors(structure):
+            found |= {f"left.{i}": (p, p)} | ({f"right.{i}": (q, q)} if q > 1 else {})
+        return found
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         found = {}
