@@ -22,18 +22,21 @@ import hashlib
 import inspect
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from functools import wraps
+from enum import Enum
+from functools import partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from linear_operator.operators import LinearOperator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from curvops import storage
@@ -41,7 +44,7 @@ from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 3
+KIND, VERSION = "checkpoint", 4
 PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
@@ -52,7 +55,15 @@ PATIENCE = 10.0
 """How much slower than `SPEED` a disk may be before ranks that wait for a writer give up."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
-TOLD_ROWS = 64
+DEEPEST = 6
+"""The largest depth of nested objects that `identify` describes."""
+LONGEST = 200
+"""The length of a text from which on `identify` returns its hash."""
+DEVICE = re.compile(r"(cuda|xpu|hpu):\d+")
+COMMON = frozenset(vars(nn.Module()))
+"""The attributes of every module."""
+TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
+"""Arguments by which an operator is told; others are caches, budgets and functions."""
 
 Place = str | os.PathLike[str]
 T = TypeVar("T")
@@ -346,26 +357,124 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
     given = {name: value for name, value in list(bound.arguments.items())[1:] if name not in ASIDE}
-    told = [(name, _numbers(value)) for name, value in {**given, **instead}.items()]
-    return {name: value for name, value in told if " at 0x" not in str(value)}
+    return {name: _numbers(value) for name, value in {**given, **instead}.items()}
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value that identifies an argument: a plain value itself, a tensor's numbers, a string for the rest."""
+    """Return a value that identifies an argument: a plain value itself, a tensor's numbers, a text for the rest."""
     if isinstance(value, Tensor):
         long = torch.atleast_1d(value.detach() if value.ndim < 2 or len(value) >= value.shape[1] else value.detach().mT)
-        return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
+        normal = torch.randn(len(long), dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(long.device)
+        return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), normal @ long.double()]).cpu()
     if isinstance(value, torch.Generator):
         return seed_of(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else in_full(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else identify(value)
 
 
-def in_full(value: Any) -> str:
-    """Return a text with all digits of a value, and the address of an operator: printed forms are for people."""
-    if is_dataclass(value) and not isinstance(value, type):
-        told = (f"{each.name}={in_full(getattr(value, each.name))}" for each in fields(value) if each.repr)
-        return f"{type(value).__qualname__}({', '.join(told)})"
-    return object.__repr__(value) if isinstance(value, LinearOperator) else repr(value)
+def identify(value: Any) -> str:
+    """Return a text that is equal in every process for values of equal effect, as far as that can be told.
+
+    A tensor is told by all its numbers, a module by the classes and settings of its parts and by its tensors, an
+    operator by its arguments, another object by its class and its attributes (or by `identified_by`, if it has that). A
+    function is told by its name alone, and so is an object that holds more than plain values (locks, files).
+    """
+    try:
+        text = _text(value, DEEPEST, {})
+    except _Opaque:
+        text = type(value).__qualname__
+    return (
+        text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
+
+
+class _Opaque(Exception):
+    """Raised for an object that does not consist of plain values."""
+
+
+def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
+    """Describe a value; objects in `seen` were described before, and nested ones only down to some depth."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        number = value.numel() == 1 and not value.is_meta
+        told = f"{value.item()!r}, {value.dtype}, {tuple(value.shape)}" if number else digest([value])
+        return f"{kind.__qualname__}({told})"
+    if isinstance(value, torch.Generator):
+        return f"Generator({seed_of(value)})"
+    if isinstance(value, torch.device) or (isinstance(value, str) and DEVICE.fullmatch(value)):
+        return str(value).partition(":")[0]  # ranks, and a run that is resumed, may have other ones
+    if isinstance(value, Enum):
+        return f"{kind.__qualname__}.{value.name}"
+    if isinstance(value, float):
+        return repr(float(value))  # NumPy's numbers, too
+    if value is None or isinstance(value, int | complex | str | bytes | torch.dtype | torch.Size | range):
+        return repr(value)
+    if hasattr(value, "__qualname__") and not isinstance(value, MethodType):
+        return str(value.__qualname__)
+    if hasattr(value, "__array_interface__"):
+        return f"{kind.__qualname__}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
+    if depth == 0:
+        raise _Opaque
+    if isinstance(value, tuple | list | set | frozenset):
+        parts = [_text(part, depth - 1, seen) for part in value]
+        return f"{kind.__qualname__}({', '.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
+    if id(value) in seen:
+        return f"{kind.__qualname__} again"
+    if isinstance(value, nn.Module):
+        held: Mapping[Any, Any] = {
+            **settings_of(value, depth, seen),
+            "its tensors": [*value.parameters(), *value.buffers()],
+        }
+    else:
+        seen[id(value)] = value  # as long as it exists, no other object has its id
+        held = _parts(value)
+    named = [
+        f"{name if isinstance(name, str) else _text(name, depth - 1, seen)}={_text(part, depth - 1, seen)}"
+        for name, part in held.items()
+    ]
+    return f"{kind.__qualname__}({', '.join(named)})"
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """Return by name what an object consists of; raise _Opaque if it shows nothing."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, MethodType):
+        return {"func": value.__func__, "of": value.__self__}
+    if isinstance(value, LinearOperator):
+        given = {**dict(enumerate(value._args)), **value._kwargs}
+        return {name: part for name, part in given.items() if isinstance(part, TOLD) or hasattr(part, "identified_by")}
+    if hasattr(value, "identified_by"):
+        return {"by": value.identified_by}
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value) if each.compare}
+    held = getattr(value, "__dict__", {})
+    slots = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
+    held = held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    if not held and not hasattr(value, "__dict__"):
+        raise _Opaque
+    return {name: held[name] for name in sorted(held)}
+
+
+def settings_of(module: nn.Module, depth: int = DEEPEST, seen: dict[int, Any] | None = None) -> dict[str, str]:
+    """Return by path what the parts of a module are, without the numbers in its parameters and buffers.
+
+    Attributes that do not consist of plain values, or are None, are left out, because they come and go (a trainer).
+    """
+    found, seen = {}, {} if seen is None else seen
+    parts = {path: part for path, part in module.named_modules() if id(part) not in seen}
+    seen.update((id(part), part) for part in parts.values())
+    for path, part in parts.items():
+        hooks = [identify(hook) for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+        tensors = [name for name, _ in (*part.named_parameters("", False), *part.named_buffers("", False))]
+        own = {}
+        for name, held in vars(part).items():
+            if name not in COMMON and held is not None:
+                with contextlib.suppress(_Opaque):
+                    own[name] = _text(held, depth - 1, seen)
+        found[path] = f"{type(part).__qualname__}({part.training}, {hooks}, {tensors}, {own})"
+    return found
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

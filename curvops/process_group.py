@@ -6,6 +6,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -286,7 +287,7 @@ class Ranks(WatchedGroup):
         whole, counts = self.line_up_counted(data)
         return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
 
-    @property
+    @cached_property
     def _device(self) -> torch.device:
         """The device of messages: the backend of a GPU accepts only that GPU's tensors."""
         return torch.device("cuda" if "nccl" in dist.get_backend(self.group) else "cpu")

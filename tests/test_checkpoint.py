@@ -4,15 +4,22 @@ import contextlib
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import curvops as co
 from curvops import storage
-from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, named_part, resumable
+from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, identify, named_part, resumable
 from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 
@@ -251,3 +258,70 @@ def test_a_source_of_numbers_is_told_by_its_state_and_a_function_not_at_all(tmp_
         work.whole(1, checkpoint=tmp_path / "seed", generator=torch.Generator().manual_seed(1))
     for function in (lambda: 1, lambda: 2):
         work.whole(1, checkpoint=tmp_path / "function", generator=function)
+
+
+@dataclass
+class Options:
+    values: Any
+    cache: list[int] = field(default_factory=list, compare=False)
+
+
+class Loose:
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def told(self) -> str:
+        return ""
+
+
+def linear(**given: Any) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    vars(module).update(given)
+    return module
+
+
+LONG = torch.arange(3000.0)
+UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "one entry of a long tensor": (lambda: LONG.clone(), lambda: torch.cat([LONG[:1500], LONG[1499:-1]])),
+    "a shape": (lambda: torch.zeros(2, 3), lambda: torch.zeros(3, 2)),
+    "a dtype": (lambda: torch.zeros(2), lambda: torch.zeros(1).double()),
+    "an entry of a long array": (lambda: LONG.numpy().copy(), lambda: LONG.numpy()[::-1].copy()),
+    "a digit": (lambda: 0.1, lambda: 0.1 + 1e-15),
+    "an inner tensor": (lambda: {"a": [LONG]}, lambda: {"a": [LONG + 1]}),
+    "a field": (lambda: Options(1, [1]), lambda: Options(2, [1])),
+    "an attribute": (lambda: Loose(a=LONG, b=1), lambda: Loose(a=LONG, b=2)),
+    "a function": (lambda: torch.sin, lambda: torch.cos),
+    "an argument of a function": (lambda: partial(torch.add, 1), lambda: partial(torch.add, 2)),
+    "the object of a method": (lambda: Loose(a=1).told, lambda: Loose(a=2).told),
+    "a class": (lambda: nn.Tanh, lambda: nn.ReLU),
+    "a generator": (lambda: torch.Generator().manual_seed(0), lambda: torch.Generator().manual_seed(1)),
+    "a module's mode": (lambda: linear(), lambda: linear().eval()),
+    "a module's number": (lambda: linear(scale=1.0), lambda: linear(scale=2.0)),
+    "a hidden module": (lambda: linear(hidden=[nn.ReLU()]), lambda: linear(hidden=[nn.Tanh()])),
+    "a module's weights": (lambda: linear(), lambda: linear().double()),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_values_are_told_apart_by_what_they_are(what: str) -> None:
+    one, other = UNLIKE[what]
+    assert identify(one()) == identify(one()) != identify(other())
+    assert " at 0x" not in identify(one())
+
+
+def test_caches_and_whatever_else_comes_and_goes_do_not_count() -> None:
+    assert identify(Options(1, [1])) == identify(Options(1, [2]))
+    assert identify(linear()) == identify(linear(trainer=threading.Lock(), later=None))
+    parent, child = linear(), nn.Tanh()
+    parent.append(child)
+    child.parent = [parent]  # type: ignore[assignment]
+    assert identify(parent) == identify(parent)
+
+
+def test_an_identity_is_that_of_another_process() -> None:
+    """Whatever the seed of Python's hashes."""
+    told = "{'b': {'x', 'y', 'z'}, 'a': nn.Sequential(nn.Tanh(), nn.Softplus(2.0)), 'c': torch.ones(3), 'd': print}"
+    text = f"import torch; from torch import nn; from curvops.checkpoint import identify; print(identify({told}))"
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == identify(eval(told))

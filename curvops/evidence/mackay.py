@@ -133,7 +133,7 @@ def mackay(
 
     def problem() -> dict[str, Any]:
         given = post.lin.order | {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
-        return problem_of(post.precision) | given
+        return post.lin.facts() | problem_of(post.precision) | given
 
     with torch.no_grad():
         kept = begin("mackay", checkpoint, problem, post.mean.device, True, post.lin.ranks)

@@ -112,6 +112,9 @@ def empirical(given: tuple[Any, ...]) -> Any:
 
 OTHER = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
 STATE, FILTERED = VI.init(START), EKF.init(START)
+LOW_RANK = S.vi(LOG_POSTERIOR, "low_rank_diagonal", rank=3, lr=1e-2).init(START)
+BY_ADAM = S.optimizer(torch.optim.Adam, LOG_POSTERIOR, lr=1e-2)
+ADAM, _ = BY_ADAM.update(BY_ADAM.init(START), BATCH)
 CLASSES = {"likelihood": "classification", "data_size": 11}
 
 DOORS = [
@@ -768,6 +771,26 @@ DOORS = [
                 ValueError,
                 "linearise with the parameters",
             ),
+            "a state of another family": (
+                lambda: S.vi(LOG_POSTERIOR, "kronecker", lr=1e-2).update(STATE, BATCH),
+                ValueError,
+                "another family",
+            ),
+            "a state of another rank": (
+                lambda: S.vi(LOG_POSTERIOR, "low_rank_diagonal", rank=2, lr=1e-2).update(LOW_RANK, BATCH),
+                ValueError,
+                "another rank",
+            ),
+            "a posterior of another family": (
+                lambda: S.vi(LOG_POSTERIOR, "dense", lr=1e-2).posterior(STATE, gaussian(MODEL)),
+                ValueError,
+                "another family",
+            ),
+            "a state of another optimiser": (
+                lambda: S.optimizer(torch.optim.RMSprop, LOG_POSTERIOR, lr=1e-2).update(ADAM, BATCH),
+                ValueError,
+                "another optimiser",
+            ),
             "NaN at the start": (
                 lambda: S.vi(lambda params, batch: params["weight"].sum() * torch.nan, data_size=3, lr=1e-2).update(
                     S.vi(lambda params, batch: 0.0, data_size=3, lr=1e-2).init({"weight": torch.zeros(2)})
@@ -818,6 +841,11 @@ DOORS = [
             "fewer targets": (lambda: EKF.update(FILTERED, (BATCH[0], BATCH[1][:3])), ValueError, "3|inputs"),
             "targets of NaN": (lambda: EKF.update(FILTERED, (BATCH[0], BATCH[1] * torch.nan)), ValueError, "NaN"),
             "inputs alone": (lambda: EKF.update(FILTERED, BATCH[0]), TypeError, "inputs, targets|tuple|pair"),
+            "a state of another form": (
+                lambda: S.ekf(LOG_POSTERIOR, "dense").update(FILTERED, BATCH),
+                ValueError,
+                "another form",
+            ),
             "parameters for a state": (lambda: EKF.update(FILTERED.params, BATCH), TypeError, "state must come from"),
             "a posterior at other weights": (
                 lambda: EKF.posterior(FILTERED, co.linearize(nn.Linear(3, 2).double(), BATCH, "regression")),

@@ -29,9 +29,24 @@ SIZE = 2
 WRONG_TIMES = ("", "soon", "60s", "0", "-1", "nan", "inf", "1e400")
 
 
-def network(seed: int = 0) -> nn.Module:
+def network(seed: int = 0, layer: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh() if layer is None else layer, nn.Linear(5, 3)).double()
+
+
+def placed(device: str) -> nn.Module:
+    """A network that keeps its device as an attribute, as many do."""
+    found = network()
+    vars(found).update(device=device, place=torch.device(device))
+    return found
+
+
+def loss(f: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(f, y, reduction="none")
+
+
+def other_loss(f: Tensor, y: Tensor) -> Tensor:
+    return 2 * loss(f, y)
 
 
 def shard(rank: int) -> tuple[Tensor, Tensor]:
@@ -76,6 +91,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     sampler = DistributedSampler(repeated, SIZE, rank, shuffle=False)
     post = co.laplace(lin, prior_precision=1.0, check_mode=False)
     ranks = lin.passes.shard.ranks
+    x, y = shard(rank)
+    tuned = co.laplace(linearize(data=(x, x[:, :3]), likelihood=co.likelihoods.Gaussian(1.0)), check_mode=False)
+    kfac = co.KFAC(lin).detached_from_weights()
     found = {
         "other weights": outcome(lambda: linearize(model=network(seed=rank))),
         "other parameters": outcome(lambda: linearize(parameters="0.*" if rank else "2.*")),
@@ -108,6 +126,20 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "repeated points in order": outcome(
             lambda: linearize(data=many(torch.arange(60).repeat_interleave(2)[60 * rank :][:60])).num_data
         ),
+        "another curvature": outcome(lambda: co.KFAC(lin, "empirical" if rank else "exact")),
+        "another class": outcome(lambda: co.laplace(lin, co.GGN if rank else co.EmpiricalFisher, check_mode=False)),
+        "another seed of draws": outcome(lambda: co.KFAC(lin, "mc", generator=seeded(rank))),
+        "another factor": outcome(lambda: co.laplace(lin, (1.0 + rank) * co.GGN(lin), 1.0, check_mode=False)),
+        "another prior": outcome(lambda: co.laplace(lin, co.KFAC, 1.0 + rank, check_mode=False)),
+        "another prior later": outcome(lambda: post.with_prior({"0.*": 1.0 + rank, "2.*": 1.0})),
+        "another kind of prior": outcome(lambda: post.with_prior(kfac.add_diagonal(1.0) if rank else 1.0)),
+        "another mean": outcome(lambda: post.with_prior(1.0, 0.1 * rank)),
+        "another temperature": outcome(lambda: co.laplace(lin, co.KFAC, 1.0, 0.0, 1.0 + rank, check_mode=False)),
+        "another noise": outcome(lambda: tuned.with_noise(1.0 + rank)),
+        "another activation": outcome(lambda: linearize(model=network(layer=nn.ReLU() if rank else nn.Tanh()))),
+        "another setting": outcome(lambda: linearize(model=network(layer=nn.Softplus(1.0 + rank)))),
+        "a device of its own": outcome(lambda: linearize(model=placed(f"cuda:{rank}"))),
+        "another loss": outcome(lambda: linearize(likelihood=co.likelihoods.FromLoss(loss if rank else other_loss))),
         "a checkpoint on a file": outcome(lambda: co.low_rank(co.GGN(lin), 2, checkpoint=__file__)),
         "a destroyed group": outcome(lambda: destroyed(group, rank)),
         "a time to wait": outcome(lambda: within("7.5", linearize).passes.shard.ranks.timeout),
@@ -126,7 +158,6 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         raise OSError("on all ranks")
     time.sleep(1.5 * rank)  # long enough for the other one to look why
     found["after an error on all"] = f"{torch.equal(G @ V, product)}"
-    x, y = shard(rank)
     found["points of another form"] = outcome(lambda: linearize(data=(x[:, : 4 - rank], y)))
     found["after an error on one"] = outcome(linearize)
     return found
@@ -184,6 +215,20 @@ REFUSED = {
     "two points of both": "2 of the 30 compared points of rank 1 are also on rank 0, and would count twice",
     "repeated points, dealt out": "240",
     "repeated points in order": "120",
+    "another curvature": "RanksDiffer: fisher of co.KFAC: 'exact' on rank 0, but 'empirical' on rank 1",
+    "another class": "RanksDiffer: the operator: co.EmpiricalFisher on rank 0, but co.GGN on rank 1",
+    "another seed of draws": "RanksDiffer: generator of co.KFAC",
+    "another factor": "RanksDiffer: the curvature: Scaled(GGN)",
+    "another prior": "RanksDiffer: the prior's precision: Tensor(1.0, torch.float64, ()) on rank 0, but Tensor(2.0, ",
+    "another prior later": "RanksDiffer: the prior's precision",
+    "another kind of prior": "RanksDiffer: the prior's precision",
+    "another mean": "RanksDiffer: the prior's mean",
+    "another temperature": "RanksDiffer: the temperature: 1.0 on rank 0, but 2.0 on rank 1",
+    "another noise": "RanksDiffer: the likelihood",
+    "another activation": "RanksDiffer: the network's modules and their settings",
+    "another setting": "RanksDiffer: the network's modules and their settings",
+    "a device of its own": "Linearization(",
+    "another loss": "RanksDiffer: the likelihood: ",
     "a checkpoint on a file": "FileExistsError",
     "a destroyed group": "RankFailed: the process group of this linearisation was destroyed",
     "a time to wait": "7.5",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import curvops as co
+from curvops.checkpoint import identify
 from curvops.fingerprints import fingerprint
 from curvops.process_group import IN_PLACE, Ranks
 from tests.ranks.processes import run_on_ranks
@@ -56,6 +57,7 @@ def found_by_rank(group: dist.ProcessGroup, size: int) -> dict[str, Count]:
         "empirical Fisher": counted(ranks, lambda: F @ V),
         "gradient": counted(ranks, lin.gradient),
         "log-likelihood": counted(ranks, lin.log_likelihood),
+        "GGN": counted(ranks, lambda: co.GGN(lin)),
         "diagonal": counted(ranks, lambda: co.DiagonalGGN(lin)),
         "J": counted(ranks, lambda: J @ V),
         "J transposed": counted(ranks, lambda: J.mT @ U),
@@ -71,6 +73,18 @@ def expected_of(size: int) -> dict[str, Count]:
     one = sums(D * K)
     layers = pickle.dumps({"the layers that ran": [f"{i}.weight, {i}.bias: factors" for i in (0, 2)]})
     kfac = sums(*[n for p, q in LAYERS for n in (p * p, q * q, 1)], 1)  # factors, positions; the log-likelihood
+    likelihood = identify(co.likelihoods.Categorical())
+
+    def door(name: str, **options: Any) -> Count:
+        """The arguments of an operator, compared when it is built."""
+        given = {f"{option} of co.{name}": repr(value) for option, value in options.items()}
+        told = pickle.dumps({"the operator": f"co.{name}", "the likelihood": likelihood} | given)
+        return 2, lengths[1] + len(told)
+
+    drawn = {"fisher": "exact", "mc_samples": 1, "generator": None}
+    diagonal = door("DiagonalGGN", **drawn)
+    of_kfac = door("KFAC", fisher="exact", sharing="expand", mc_samples=1, generator=None, bias="joint")
+    of_diagonal = sums(D, 1)
     return {
         "product": one,
         "wide product": (2, NUMBER * (D * MANY + CHECK)),
@@ -78,11 +92,12 @@ def expected_of(size: int) -> dict[str, Count]:
         "empirical Fisher": one,
         "gradient": sums(D),
         "log-likelihood": sums(1),
-        "diagonal": sums(D, 1),
+        "GGN": door("GGN", mc_samples=None, generator=None),
+        "diagonal": (of_diagonal[0] + diagonal[0], of_diagonal[1] + diagonal[1]),
         "J": (2, lengths[1] + NUMBER * rows * C * K),
         "J transposed": one,
         "three products": (3 * one[0], 3 * one[1]),
-        "KFAC": (kfac[0] + 2, kfac[1] + lengths[1] + len(layers)),
+        "KFAC": (kfac[0] + 2 + of_kfac[0], kfac[1] + lengths[1] + len(layers) + of_kfac[1]),
     }
 
 

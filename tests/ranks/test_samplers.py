@@ -144,7 +144,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 REFUSED = {
-    "other priors": "RanksDiffer: prior_precision or prior_mean",
+    "other priors": "RanksDiffer: the prior's precision: Tensor(",
     "other seeds": "RanksDiffer: the vectors of a product differ",
     "other steps": "RanksDiffer: the vectors of a product differ",
     "other seeds of minibatches": "RanksDiffer: the seed of minibatches",

@@ -8,7 +8,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import digest
+from curvops.checkpoint import digest, identify
 from curvops.linalg.core.memory import memories_of
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.vectors import Matrix, describe, norm, product
@@ -45,6 +45,11 @@ def problem_of(A: Matrix) -> dict[str, Any]:
 def ranks_of(A: Matrix) -> Any:
     """Return the processes that share the data of A, or None."""
     return next((memory.of_ranks for memory in memories_of(A) if memory.of_ranks is not None), None)
+
+
+def form_of(A: LinearOperator) -> str:
+    """Return the classes and single numbers that A is made of, without its matrices, which may differ by rounding."""
+    return f"{kind_of(A)} {identify([tensor for tensor in A.representation() if tensor.numel() == 1])}"
 
 
 def kind_of(A: Any) -> str:

@@ -82,12 +82,6 @@ class Engines:
         other._probe(model, first, True)
         return other
 
-    def repeat(self, model: Model, first: Any) -> Engines:
-        """Return what `at` does without looking at the pass, which is the last one at other numbers."""
-        other = copy(self)
-        other.model, other._first = model, (first, record(model, first, self._owned))
-        return other
-
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
         seen = first if whole else take(first, slice(0, 2))
         outputs, calls, misfits = record(model, seen, self._owned)

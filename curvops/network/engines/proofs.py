@@ -103,7 +103,7 @@ def structure_of(model: Model) -> Hashable:
     held = {**model.frozen, **model._buffers}
     shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in held.items())
     flat, selection = model.tensors()[0], model.selection
-    around = surroundings(flat.device)
+    around = _surroundings(flat.device)
     shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, around, model.layout
     if model.module is None:
         return *shared, _Same(model._function)
@@ -111,7 +111,7 @@ def structure_of(model: Model) -> Hashable:
     return *shared, tuple([(model.paths[part], local, name) for part, local, name in model.places]), parts
 
 
-def surroundings(device: torch.device) -> Hashable:
+def _surroundings(device: torch.device) -> Hashable:
     """Return the settings that change what a pass computes; raise Unlike for a mode or a hook of all operations."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise Unlike

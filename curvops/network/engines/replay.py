@@ -4,9 +4,6 @@ The pass runs on real tensors under a dispatch mode, which intercepts the operat
 Operations with a tangent among their arguments are linear in it and become the steps of the replay; their other
 arguments are constants at these inputs and weights, and are kept. Nothing is traced symbolically: recording costs about
 as much as the pass itself, whereas `torch.func.linearize` takes some milliseconds for every operation.
-
-`repetitions.py` records whole steps of samplers in the same way. What is followed there are arguments of any function,
-which are called tangents here, too.
 """
 
 from __future__ import annotations
@@ -24,21 +21,9 @@ from torch import Tensor
 from curvops.eager_mode import EagerMode
 from curvops.network.model.parameters import Blocks
 
-_Facts = tuple[torch.Size, torch.dtype, tuple[int, ...], int]
-"""A tangent's shape, dtype and strides, and where it begins in its memory."""
-_ADD = torch.ops.aten.add.Tensor
-_VIEWS = {
-    getattr(getattr(torch.ops.aten, name), overload)
-    for overload, names in {
-        "default": "detach alias view _unsafe_view expand t permute squeeze unsqueeze split_with_sizes",
-        "int": "transpose select unbind",
-        "dim": "squeeze",
-        "dims": "squeeze",
-        "Tensor": "slice split",
-    }.items()
-    for name in names.split()
-}
-"""Operations whose results are the memory of their argument."""
+_Facts = tuple[torch.Size, torch.dtype, tuple[int, ...]]
+"""A tangent's shape, dtype and strides."""
+_ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
 READS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 """Operations whose results Python gets, and may decide by."""
 
@@ -63,49 +48,40 @@ class _Step:
     results: tuple[int | None, ...]
     in_list: bool
 
-    def source(self, named: dict[str, Any]) -> str:
-        """Return the operation as a line of Python, in which slot 3 is `t3`; `named` gets what else it names."""
-        count = len(self.args) - len(self.keywords)
-        args = [_source(value, named) for value in self.args]
-        args[count:] = [f"{name}={value}" for name, value in zip(self.keywords, args[count:])]
-        results = ", ".join("_" if place is None else f"t{place}" for place in self.results)
-        return f"{results}{',' if self.in_list else ''} = {_source(self.run, named)}({', '.join(args)})"
-
-
-def _source(value: Any, named: dict[str, Any]) -> str:
-    if isinstance(value, _Slot):
-        return f"t{value.index}"
-    if isinstance(value, list):
-        return f"[{', '.join(_source(part, named) for part in value)}]"
-    named[name := f"c{len(named)}"] = value
-    return name
+    def __call__(self, held: Sequence[Any]) -> Sequence[Any]:
+        args = _fill(self.args, held)
+        if self.keywords:
+            count = len(args) - len(self.keywords)
+            found = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
+        else:
+            found = self.run(*args)
+        return found if self.in_list else (found,)
 
 
 class Replay:
     """The recorded steps; running them gives J v for one v, with the constants of the recorded pass."""
 
-    def __init__(self, steps: Sequence[_Step], given: dict[str, int], result: int) -> None:
-        self._steps, self._names = list(steps), tuple(given)
+    def __init__(self, steps: Sequence[_Step], given: dict[str, int], result: int, slots: int) -> None:
+        self._steps, self._given, self._result, self._slots = list(steps), given, result, slots
         last = {slot.index: i for i, step in enumerate(self._steps) for slot in _slots(step.args)}
         last.pop(result, None)
-        done: dict[int, list[str]] = defaultdict(list)
+        self._done: list[list[int]] = [[] for _ in self._steps]
         for slot, i in last.items():
-            done[i].append(f"t{slot}")
-        named: dict[str, Any] = {}
-        lines = [f"def run({', '.join(f't{slot}' for slot in given.values())}):"]
-        for i, step in enumerate(self._steps):
-            lines += [step.source(named), *([f"del {', '.join(done[i])}"] if i in done else [])]
-        exec("\n    ".join([*lines, f"return t{result}"]), named)  # a loop over the steps takes a third more time
-        self._run: Callable[..., Tensor] = named.pop("run")  # a function in its own names would never be freed
+            self._done[i].append(slot)
 
     def __call__(self, tangents: Blocks) -> Tensor:
         """Return J v for one tangent by name."""
-        return self._run(*[tangents[name] for name in self._names])
-
-    @property
-    def operations(self) -> set[Callable[..., Any]]:
-        """The operations that the steps run."""
-        return {step.run for step in self._steps}
+        held: list[Any] = [None] * self._slots
+        for name, slot in self._given.items():
+            held[slot] = tangents[name]
+        for step, done in zip(self._steps, self._done):
+            for place, value in zip(step.results, step(held)):
+                if place is not None:
+                    held[place] = value
+            for place in done:
+                held[place] = None
+        result: Tensor = held[self._result]
+        return result
 
     def nbytes(self, apart: Iterable[Tensor]) -> int:
         """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
@@ -164,16 +140,14 @@ class Recorder(EagerMode):
             return None
         end, steps = self._slot_of[id(result)], self._steps
         if not self._writes:
-            steps = _without_zeros(steps, self._facts, end)
-        steps = _leading_to(end, _without_views(steps, self._facts, end), self._writes)
-        return Replay(steps, self._given, end)
+            steps = _leading_to(end, _without_zeros(steps, self._facts, end))
+        return Replay(steps, self._given, end, len(self._facts))
 
     def _slot(self, tensor: Tensor) -> int:
         key, slots = id(tensor), self._slot_of
         if key not in slots:
             slots[key] = len(self._facts)
-            offset = int(tensor.storage_offset()) if _has_memory(tensor) else 0
-            self._facts.append((tensor.shape, tensor.dtype, tensor.stride(), offset))
+            self._facts.append((tensor.shape, tensor.dtype, tensor.stride()))
             self._ends.append(weakref.ref(tensor, lambda _: slots.pop(key)))
         return slots[key]
 
@@ -217,12 +191,10 @@ def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) ->
         if step.run is _ADD and not step.keywords and place is not None and place != end:
             tangent = next(iter(_slots(args)))
             constant = next((value for value in args if isinstance(value, Tensor)), None)
-            before, dtype, strides, _ = facts[tangent.index]
-            after, found_dtype, found_strides, _ = facts[place]
+            (before, dtype, strides), (after, found_dtype, found_strides) = facts[tangent.index], facts[place]
             if constant is not None and dtype == found_dtype and not bool(constant.any()):
                 if before != after:
-                    # Not one of `_VIEWS`: the facts at this place are those of the sum, not of a view.
-                    step, args = replace(step, run=Tensor.expand), [tangent, after]
+                    step, args = replace(step, run=_EXPAND), [tangent, after]
                 elif strides == found_strides:  # what follows may need the strides of the sum
                     same[place] = tangent.index
                     continue
@@ -230,34 +202,11 @@ def _without_zeros(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) ->
     return found
 
 
-def _without_views(steps: Sequence[_Step], facts: Sequence[_Facts], end: int) -> list[_Step]:
-    """Return the steps without views that are again a tensor, or a view, of the same memory."""
-    found: list[_Step] = []
-    same: dict[int, int] = {}
-    memory: dict[int, int] = {}
-    shown: dict[tuple[int, _Facts], int] = {}
-    for step in steps:
-        args, places = _rename(step.args, same), [place for place in step.results if place is not None]
-        if step.run in _VIEWS:
-            base = memory.get(args[0].index, args[0].index)
-            shown.setdefault((base, facts[base]), base)
-            for place in places:
-                memory[place] = base
-            if len(places) == 1 and places[0] != end:
-                (place,) = places
-                earlier = shown.setdefault((base, facts[place]), place)
-                if earlier != place:
-                    same[place] = earlier
-                    continue
-        found.append(replace(step, args=args))
-    return found
-
-
-def _leading_to(end: int, steps: Sequence[_Step], writes: bool) -> list[_Step]:
-    """Return the steps without those whose results are not used; if some step `writes`, without unused views."""
+def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
+    """Return the steps without those whose results are not used."""
     needed, found = {end}, []
     for step in reversed(steps):
-        if needed.intersection(step.results) or (writes and step.run not in _VIEWS):
+        if needed.intersection(step.results):
             needed.update(slot.index for slot in _slots(step.args))
             found.append(step)
     return found[::-1]
@@ -270,6 +219,13 @@ def _rename(values: list[Any], same: dict[int, int]) -> list[Any]:
         else _rename(value, same)
         if isinstance(value, list)
         else value
+        for value in values
+    ]
+
+
+def _fill(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
+    return [
+        held[value.index] if type(value) is _Slot else _fill(value, held) if type(value) is list else value
         for value in values
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,6 +45,11 @@ class FromDistribution(ByAutograd):
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:
         self.function = function
         self._constant = False
+
+    @property
+    def identified_by(self) -> Any:
+        """What a checkpoint compares."""
+        return self.function
 
     def __repr__(self) -> str:
         return f"FromDistribution({summary(self.function)})"

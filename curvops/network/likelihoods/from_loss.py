@@ -57,6 +57,11 @@ class FromLoss(ByAutograd):
         self.function = function
         self._target_shape: torch.Size | None = None
 
+    @property
+    def identified_by(self) -> Any:
+        """What a checkpoint compares."""
+        return self.function
+
     def __repr__(self) -> str:
         return f"FromLoss({_describe(self.function)})"
 

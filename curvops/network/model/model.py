@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
 from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
 from curvops.network.data.layout import Layout
@@ -114,6 +115,23 @@ class Model:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the snapshot."""
         return [self._flat, *self.frozen.values(), *self._buffers.values()]
+
+    def facts(self) -> dict[str, Any]:
+        """Return by name what distinguishes this network from others. Costs a pass over the weights."""
+        index, held = self.selection.index, {**self.frozen, **self._buffers}
+        return {
+            "the dtype": str(self._flat.dtype),
+            "the parameters": [*self.selection.names, *([] if index is None else [digest([index])])],
+            "the network's modules and their settings": identify(
+                self._function if self.module is None else settings_of(self.module)
+            ),
+            "the network's tensors": digest([self._flat, *(held[name] for name in sorted(held))]),
+        }
+
+    @property
+    def identified_by(self) -> dict[str, Any]:
+        """What a checkpoint compares."""
+        return self.facts()
 
     @property
     def kept_tensors(self) -> Blocks:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from curvops.checkpoint import identify
 from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.shard import Shard
@@ -83,7 +84,7 @@ class ShardedNetwork(NetworkOnData):
             token = ranks.gather(os.urandom(16).hex())[0]
             passes = ShardedPasses(layers, shard, memory.budget)
             new = cls(passes, probability, output_shape(probability, layout), memory, token)
-            ranks.require_equal(new._facts() | {"whether points have weights": weights})
+            ranks.require_equal(new.facts() | {"whether points have weights": weights})
             return new
 
     @property
@@ -119,14 +120,14 @@ class ShardedNetwork(NetworkOnData):
 
         return output_fisher(kind, self.likelihood, mc_samples, drawn)
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         selection = self.model.selection
         return {
             "torch's version": torch.__version__,
             "the dtype": str(self.local_theta.dtype),
             "the parameters": [*selection.names, *map(tuple, selection.shapes)],
             "the layers": self.passes.layers.groups,
-            "the likelihood": likelihood_state(self.likelihood),
+            "the likelihood": identify(self.likelihood),
         }
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from curvops.checkpoint import digest
+from curvops.checkpoint import identify
 from curvops.checks import check_tensor
 from curvops.network.data.batches import AbsentBatches, Batch, Batches, Reading, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_pieces, map_inputs, num_points, take
@@ -197,7 +197,7 @@ class TrainedNetwork(NetworkOnData):
             options |= {"the engine": given["engine"], "whether points have weights": given["weights"]}
             ranks.require_equal(versions | options | {"the kind of device": kinds})
             new = cls.read(**given, ranks=ranks)
-            ranks.require_equal(new._facts())
+            ranks.require_equal(new.facts())
         return new
 
     def warn_of_rounding(self) -> None:
@@ -519,26 +519,27 @@ class TrainedNetwork(NetworkOnData):
     @torch.no_grad()
     def problem(self) -> dict[str, Any]:
         """Return by name the facts that a checkpoint compares, including the log-likelihood. Costs one forward pass."""
-        return {**self._facts(), "its log-likelihood": self.log_likelihood()}
+        return {**self.facts(), "its log-likelihood": self.log_likelihood()}
 
     @property
     def order(self) -> dict[str, Any]:
         """The further facts that a checkpoint compares if a run draws noise for each point."""
         return {"the order of the data": self.data.prints.order}
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return by name what distinguishes a linearisation from others: network, data, likelihood, engine."""
-        selection, tensors = self.model.selection, self.model.kept_tensors
-        index = () if selection.index is None else (selection.index,)
         return {
-            "the dtype": str(self.theta.dtype),
-            "the parameters": [*selection.names, digest(index)],
-            "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
+            **self.model.facts(),
             "the data": str(self.source),
-            "the likelihood": likelihood_state(self.likelihood),
+            "the likelihood": identify(self.likelihood),
             "the engine": self.engine,
             "compute_dtype": str(self.compute_dtype),
         }
+
+    @property
+    def identified_by(self) -> dict[str, Any]:
+        """What a checkpoint compares of an operator that holds this linearisation."""
+        return self.facts()
 
     def __repr__(self) -> str:
         return self._printed(self.theta.dtype, self.theta.device)

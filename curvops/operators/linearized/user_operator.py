@@ -11,6 +11,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import identify
 from curvops.checks import carries_graph
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
@@ -48,7 +49,9 @@ class UserOperator(LinearOperator):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if isinstance(args[0] if args else kwargs.get("lin"), ShardedLinearization):
-            return cls._of_shards(**cls._bound(args, kwargs).arguments)
+            bound = cls._bound(args, kwargs)
+            cls._require_equal_on_ranks(bound)
+            return cls._of_shards(**bound.arguments)
         scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scale_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
 
@@ -62,6 +65,7 @@ class UserOperator(LinearOperator):
                 super(cls, self).__init__(*args, **kwargs)
                 return
             bound = self._bound(args, kwargs)
+            self._require_equal_on_ranks(bound)
             written(self, *args, **kwargs)
             self.asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
 
@@ -90,6 +94,19 @@ class UserOperator(LinearOperator):
     def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
         """Build this operator of a network whose parameters are sharded over ranks."""
         raise ValueError(f"co.{cls.__name__} is not available for a model sharded over ranks: {KNOWN_OF_SHARDS}.")
+
+    @classmethod
+    def _require_equal_on_ranks(cls, bound: inspect.BoundArguments) -> None:
+        """Raise RanksDiffer, on all ranks that share the data, unless they build the same operator: sums would mix."""
+        lin, shard = bound.arguments["lin"], bound.arguments["lin"].passes.shard
+        if shard is None:
+            return
+        given = inspect.BoundArguments(bound.signature, bound.arguments.copy())
+        given.apply_defaults()
+        options = {name: value for name, value in given.arguments.items() if name not in ("lin", "checkpoint")}
+        name, facts = f"co.{cls.__name__}", {"the likelihood": identify(lin.likelihood)}
+        facts |= {f"{option} of {name}": identify(value) for option, value in options.items()}
+        shard.ranks.require_equal({"the operator": name} | facts)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

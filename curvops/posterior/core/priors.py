@@ -14,8 +14,10 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import identify
 from curvops.checks import carries_graph
 from curvops.linalg import Damped, Estimate, Operator
+from curvops.linalg.core.matrix_identity import form_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.base import as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
@@ -49,6 +51,12 @@ class Prior:
         """The precision in a few words."""
         A = self.precision
         return number_of(A, size_of(A)) if isinstance(A, Tensor) else as_part(A)
+
+    def facts(self) -> dict[str, Any]:
+        """Return by name what must be equal on all ranks; operators are told by their kinds and numbers alone."""
+        A = self.precision
+        precision = identify(A) if isinstance(A, Tensor) else form_of(A)
+        return {"the prior's precision": precision, "the prior's mean": identify(self.mean)}
 
     @property
     def diagonal(self) -> Tensor | None:

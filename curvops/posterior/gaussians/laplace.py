@@ -210,7 +210,9 @@ class Laplace(GaussianWeights):
             raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
 
         def problem() -> dict[str, Any]:
-            return problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
+            return (
+                self.lin.facts() | problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
+            )
 
         kept = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from curvops.checks import check_accuracy, check_flag
+from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
@@ -54,8 +55,16 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
         prior = replace(prior, mean=post.prior_mean)
     new = replace(post, prior=prior, prior_error=None, tuning=None)
+    _require_equal_on_ranks(new)
     require_usable(new.terms)
     return new
+
+
+def _require_equal_on_ranks(post: Any) -> None:
+    """Raise RanksDiffer, on all ranks that share the data, unless they were given the same posterior."""
+    if post.lin.ranks is not None:
+        facts = {"the curvature": form_of(post.curvature), "the temperature": post.temperature}
+        post.lin.ranks.require_equal(post.prior.facts() | facts)
 
 
 def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
@@ -101,6 +110,7 @@ def mode_gap(terms: PrecisionTerms) -> float:
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     """Return the posterior; raise as `laplace` does, and warn with `NotAMode` if the weights are not a mode."""
     check_flag("check_mode", check_mode)
+    _require_equal_on_ranks(post)
     require_usable(post.terms)
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):

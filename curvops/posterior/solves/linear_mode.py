@@ -220,7 +220,8 @@ def problem_of_mode(terms: PrecisionTerms) -> dict[str, Any]:
     """Return by name what distinguishes this problem from others in a checkpoint."""
     total: LinearOperator = reduce(add, map(GGN, terms.cache.known_data("the mode of the linear model")))
     P, prior = terms.prior.plus(total).precision, terms.prior
-    return problem_of(P) | {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
+    given = {"the prior's mean": digest([prior.mean]), "the power": terms.cache.power}
+    return terms.lin.facts() | problem_of(P) | given
 
 
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:

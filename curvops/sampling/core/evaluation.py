@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.engines.repetitions import are_small
 from curvops.process_group import Ranks
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.structure import Structure
@@ -48,31 +47,15 @@ class Evaluation:
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient, each in new memory."""
-        split, apart = self._split, theta.ndim > 1 and not self._is_together()
-        if split is not None and not apart and isinstance(batch, tuple | list) and are_small([theta, *batch]):
-
-            def run(theta: Tensor, *batch: Tensor) -> Tensor:
-                value, gradient = self._computed(theta, structure, batch)
-                return torch.cat([gradient, value.unsqueeze(-1)], -1)
-
-            both = split.repeat(structure, run, [theta, *batch])
-            return both[..., -1].clone(), both[..., :-1]
-        value, gradient = self._computed(theta, structure, batch)
+        with self._guarded():
+            value, gradient = self._evaluate(self._gradient, theta, structure, batch)
+        if self._split is not None:
+            prior, pull = self._split.prior_and_gradient(theta, structure)
+            value, gradient = value + prior, gradient.add_(pull)
         if self._ranks is None:
             return value, gradient
         both = self._ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1), theta)  # in one message
         return both[..., -1].clone(), both[..., :-1]
-
-    def _computed(
-        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """Return this process's part of the log posterior and of its gradient."""
-        with self._guarded():
-            value, gradient = self._evaluate(self._gradient, theta, structure, batch)
-        if self._split is None:
-            return value, gradient
-        prior, pull = self._split.prior_and_gradient(theta, structure)
-        return value + prior, gradient.add_(pull)
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -137,8 +120,7 @@ class Evaluation:
                 "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
                 "the params that it receives (torch.func.functional_call for a module)."
             )
-        ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-        gradients = torch.autograd.grad(value, leaves, ones, allow_unused=True)
+        gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
         if self._split is not None:  # the prior depends on all of them
             gradients = tuple(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, gradients))
         missing = [name for name, each in zip(structure.names, gradients) if each is None]

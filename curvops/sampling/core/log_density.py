@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,15 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checkpoint import digest
+from curvops.checkpoint import identify
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
-from curvops.network.engines.repetitions import Repetitions, is_plain
-from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, as_likelihood
+from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
@@ -31,8 +30,6 @@ from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
 
-PLAIN = (Gaussian, Categorical, Bernoulli, Poisson)
-"""Likelihoods whose operations depend on shapes alone."""
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
 
@@ -62,7 +59,7 @@ class LogPosterior:
     _spec: Any = field(default=None, repr=False)
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
     _engines: list[Engines] = field(default_factory=list, repr=False)
-    _repetitions: Repetitions = field(default_factory=Repetitions, init=False, repr=False)
+    """The engines that `record` made last."""
     shard: Shard | None = field(default=None, repr=False)
     """The data of this rank, for a linearisation over a process group."""
 
@@ -70,23 +67,7 @@ class LogPosterior:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engines": [], "_repetitions": Repetitions()}  # they refer to classes weakly
-
-    def repeat(
-        self,
-        key: Hashable,
-        function: Callable[..., Tensor | None],
-        given: Sequence[Tensor],
-        bare: Callable[..., Tensor | None] | None = None,
-    ) -> Any:
-        """Return `function(*given)`, a function of weights and of a batch, as `Repetitions.run` does."""
-        return self._repetitions.run(key, function, given, self._is_plain, bare)
-
-    def _is_plain(self) -> bool:
-        """Return whether shapes decide alone which operations a step runs, and no number but its arguments changes."""
-        held = [*vars(self._likelihood[0]).values(), self.prior.precision, self.prior.mean]
-        constant = not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in held)
-        return constant and type(self._likelihood[0]) in PLAIN and is_plain(self.model)
+        return self.__dict__ | {"_engines": []}  # they refer to classes weakly
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -95,12 +76,16 @@ class LogPosterior:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the model's weights, the prior and N: equal if and only if these are equal."""
-        A = self.prior.precision
-        held = [A] if isinstance(A, Tensor) else A.representation()
-        return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
+    def facts(self) -> dict[str, Any]:
+        """Return by name what distinguishes this log posterior from others. Costs a pass over the weights."""
+        return {
+            **self.model.facts(),
+            "the likelihood": identify(self._spec),
+            "the prior's precision": identify(self.prior.precision),
+            "the prior's mean": identify(self.prior.mean),
+            "data_size": self.data_size,
+            "whether points have weights": self.weighted,
+        }
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
@@ -241,27 +226,20 @@ class LogPosterior:
         shape = output_shape(likelihood, network.layout)
         return Linearization(engines.model, data, likelihood, shape, "auto", memory, False, engines=engines)
 
-    def read(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Batch]:
-        """Return the likelihood and one batch, after checks; raise the same errors as `linearize`."""
-        likelihood, _, reading = self._reading(weights, batch)
-        return likelihood, reading.read_checked(batch)
+    def record(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
+        """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
 
-    def record(self, weights: Float[Tensor, " D"], inputs: Inputs, checked: bool = True) -> Engines:
-        """Record a pass over inputs for `score_and_diagonal`, and return its engines.
-
-        Engines that were checked for the last batch are reused; they are checked again if the pass was another one,
-        unless it is known not to be (`checked` is False).
+        It takes the same weights and raises the same errors as `linearize`. Engines that were checked for the last
+        batch are reused; they are checked again only if the pass was another one.
         """
-        network, held = self.model.at(weights), self._engines
-        if not checked:
-            return held[0].repeat(network, inputs)
-        held[:] = [held[0].at(network, inputs) if held else Engines(network, inputs, "auto", self._budget, whole=True)]
-        return held[0]
-
-    @property
-    def last_engines(self) -> Engines | None:
-        """The engines that `record` made last."""
-        return self._engines[0] if self._engines else None
+        likelihood, network, reading = self._reading(weights, batch)
+        checked, held = reading.read_checked(batch), self._engines
+        if held:
+            engines = held[0].at(network, checked.inputs)
+        else:
+            engines = Engines(network, checked.inputs, "auto", self._budget, whole=True)
+        held[:] = [engines]
+        return engines, likelihood, checked
 
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
         """Return the likelihood, the network at these weights, and the form of its batches."""
@@ -369,8 +347,8 @@ def log_posterior(
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         likelihood, shard = model.likelihood, model.passes.shard
-        if shard is not None and isinstance(prior.precision, Tensor):
-            shard.ranks.require_equal({"prior_precision or prior_mean": digest([prior.precision, prior.mean])})
+        if shard is not None:
+            shard.ranks.require_equal(prior.facts())
         known, weighted = [model.likelihood], model.data.weighted
         return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
-from curvops.network import Batch, Empirical, Exact, own_randomness, score_and_diagonal
+from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.curvature import root_of
 from curvops.posterior.core.arguments import check_linearization
@@ -24,7 +23,8 @@ from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.families.normal_families import RANK
 
-FORMS = ("diagonal", "dense", "low_rank_diagonal")
+FORMS = {"diagonal": ["diagonal"], "dense": ["matrix"], "low_rank_diagonal": ["diagonal", "root"]}
+"""The tensors of each form of the precision."""
 FISHERS = ("ggn", "empirical")
 
 
@@ -79,6 +79,14 @@ class ExtendedKalmanFilter(Transition):
             return {"matrix": torch.diag(diagonal)}
         return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
 
+    def _check_state(self, state: Any) -> None:
+        super()._check_state(state)
+        if sorted(state.precision) != FORMS[self.form]:
+            raise ValueError(
+                f"the state is of another form: its precision consists of {sorted(state.precision)}, that of "
+                f"form={self.form!r} of {FORMS[self.form]}. Make a state with init of this filter, at state.params."
+            )
+
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
         with own_randomness(state.theta.device):  # drawn once for all passes of the step
@@ -93,29 +101,16 @@ class ExtendedKalmanFilter(Transition):
 
     def _terms(self, theta: Float[Tensor, " d"], batch: Any) -> tuple[int, Tensor, Tensor, Any]:
         """Return the number of points, their log-likelihood, its negative gradient, and the source of the curvature."""
-        target = self._target
-        if self.form != "diagonal":
-            lin = target.linearize(theta, batch)
-            return lin.num_data, lin.log_likelihood(), lin.gradient(), lin
-        likelihood, points = target.read(theta, batch)
-        fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
-
-        def run(theta: Tensor, *held: Any, checked: bool = True) -> Tensor | None:
-            given = Batch(*held)
-            engines = target.record(theta, given.inputs, checked)
-            found = score_and_diagonal(engines, likelihood, given, fisher)
-            return None if found is None else torch.cat([found[0].reshape(1), *found[1:]])
-
-        x, others = points.inputs, [points.targets, *([] if points.weights is None else [points.weights])]
-        if isinstance(x, Tensor):
-            found = target.repeat(self.fisher, run, [theta, x, *others], partial(run, checked=False))
-        else:
-            found = run(theta, x, *others)
-        if found is not None:
-            score, slope, entries = found.split([1, len(theta), len(theta)])
-            return points.num_points, score[0], slope, entries
-        lin = target.linearize(theta, batch, target.last_engines)
-        return lin.num_data, lin.log_likelihood(), lin.gradient(), lin.curvature_diagonal(fisher)
+        target, engines = self._target, None
+        if self.form == "diagonal":
+            engines, likelihood, points = target.record(theta, batch)
+            fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
+            found = score_and_diagonal(engines, likelihood, points, fisher)
+            if found is not None:
+                return points.num_points, *found
+        lin = target.linearize(theta, batch, engines)
+        curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
+        return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
     # For each form, return the precision after the transition and this batch, and P⁻¹ times the gradient.
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, digest, in_full, resumable, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
 from curvops.sampling.core.chain_draws import Chain
+from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
-from curvops.sampling.core.metric import OperatorMetric
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import Info, NoiseSource, State
@@ -60,8 +61,9 @@ def run(
         progress: None, a flag or a function (what, done, total), as in other calls.
         checkpoint: a folder for intermediate results, also written when the run is interrupted. The same call resumes
             from there and gives bitwise the same draws; the folder keeps the result, which a later call returns at
-            once. Another start, sampler, `co.sampling.log_posterior` or generator is rejected; batches are not
-            compared.
+            once. Another start, generator, sampler or log posterior (its network, likelihood, prior and N) is rejected.
+            Batches are not compared, and code of your own is known by its name alone (a log posterior, a loss or a
+            schedule that is a function, a module's `forward`): take another folder after changing it.
 
     Returns:
         A `Chain`: draws (k, S, d), the traces of all steps, the last state, and the sampler with its step size from the
@@ -84,7 +86,7 @@ def run(
     adaptation = _adaptation(sampler, target_acceptance, warmup)
     if isinstance(start, State) and generator is not None:
         raise ValueError("start is a state, which has its own generators: leave generator out.")
-    random = digest([start.random]) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
+    random = identify(start.random) if isinstance(start, State) else seed_of(generator)  # before the first draw from it
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
@@ -93,11 +95,10 @@ def run(
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
         require_repeatable(batches)
 
-    def problem() -> dict[str, Any]:
-        return {f"the sampler's {name}": text for name, text in _options(sampler).items()}
-
-    told, theta = {"start": digest([state.theta]), "generator": random, "batches": None}, state.theta
-    kept = begin("a sampler", checkpoint, problem, theta.device, False, ranks, **told)
+    told: dict[str, Any] = {"generator": random, "batches": None}
+    if not isinstance(start, State):  # without what `init` draws
+        told["start"] = identify([state.theta, state.structure.names, state.structure.shapes])
+    kept = begin("a sampler", checkpoint, partial(_problem, sampler), state.theta.device, False, ranks, **told)
     known = kept.outcome if kept.done else kept.state
     reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
     if known is not None:
@@ -236,21 +237,18 @@ def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warm
     return sampler.with_step_size(adaptation.trial if warming_up else adaptation.final)
 
 
-def _options(sampler: Transition) -> dict[str, str]:
-    """Describe the sampler's options in a text that is the same in every process.
-
-    Functions given by the user are left out.
-    """
-    found = {"method": type(sampler).__name__}
-    for each in fields(sampler):
-        text = in_full(getattr(sampler, each.name))
-        if " at 0x" not in text:
-            found[each.name] = text
-    if isinstance(sampler.metric, OperatorMetric):
-        found["preconditioner"] = digest(sampler.metric.D.representation())
-    if isinstance(sampler.log_posterior, LogPosterior):
-        found["log posterior"] = sampler.log_posterior.fingerprint
-    return found
+def _problem(sampler: Transition) -> dict[str, Any]:
+    """Return by name whatever decides the law of a chain, besides its start and its batches."""
+    options = {each.name: getattr(sampler, each.name) for each in fields(sampler)}
+    density: Evaluation = options.pop("density")
+    options["preconditioner or covariance"] = options.pop("metric")
+    target = density.log_posterior
+    return {
+        "the sampler": type(sampler).__name__,
+        **{f"the sampler's {name}": identify(value) for name, value in options.items()},
+        "vectorized": density.vectorized,
+        **(target.facts() if isinstance(target, LogPosterior) else {"the log posterior": identify(target)}),
+    }
 
 
 DECAY = 0.75

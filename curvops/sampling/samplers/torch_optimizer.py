@@ -72,7 +72,13 @@ class Optimizer(Transition):
         for i, leaf in enumerate(leaves):
             if str(i) in held:
                 optimizer.state[leaf] = held[str(i)]
-        optimizer.step()
+        try:
+            optimizer.step()
+        except KeyError as error:
+            raise ValueError(
+                f"the state belongs to another optimiser: {type(optimizer).__name__} needs {error} for each tensor, "
+                f"and it has {sorted(held.get('0', {}))}. Make a state with init of this one, at state.params."
+            ) from error
         held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 

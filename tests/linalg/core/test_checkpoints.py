@@ -100,6 +100,10 @@ def test_right_hand_sides_of_another_system_are_refused(tmp_path, saved_at_each_
     for sides in (2 * B, B[:, :4], B[:, 0]):
         with pytest.raises(ValueError, match="What differs: B"):
             cg(SPREAD, tmp_path, sides=sides)
+    places = torch.eye(N, dtype=torch.float64)[:, N - 2 :]
+    cg(SPREAD, tmp_path / "last", sides=places[:, 0])
+    with pytest.raises(ValueError, match="What differs: B"):
+        cg(SPREAD, tmp_path / "last", sides=places[:, 1])
     with pytest.raises(ValueError, match="x0"):
         cg(SPREAD, tmp_path, x0=torch.ones_like(B))
     with pytest.raises(ValueError, match="saves no checkpoint of iterative refinement"):

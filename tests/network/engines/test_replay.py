@@ -128,7 +128,7 @@ def widened_by_zeros(w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "shape"), [(shared_with_parts, (6, 2, 1)), (widened_by_zeros, (6, 5, 4))])
-def test_views_alone_are_taken_for_each_other(function: Any, shape: tuple[int, ...]) -> None:
+def test_parts_and_widened_sums_are_replayed(function: Any, shape: tuple[int, ...]) -> None:
     w, recorder = torch.randn(shape), Recorder()
     with recorder:
         recorder.follow("w", w)

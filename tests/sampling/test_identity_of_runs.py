@@ -1,0 +1,237 @@
+"""A checkpoint of a chain is refused, by name, if anything that decides the chain's law has changed.
+
+Tests `running.py` and `identify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import curvops as co
+from tests.sampling.gaussians import seeded
+
+S = co.sampling
+N, C = 9, 3
+
+
+class Net(nn.Module):
+    """A network whose activation is a module, a function or a number of its own."""
+
+    def __init__(self, layer: nn.Module | None = None, function: Any = torch.sin, scale: Any = 2.0) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(2, 4), nn.Tanh() if layer is None else layer, nn.Linear(4, C)
+        self.function, self.scale = function, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scale * self.function(self.layer(self.first(x))))
+
+
+def network(**given: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**given).double()
+
+
+def cross_entropy(**given: Any) -> nn.Module:
+    return nn.CrossEntropyLoss(**given)
+
+
+def posterior(net: nn.Module | None = None, likelihood: Any = None, **given: Any) -> Any:
+    likelihood = co.likelihoods.Categorical() if likelihood is None else likelihood
+    return S.log_posterior(network() if net is None else net, likelihood, **{"data_size": N, **given})
+
+
+D = sum(p.numel() for p in network().parameters())
+
+
+def hooked() -> nn.Module:
+    net = network()
+    net.layer.register_forward_hook(lambda module, given, found: 2 * found)
+    return net
+
+
+def extracted() -> nn.Module:
+    net = network()
+    net.register_buffer("kept", torch.ones(2), persistent=False)
+    return net
+
+
+CLASSES = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+LIKELIHOOD, MODULES, PRECISION, MEAN = (
+    "the likelihood",
+    "the network's modules",
+    "the prior's precision",
+    "the prior's mean",
+)
+
+TARGETS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
+    "class weights": (
+        LIKELIHOOD,
+        lambda: posterior(likelihood=cross_entropy(weight=CLASSES)),
+        lambda: posterior(likelihood=cross_entropy(weight=CLASSES + 1e-9)),
+    ),
+    "smoothing": (LIKELIHOOD, posterior, lambda: posterior(likelihood=co.likelihoods.Categorical(label_smoothing=0.1))),
+    "smoothing of a loss": (
+        LIKELIHOOD,
+        lambda: posterior(likelihood=cross_entropy(label_smoothing=0.1)),
+        lambda: posterior(likelihood=cross_entropy(label_smoothing=0.2)),
+    ),
+    "ignore_index": (
+        LIKELIHOOD,
+        lambda: posterior(likelihood=cross_entropy()),
+        lambda: posterior(likelihood=cross_entropy(ignore_index=1)),
+    ),
+    "another loss": (LIKELIHOOD, posterior, lambda: posterior(likelihood=co.likelihoods.FromLoss(losses))),
+    "an activation": (MODULES, posterior, lambda: posterior(network(layer=nn.ReLU()))),
+    "a setting": (
+        MODULES,
+        lambda: posterior(network(layer=nn.Softplus(1.0))),
+        lambda: posterior(network(layer=nn.Softplus(2.0))),
+    ),
+    "a function": (MODULES, posterior, lambda: posterior(network(function=F.gelu))),
+    "a number": (MODULES, posterior, lambda: posterior(network(scale=3.0))),
+    "a tensor of the module's": (
+        MODULES,
+        lambda: posterior(network(scale=torch.linspace(1, 2, 4).double())),
+        lambda: posterior(network(scale=torch.linspace(1, 2, 4).double() + 1e-9)),
+    ),
+    "a hook": (MODULES, posterior, lambda: posterior(hooked())),
+    "a buffer": ("the network's tensors", posterior, lambda: posterior(extracted())),
+    "precision": (PRECISION, posterior, lambda: posterior(prior_precision=1.0 + 1e-9)),
+    "precisions": (
+        PRECISION,
+        lambda: posterior(prior_precision=torch.linspace(1, 2, D).double()),
+        lambda: posterior(prior_precision=torch.linspace(1, 2, D).double().flip(0)),
+    ),
+    "the mean": (MEAN, posterior, lambda: posterior(prior_mean=0.1)),
+    "N": ("data_size", posterior, lambda: posterior(data_size=N + 1)),
+    "sample weights": ("whether points have weights", posterior, lambda: posterior(weights=True)),
+}
+"""What differs by name, a log posterior, and another one."""
+
+
+def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "sgld": lambda f: S.sgld(f, 0.01),
+    "sghmc": lambda f: S.sghmc(f, 0.01),
+    "sgnht": lambda f: S.sgnht(f, 0.01),
+    "baoa": lambda f: S.baoa(f, 0.01),
+    "hmc": lambda f: S.hmc(f, 0.01, leapfrog_steps=2),
+    "lmc": lambda f: S.lmc(f, 0.01),
+    "pcn": lambda f: S.pcn(f, 0.01),
+    "chains": lambda f: S.chains(S.sgld(f, 0.01), 2),
+    "optimizer": lambda f: S.optimizer(torch.optim.Adam, f, lr=0.01),
+    "vi": lambda f: S.vi(f, lr=0.01),
+    "ekf": lambda f: S.ekf(f),
+}
+
+
+def ran(sampler: Any, folder: Path, start: Any = None, **given: Any) -> Tensor:
+    f, generator = sampler.log_posterior, None if isinstance(start, S.State) else seeded(3)
+    x, y = torch.randn(N, 2, generator=seeded(1)).double(), torch.arange(N) % C
+    batch = (x, y, torch.ones(N).double()) if getattr(f, "weighted", False) else (x, y)
+    start = f.params if start is None else start
+    return S.run(sampler, start, [batch], steps=2, generator=generator, checkpoint=folder, **given).theta
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_chain_of_another_log_posterior_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    sampler = SAMPLERS[kind]
+    for case, (what, one, other) in TARGETS.items():
+        found = ran(sampler(one()), tmp_path / case)
+        assert torch.equal(found, ran(sampler(one()), tmp_path / case)), case
+        with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
+            ran(sampler(other()), tmp_path / case)
+
+
+def schedule(step: int) -> float:
+    return 0.01
+
+
+def scheduled(step: int) -> float:
+    return 0.01
+
+
+F0 = posterior()
+MANY = torch.linspace(-1, 1, 3000, dtype=torch.float64)
+FAR = MANY.clone()
+FAR[1500] += 1
+
+
+def wide(mean: Tensor) -> Any:
+    def density(theta: Tensor, batch: Any) -> Tensor:
+        return -0.5 * theta.square().sum()
+
+    return S.pcn(density, 0.1, covariance=1.0, mean=mean, data_size=1)
+
+
+HYPERPARAMETERS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
+    "a function for a number": ("step_size", lambda: S.sgld(F0, 0.01), lambda: S.sgld(F0, schedule)),
+    "a function of another name": ("step_size", lambda: S.sgld(F0, schedule), lambda: S.sgld(F0, scheduled)),
+    "a schedule": ("step_size", lambda: S.sgld(F0, S.Cosine(0.01, 5)), lambda: S.sgld(F0, S.Cosine(0.01, 6))),
+    "a temperature": ("temperature", lambda: S.sgld(F0, 0.01), lambda: S.sgld(F0, 0.01, temperature=schedule)),
+    "a preconditioner": (
+        "preconditioner",
+        lambda: S.sgld(F0, 0.01, preconditioner=torch.linspace(1, 2, D).double()),
+        lambda: S.sgld(F0, 0.01, preconditioner=torch.linspace(1, 2, D).double().flip(0)),
+    ),
+    "friction": ("alpha", lambda: S.sghmc(F0, 0.01, alpha=0.1), lambda: S.sghmc(F0, 0.01, alpha=0.2)),
+    "the order of a step": (
+        "momentum_first",
+        lambda: S.sghmc(F0, 0.01),
+        lambda: S.sghmc(F0, 0.01, momentum_first=True),
+    ),
+    "another sampler": ("the sampler", lambda: S.sghmc(F0, 0.01), lambda: S.baoa(F0, 0.01)),
+    "leapfrog steps": ("steps", lambda: S.hmc(F0, 0.01, leapfrog_steps=2), lambda: S.hmc(F0, 0.01, leapfrog_steps=3)),
+    "a long mean": ("mean", lambda: wide(MANY), lambda: wide(FAR)),
+    "an optimiser": (
+        "make",
+        lambda: S.optimizer(torch.optim.SGD, F0, lr=0.01),
+        lambda: S.optimizer(torch.optim.Adam, F0, lr=0.01),
+    ),
+    "an optimiser's option": (
+        "options",
+        lambda: S.optimizer(torch.optim.Adam, F0, lr=0.01),
+        lambda: S.optimizer(torch.optim.Adam, F0, lr=0.01, betas=(0.9, 0.99)),
+    ),
+    "a family": ("family", lambda: S.vi(F0, lr=0.01), lambda: S.vi(F0, "kronecker", lr=0.01)),
+    "a rank": (
+        "family",
+        lambda: S.vi(F0, "low_rank_diagonal", rank=2, lr=0.01),
+        lambda: S.vi(F0, "low_rank_diagonal", rank=3, lr=0.01),
+    ),
+    "a form": ("form", lambda: S.ekf(F0), lambda: S.ekf(F0, "dense")),
+    "a Fisher": ("fisher", lambda: S.ekf(F0), lambda: S.ekf(F0, fisher="empirical")),
+}
+
+
+@pytest.mark.parametrize("case", HYPERPARAMETERS)
+def test_a_chain_of_another_sampler_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    what, one, other = HYPERPARAMETERS[case]
+    start = MANY if case == "a long mean" else None
+    found = ran(one(), tmp_path, start)
+    assert torch.equal(found, ran(one(), tmp_path, start))
+    with pytest.raises(ValueError, match=f"another problem. What differs: .*{what}"):
+        ran(other(), tmp_path, start)
+
+
+def test_a_chain_from_another_state_is_refused(tmp_path: Path) -> None:
+    """Momenta count, too."""
+    sampler = S.sghmc(F0, 0.01)
+    state = sampler.init(F0.params, seeded(0))
+    state, _ = sampler.update(state, (torch.ones(N, 2).double(), torch.arange(N) % C))
+    ran(sampler, tmp_path, state)
+    ran(sampler, tmp_path, state.clone())
+    other = state.clone()
+    other.momentum.neg_()
+    with pytest.raises(ValueError, match="What differs: start"):
+        ran(sampler, tmp_path, other)
