@@ -37,6 +37,17 @@ def with_loss(loss: Any, y: Tensor = REALS) -> co.Linearization:
     return co.linearize(nn.Linear(2, 2).double(), (normal(5, 2), y), loss)
 
 
+def cox(f: Tensor, y: Tensor) -> Tensor:
+    """Return the terms of a partial likelihood: events y[:, 1] at times y[:, 0], those at risk before them."""
+    risk = f.sum(1)
+    return y[:, 1] * (risk.logcumsumexp(0) - risk)
+
+
+def weighted_by_batch(f: Tensor, y: Tensor) -> Tensor:
+    weight = len(y) / torch.bincount(y, minlength=f.shape[1]).clamp_min(1).to(f)
+    return F.cross_entropy(f, y, weight, reduction="none")
+
+
 N, C, T = 5, 3, 3
 CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
 
@@ -379,6 +390,36 @@ DOORS = [
                 lambda: with_loss(lambda f, y: quartic(f - f.mean(0), y)),
                 ValueError,
                 "other points of its batch",
+            ),
+            "Cox's, in order of time": (
+                lambda: with_loss(cox, torch.stack([torch.arange(5.0), torch.ones(5)], 1).double()),
+                ValueError,
+                "couples the points of a batch",
+            ),
+            "Cox's, most censored": (
+                lambda: with_loss(cox, torch.tensor([[0.0, 1], [1, 1], [2, 0], [3, 0], [4, 0]]).double()),
+                ValueError,
+                "couples the points of a batch",
+            ),
+            "class weights of a batch": (
+                lambda: shaped(weighted_by_batch, (C,), torch.tensor([0, 0, 0, 2, 0])),
+                ValueError,
+                "couples the points of a batch.*class weights.*once",
+            ),
+            "class weights of a batch of positions": (
+                lambda: shaped(weighted_by_batch, (T, C), torch.tensor([0] * 10 + [2, 1, 0, 0, 0]).view(N, T)),
+                ValueError,
+                "the other points of its batch",
+            ),
+            "ranks in a batch": (
+                lambda: with_loss(lambda f, y: quartic(f, y) * y[:, 0].argsort()),
+                ValueError,
+                "points of (a|its) batch",
+            ),
+            "a spread over a batch": (
+                lambda: with_loss(lambda f: distributions.Normal(f, f[-1:].exp())),
+                ValueError,
+                "couples the points of a batch",
             ),
             "an error of its own": (
                 lambda: with_loss(lambda f, y: f.no_such_method()),

@@ -251,3 +251,53 @@ def test_outputs_at_other_weights_are_computed_some_points_at_a_time(monkeypatch
     found = lin.predict(inputs, 1.1 * lin.theta)
     assert seen == [2, 2, 1]
     assert torch.allclose(found, run(lin.model, lin.unflatten(1.1 * lin.theta), inputs), atol=1e-13)
+
+
+class Steps(nn.Module):
+    """A recurrent layer over inputs (n, t, 4)."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.head = kind(4, 5, **options), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def forms(x: Tensor, y: Tensor) -> dict[str, Any]:
+    """The same data in memory, as a Dataset, in batches, and in batches whose first has only two points."""
+    return {
+        "tensors": (x, y),
+        "dataset": TensorDataset(x, y),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=4),
+        "batches": [(x[:2], y[:2]), (x[2:], y[2:])],
+    }
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_along_steps_not_points(kind: Any) -> None:
+    x = torch.randn(7, 6, 4)
+    for data in forms(x, Y).values():
+        assert co.linearize(Steps(kind, batch_first=True), data, "classification").num_data == 7
+        with pytest.raises(ValueError, match=r"other points of its batch.*batch_first=True \(not so 'layer'\)"):
+            co.linearize(Steps(kind), data, "classification")
+
+
+def by_class(f: Tensor, y: Tensor) -> Tensor:
+    weight = len(y) / torch.bincount(y, minlength=3).clamp_min(1).to(f)
+    return nn.functional.cross_entropy(f, y, weight, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("confident", [1.0, 1e3])
+def test_losses_are_of_one_point_each_where_targets_differ_later(confident: float, dtype: torch.dtype) -> None:
+    """Rounding never refuses a loss that is; weights of a batch are found though its first points share a class."""
+    model, weight = net().to(dtype), torch.tensor([0.3, 2.0, 5.0], dtype=dtype)
+    model[-1].weight.data.mul_(confident)
+    x, y = torch.randn(7, 4, dtype=dtype), torch.tensor([1, 1, 1, 1, 1, 0, 1])
+    fixed = co.likelihoods.FromLoss(nn.CrossEntropyLoss(weight))
+    for name, data in forms(x, y).items():
+        assert co.linearize(model, data, fixed).num_data == 7
+        if name != "batches":
+            with pytest.raises(ValueError, match="couples the points of a batch"):
+                co.linearize(model, data, by_class)

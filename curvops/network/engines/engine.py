@@ -237,7 +237,7 @@ class Engines:
                 self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
 
     def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], Checked]) -> None:
-        """Leave to autodiff the layers that a check rejects, until it rejects none; note what was checked.
+        """Leave to autodiff the layers that a check rejects, at least one a time; note what was checked.
 
         A layer that is right at single points stays: with several points their order or the layer's calls may change,
         and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing: there
@@ -250,7 +250,9 @@ class Engines:
             if wrong is None:
                 self._proof.checked.add(what)
             else:
-                self._reject(*wrong)
+                names, why = wrong
+                # Without a wrong layer, the part by autodiff is wrong beside the layers: then it computes everything.
+                self._reject(names & {*self._in_layers} or self._in_layers, why)
 
     def _wrong_at(
         self, parts: Sequence[Any], check: Callable[[Any, Recording], Checked]

@@ -19,6 +19,7 @@ from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
+from curvops.network.model.normalisations import NORMS, ContiguousNorms
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import TensorUse, skeleton_of
@@ -220,13 +221,16 @@ class Model:
             self.rows(checked_outputs(outputs, self.layout))
         self._admitted.add(form)
 
-    def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
-        """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
+    def require_points_apart(self, outputs: Tensor, alone: Tensor, at: int = 0) -> None:
+        """Raise ValueError unless the output of a point `at` a place among others is that of it `alone`."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
-        if bool(((outputs[:1] - alone).abs() > slack).any()):
+        if bool(((outputs[at] - alone[0]).abs() > slack).any()):
+            across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
+            where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(
-                f"a point's outputs depend on the other points of its batch of {len(outputs)}; call model.eval(), or "
-                "use a normalisation that acts on one point at a time."
+                f"a point's outputs depend on the other points of its batch of {len(outputs)}; call model.eval(), use "
+                "a normalisation that acts on one point at a time, and recurrent layers and attention with "
+                f"batch_first=True{where}."
             )
 
     def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
@@ -265,12 +269,15 @@ class Model:
         return self.holding(values, lambda: module(*args, **kwargs))
 
     def _checked_call(self, inputs: Any) -> Any:
-        """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters."""
+        """Call the model at the snapshot; raise ValueError if it also reads the user's own parameters.
+
+        From now on, it normalises as `ContiguousNorms` does, if it normalises at all.
+        """
         values = self.values
-        if self.module is None:
-            return self._call(values, inputs)
-        with TensorUse(dict(self.module.named_parameters())) as use:
+        with TensorUse({} if self.module is None else dict(self.module.named_parameters())) as use:
             outputs = self._call(values, inputs)
+        if use.functions & NORMS and ContiguousNorms not in self._stand_ins:
+            self._stand_ins = [*self._stand_ins, ContiguousNorms]
         if use.names:
             raise ValueError(
                 f"the model's forward reads {sorted(use.names)} from elsewhere than the modules that own them "
@@ -281,10 +288,10 @@ class Model:
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks."""
+        run = self._with_stand_ins(run)
         if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
-        run = self._with_stand_ins(run)
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         with self.lock, own_randomness(self._flat.device):
             # As in `torch.func.functional_call`, which walks to each place by its path.

@@ -181,15 +181,17 @@ def _slots(value: Any) -> dict[str, Any]:
 
 
 class TensorUse(TorchFunctionMode):
-    """A mode that records the names of given tensors (by identity) that an operation uses."""
+    """A mode that records which functions are called, and the names of given tensors (by identity) that they use."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in named.items()}
         self.names: set[str] = set()
+        self.functions: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.functions.add(func)
         values: list[Any] = [*args, *kwargs.values()]
         for value in values:  # the list grows in the loop: torch's own trees take as long as the model's pass
             if isinstance(value, list | tuple | dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -12,11 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.data.batches import Batches, NoData, Reading, as_source, items_of, parts_of
-from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.data.batches import Batches, NoData, Reading, as_source, holds_all, items_of, parts_of
+from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods.by_autograd import ByAutograd
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
@@ -36,6 +38,10 @@ ROUNDING = 64.0
 """Sums of probabilities within this many eps of 1 count as 1."""
 LOOKED_AT = 256
 """How many rows of outputs are looked at for probabilities; a text has thousands, each over a whole vocabulary."""
+SCORED = 2**16
+"""How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
+FETCHED = 16
+"""How many points of a Dataset are fetched to look at some."""
 
 
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
@@ -72,10 +78,18 @@ def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
     return likelihood.output_shape if isinstance(likelihood, Sequences) else layout.output_shape
 
 
-def reading_for(model: Model, likelihood: Likelihood, layout: Layout, weights: bool) -> Reading:
-    """Return how batches for a model and a likelihood are read."""
+def reading_for(
+    model: Model, likelihood: Likelihood, layout: Layout, weights: bool, outputs: Tensor | None = None
+) -> Reading:
+    """Return how batches for a model and a likelihood are read.
+
+    With `outputs` of some points, a likelihood that is a function has to score each point of a batch by itself.
+    """
     theta = model.theta
     check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
+    if outputs is not None and isinstance(likelihood.of_position, ByAutograd):
+        f = layout.rows(outputs).to(theta.dtype)
+        check = partial(_check_targets, likelihood, f[: max(1, SCORED // f.shape[1])])
     return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
 
 
@@ -90,10 +104,10 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
 
 
 def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = None) -> tuple[Inputs, Any, type]:
-    """Return the inputs of the first two points, their targets in the user's form, and the type of mappings.
+    """Return the inputs of some points, their targets in the user's form, and the type of mappings.
 
-    For a shard these are the points of the first rank that has points, so that all ranks try the model on the same
-    ones.
+    These are the first two points, the middle and the last of the first batch (of all data in memory). For a shard they
+    are of the first rank that has points, so that all ranks try the model on the same ones.
     """
     if ranks is None:
         return _own_first_points(data, theta, weights)
@@ -109,7 +123,7 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
 
 
 def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
-    source = as_source(data, 2, weights)
+    source = as_source(data, sys.maxsize if holds_all(data) else FETCHED, weights)
     for item in items_of(source, theta.device):
         try:
             given, targets, _ = parts_of(item, weights)
@@ -117,9 +131,17 @@ def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, 
             break
         inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
         if num_points(inputs) > 0:
-            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
+            few = few_of(num_points(inputs))
+            if targets.shape[:1] == (num_points(inputs),):  # otherwise the data are refused when they are read
+                targets = targets[few.to(targets.device)]
+            return move(take(inputs, few), theta.device, theta.dtype), targets, kind
     Batches(as_source(data, 1, weights), Reading(weights=weights))  # raises an error if the data are invalid
     raise NoData("the data hold no points.")
+
+
+def few_of(points: int) -> Tensor:
+    """Return the positions of the first two points, the middle and the last, of so many."""
+    return torch.tensor(sorted({i for i in (0, 1, points // 2, points - 1) if 0 <= i < points}), dtype=torch.long)
 
 
 def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
@@ -134,6 +156,34 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     _warn_of_no_curvature(likelihood, f, rows)
     if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
+
+
+def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Raise ValueError if the score of a point changes with the points beside it, or with its place among them.
+
+    Targets from all of a batch are scored, with outputs of any points: classes may be rare, and events censored.
+    """
+    likelihood.check_targets(y, f.shape[1])
+    y = y[:: 1 + max(f.shape[1] * len(y), y.numel()) // SCORED]
+    if not (n := len(y)):
+        return
+    order = torch.arange(n, device=f.device)
+    f = f[order % len(f)]
+    parts = [order[:1], order[n // 2 :][:1], order[-1:], order.flip(0), order[::2], order[(n > 1) :: 2]]
+    try:
+        together, *others = (likelihood.log_prob(f[part], y[part].clone()) for part in [order, *parts])
+    except (TypeError, ValueError, RuntimeError):
+        return  # it cannot score other outputs
+    eps, known = torch.finfo(f.dtype).eps, together.isfinite()
+    slack = eps**0.5 * together.where(known, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
+    differ = [known[part] & ~((found - together[part]).abs() <= slack) for part, found in zip(parts, others)]
+    if bool(torch.cat(differ).any()):
+        raise ValueError(
+            f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "
+            "batch, or on its place among them, so the curvature is not a sum over points. Compute class weights "
+            "and the like once, from all targets, and replace a loss that ranks the points, such as Cox's, by one "
+            "that is a sum over them (for survival times, a hazard)."
+        )
 
 
 def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -224,13 +274,14 @@ def _repeat(x: Tensor, times: int = 8) -> Tensor:
 
 
 def checked_layout(
-    model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False
+    model: Model, points: Inputs, class_dim: int = -1, numbers: bool = False
 ) -> tuple[Layout, Float[Tensor, "n ..."]]:
-    """Return the outputs' layout, as `Model.fix_layout` finds it, and the outputs of these points as returned.
+    """Return the outputs' layout, as `Model.fix_layout` finds it, and the outputs of the first two points as returned.
 
-    Raises ValueError if outputs are random or depend on the other points of the batch.
+    Raises ValueError if outputs are random or depend on the other points of the batch: the first point, which later
+    ones may not affect, and the last are compared with what they are among all points.
     """
-    device = model.theta.device
+    device, few = model.theta.device, first_of(points)
     with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
         layout, first = model.fix_layout(few, class_dim, numbers)
         state = _random_state(device)
@@ -257,7 +308,11 @@ def checked_layout(
                 f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
                 "make it accept batches of any size."
             ) from error
-    model.require_points_apart(outputs, alone)
+        last = num_points(points) - 1
+        together = outputs if last < 2 else model(model.values, points)
+        model.require_points_apart(together, alone)
+        if last:
+            model.require_points_apart(together, model(model.values, take(points, slice(last, None))), last)
     return layout, returned
 
 

@@ -173,7 +173,7 @@ class TrainedNetwork(NetworkOnData):
             check_compute_dtype(compute_dtype, theta.dtype, engine, engines.plan)
             kept = max(kept, engines.plan.layerwise_bytes)
         step = max(1, memory.budget // (8 * max(1, kept)))
-        reading = reading_for(network, probability, layout, weights)
+        reading = reading_for(network, probability, layout, weights, outputs)
         source = as_source(data, step, weights)
         batches = Batches(source, reading) if ranks is None else Shard(source, reading, ranks)
         if isinstance(batches, Shard):

@@ -190,8 +190,8 @@ def linearize(
 
     Warns with `NoCurvature` if every curvature is zero under the likelihood, with `NotLogits` if a classifier returns
     probabilities or their logarithms, and with `LowerPrecision` of the error that compute_dtype makes. Costs one pass
-    over the data and a few passes over two points, about twenty for the first network of a structure; its derivatives
-    are then known to be right, and are not checked again.
+    over the data and a few passes over two to four points, about twenty for the first network of a structure; its
+    derivatives are then known to be right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)

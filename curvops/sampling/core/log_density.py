@@ -16,12 +16,12 @@ from curvops.checkpoint import identify
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
-from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of
-from curvops.network.trained.first_points import likelihood_at, output_shape, reading_for
+from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.priors import Prior
@@ -287,7 +287,8 @@ class LogPosterior:
         """Return the likelihood for the model's positions; the first batch determines it and is checked against it."""
         if not self._likelihood:
             theta = self.model.theta
-            given, self.model.layout, _ = likelihood_at(self.model, take(inputs, slice(0, 2)), self._spec)
+            few = take(inputs, few_of(num_points(inputs)))
+            given, self.model.layout, _ = likelihood_at(self.model, few, self._spec)
             likelihood = given.to(device=theta.device, dtype=theta.dtype)
             y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
             likelihood.check_targets(y, self.model.layout.output_shape.numel())

@@ -121,3 +121,41 @@ def test_probing_takes_no_more_memory_than_a_product() -> None:
     assert 2 * vector < product < 4.5 * vector
     assert probing <= vector + 1.05 * product  # with the copy of the weights, which stays, and a few numbers
     assert planning <= product
+
+
+class ByNeed(torch.autograd.Function):
+    """Returns another gradient of the scale if the input needs none: as a branch without layers computes it alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, scale = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, 0.5 * (g * x).sum(0)
+        return g * scale, (g * x).sum(0)
+
+
+class ScaledByNeed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.head = nn.Linear(4, 5), nn.Parameter(torch.linspace(0.5, 1.5, 5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(ByNeed.apply(torch.tanh(self.first(x)), self.scale))
+        return found
+
+
+@pytest.mark.parametrize("points", [1, 5])
+def test_layers_beside_a_wrong_gradient_of_another_parameter_are_left_to_autodiff(points: int) -> None:
+    """None of the layers is wrong, so that the check would never end if it rejected only what is."""
+    torch.manual_seed(0)
+    model, x = ScaledByNeed().double(), torch.randn(points, 4, dtype=torch.float64)
+    data = x, torch.arange(points) % 3
+    expected = co.GGN(co.linearize(model, data, "classification", engine="streamed")).to_dense()
+    lin = co.linearize(model, data, "classification", engine="layerwise")
+    torch.testing.assert_close(co.GGN(lin).to_dense(), expected, rtol=0, atol=1e-10)
+    assert len(lin.plan.others) == 5
