@@ -301,3 +301,15 @@ def test_losses_are_of_one_point_each_where_targets_differ_later(confident: floa
         if name != "batches":
             with pytest.raises(ValueError, match="couples the points of a batch"):
                 co.linearize(model, data, by_class)
+
+
+def test_packed_sequences_may_have_to_come_in_order_of_their_lengths() -> None:
+    class Packed(Steps):
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, (x[:, :, 0] != 0).sum(1), batch_first=True)
+            return self.head(self.layer(packed)[1][-1])
+
+    x = torch.rand(7, 6, 4) + 1
+    for n in range(7):
+        x[n, 6 - n // 2 :] = 0
+    assert co.linearize(Packed(nn.GRU, batch_first=True), (x, Y), "classification").num_data == 7

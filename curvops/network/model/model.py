@@ -221,10 +221,10 @@ class Model:
             self.rows(checked_outputs(outputs, self.layout))
         self._admitted.add(form)
 
-    def require_points_apart(self, outputs: Tensor, alone: Tensor, at: int = 0) -> None:
-        """Raise ValueError unless the output of a point `at` a place among others is that of it `alone`."""
+    def require_points_apart(self, outputs: Tensor, alone: Tensor) -> None:
+        """Raise ValueError unless the first of these outputs equals the output of its point `alone`, up to rounding."""
         slack = self.eps**0.5 * (1 + outputs.abs().max())
-        if bool(((outputs[at] - alone[0]).abs() > slack).any()):
+        if bool(((outputs[:1] - alone).abs() > slack).any()):
             across = [repr(path) for part, path in self.paths.items() if getattr(part, "batch_first", True) is False]
             where = f" (not so {', '.join(across[:3])})" if across else ""
             raise ValueError(

@@ -278,8 +278,8 @@ def checked_layout(
 ) -> tuple[Layout, Float[Tensor, "n ..."]]:
     """Return the outputs' layout, as `Model.fix_layout` finds it, and the outputs of the first two points as returned.
 
-    Raises ValueError if outputs are random or depend on the other points of the batch: the first point, which later
-    ones may not affect, and the last are compared with what they are among all points.
+    Raises ValueError if outputs are random or depend on the other points of the batch. The first point is compared
+    with itself before others and after them, as what runs along the points changes only later ones.
     """
     device, few = model.theta.device, first_of(points)
     with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
@@ -308,11 +308,12 @@ def checked_layout(
                 f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
                 "make it accept batches of any size."
             ) from error
-        last = num_points(points) - 1
-        together = outputs if last < 2 else model(model.values, points)
-        model.require_points_apart(together, alone)
-        if last:
-            model.require_points_apart(together, model(model.values, take(points, slice(last, None))), last)
+        model.require_points_apart(outputs, alone)
+        try:
+            turned = model(model.values, take(points, torch.arange(num_points(points) - 1, -1, -1)))
+        except (RuntimeError, ValueError):  # packed sequences may have to come in order of their lengths
+            return layout, returned
+        model.require_points_apart(turned.flip(0), alone)
     return layout, returned
 
 
