@@ -17,6 +17,7 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
@@ -214,7 +215,7 @@ def _last_module(module: nn.Module | None) -> nn.Module | None:
 def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
     """Yield outputs at which a curvature may show: the given ones, smaller ones, and some near the targets."""
     yield f
-    yield f / (1 + f.abs().max())
+    yield shrunk(f)
     if y.shape == f.shape and y.is_floating_point():
         yield y + 1e-3 * noise
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
@@ -198,3 +199,77 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
     with pytest.raises(ValueError, match=r"Focal\(\) is not that of .* not a plain torch.nn.CrossEntropyLoss. Pass"):
         co.linearize(model, (x, labels()), Focal())
     assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
+
+
+class Doubled(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return 2 * super().forward(input, target)
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(input, target, reduction=self.reduction, label_smoothing=0.05)
+
+
+class Halved(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) / 2
+
+
+CLASSES = torch.arange(6) % C
+HIT = F.one_hot(CLASSES, C).double()
+# name: outputs of six points, from zero to far beyond where a softmax rounds to a unit vector
+OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 12, 14, 17, 25, 40, 88, 200, 1000)}
+OUTPUTS |= {"zero": 0 * HIT, "tiny": normal(6, C, scale=1e-8), "ordinary": normal(6, C), "wrong": -300 * HIT}
+OUTPUTS |= {"huge": normal(6, C, scale=1e6)}
+SOFTMAX = co.likelihoods.Categorical()
+# name: (loss, targets, the likelihood that it is)
+RIGHT: dict[str, tuple[Any, Tensor, co.likelihoods.Likelihood]] = {
+    "classes": (CE(), CLASSES, SOFTMAX),
+    "smoothing": (CE(label_smoothing=0.1), CLASSES, co.likelihoods.Categorical(label_smoothing=0.1)),
+    "weights": (CE(W.float()), CLASSES, co.likelihoods.Categorical(W)),
+    "probabilities": (CE(), HIT, SOFTMAX),
+    "events": (BCE(pos_weight=W.float()), HIT, co.likelihoods.Bernoulli(pos_weight=W)),
+    "squares": (nn.MSELoss(), HIT, co.likelihoods.Gaussian(0.5)),
+    "a function": (lambda f, y: F.cross_entropy(f, y, reduction="none"), CLASSES, SOFTMAX),
+    "its definition": (lambda f, y: f.logsumexp(1) - f.gather(1, y.unsqueeze(1)).squeeze(1), CLASSES, SOFTMAX),
+    "a function of events": (
+        lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="none"),
+        HIT,
+        co.likelihoods.Bernoulli(),
+    ),
+}
+WRONG = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
+
+
+def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.Linearization:
+    """A network trained to these outputs: its inputs times the identity."""
+    model = nn.Linear(C, C).to(dtype)
+    model.load_state_dict({"weight": torch.eye(C), "bias": torch.zeros(C)})
+    targets = targets.to(dtype) if targets.is_floating_point() else targets
+    return co.linearize(model, (outputs.to(dtype), targets), loss, parameters=["bias"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("loss", RIGHT)
+def test_rounding_refuses_no_loss(loss: str, outputs: str, dtype: torch.dtype) -> None:
+    given, targets, likelihood = RIGHT[loss]
+    found = co.GGN(with_outputs(OUTPUTS[outputs], targets, given, dtype)).to_dense().double()
+    f = OUTPUTS[outputs].to(dtype).double()
+    expected = (
+        likelihood.to(dtype=torch.float64)
+        .hessian_product(f, torch.eye(C).double()[:, None].expand(C, 6, C), targets)
+        .sum(1)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=100 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("loss", WRONG)
+def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, outputs: str, dtype: torch.dtype) -> None:
+    given, targets = WRONG[loss]
+    with pytest.raises(ValueError, match="is not that of"):
+        with_outputs(OUTPUTS[outputs], targets, given, dtype)
