@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import curvops as co
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
@@ -35,6 +36,11 @@ def five_points(kind: str) -> co.Linearization:
     tensors = (x, torch.zeros(x.shape[:-1]).long(), torch.ones(5).double())[: 3 if kind == "weighted points" else 2]
     data = list(zip(*(tensor.split(2) for tensor in tensors)))
     return co.linearize(model, data, "classification", weights=kind == "weighted points")
+
+
+def with_activation(module: nn.Module) -> co.Linearization:
+    model = nn.Sequential(nn.Linear(3, 5), module, nn.Tanh(), nn.Linear(5, 2)).double()
+    return co.linearize(model, (torch.ones(4, 3).double(), torch.arange(4) % 2), "classification")
 
 
 SIZES = {
@@ -213,6 +219,21 @@ DOORS = [
                 )
                 for given in (torch.ones(2, 3), 1, "token", None)
             },
+        },
+    ),
+    Door(
+        "Hessian",
+        rows={
+            "an operation without second derivatives": (
+                lambda: co.Hessian(with_activation(nn.Hardsigmoid())),
+                RuntimeError,
+                r"no second derivatives.*hardsigmoid.*Write that operation out.*use co.GGN\(lin\)",
+            ),
+            "an operation with wrong ones": (
+                lambda: co.Hessian(with_activation(weight_norm(nn.Linear(5, 5)))),
+                RuntimeError,
+                r"(?i)write that operation out.*use co.GGN\(lin\)",
+            ),
         },
     ),
     Door(

@@ -16,7 +16,7 @@ from curvops.network.data.batches import Batches, NoData, Reading, as_source, it
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
@@ -50,6 +50,7 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
     else:
         layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
+    model.layout = layout  # a noise may have placed the outputs along another dimension
     _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
     return likelihood, layout, outputs
 
@@ -57,8 +58,11 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
     """Return the likelihood of all positions of a point, and the layout, which may get them from the likelihood.
 
-    Raises ValueError if they disagree.
+    A Gaussian noise for each output determines which dimension holds these. Raises ValueError if they disagree.
     """
+    if isinstance(likelihood, Gaussian):
+        likelihood, class_dim = likelihood.along(layout.shape)
+        layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
     if layout.positions:
         return _over_positions(likelihood, layout), layout
     if isinstance(likelihood, Sequences):

@@ -44,11 +44,17 @@ def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
 
 
 def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: Batch) -> None:
-    """Raise RuntimeError unless uᵀHv equals vᵀHu for two random vectors and the Hessian H at these points."""
+    """Raise RuntimeError unless the Hessian H at these points exists, and uᵀHv equals vᵀHu for two random vectors."""
     theta = model.theta
     generator = torch.Generator(device=theta.device).manual_seed(0)
     vectors = torch.randn(2, len(theta), dtype=theta.dtype, device=theta.device, generator=generator).mT
-    products = hessian_product(model, likelihood, vectors, inputs, batch)
+    try:
+        products = hessian_product(model, likelihood, vectors, inputs, batch)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the model has no second derivatives: {error}. Write that operation out (torch's hardsigmoid as "
+            "(x + 3).clamp(0, 6) / 6), or use co.GGN(lin), which needs only first derivatives."
+        ) from error
     form = vectors.mT @ products
     scale = vectors.norm() * products.norm()
     if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):

@@ -184,6 +184,58 @@ def test_pixels_are_positions() -> None:
     torch.testing.assert_close(fisher, co.EmpiricalFisher(row, per_token=True).to_dense(), **TIGHT)
 
 
+# (shape of a point's outputs, shape of the noise, what it multiplies: the noise reshaped to broadcast over the outputs)
+PLACES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = [
+    ((3,), (3,), (3,)),
+    ((3,), (1, 3), (3,)),
+    ((3,), (3, 1), None),
+    ((5, 3), (3,), (3,)),
+    ((3, 5), (3,), (3, 1)),
+    ((3, 3), (3,), None),
+    ((3, 3), (3, 1), (3, 1)),
+    ((3, 3), (1, 3), (1, 3)),
+    ((3, 4, 5), (3,), (3, 1, 1)),
+    ((3, 4, 5), (5,), (5,)),
+    ((3, 4, 5), (4,), None),
+    ((3, 4, 5), (7,), None),
+    ((3, 4, 5), (3, 1), None),
+    ((3, 4, 5), (3, 1, 1), (3, 1, 1)),
+    ((3, 4, 3), (3,), None),
+    ((3, 4, 3), (3, 1, 1), (3, 1, 1)),
+    ((3, 4, 3), (1, 1, 3), (3,)),
+    ((3, 1, 1), (3,), (3, 1, 1)),
+    ((1, 4, 5), (1,), (1,)),
+    ((3, 4, 5), (1, 1, 1), (1,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "given", "meant"), PLACES)
+def test_a_noise_for_each_output_goes_with_the_models_outputs(
+    shape: tuple[int, ...], given: tuple[int, ...], meant: tuple[int, ...] | None
+) -> None:
+    noise = torch.linspace(0.5, 2.0, math.prod(given)).double().reshape(given).requires_grad_()
+    model, x, y = Shaped(*shape).double(), normal(N, 2), normal(N, *shape, seed=4)
+    if meant is None:
+        with pytest.raises(ValueError, match=r"goes along: pass one variance, or a tensor of shape"):
+            co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+        return
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+
+    def log_likelihood(theta: Tensor, noise: Tensor) -> Tensor:
+        weight, bias = theta.split([2 * math.prod(shape), math.prod(shape)])
+        f = torch.func.functional_call(model, {"linear.weight": weight.view(-1, 2), "linear.bias": bias}, (x,))
+        each = noise.reshape(meant).expand(shape)
+        return -0.5 * ((f - y).square() / each + (2 * math.pi * each).log()).sum()
+
+    expected = log_likelihood(lin.theta, noise)
+    torch.testing.assert_close(lin.log_likelihood(), expected, **TIGHT)
+    torch.testing.assert_close(
+        torch.autograd.grad(lin.log_likelihood(), noise), torch.autograd.grad(expected, noise), **TIGHT
+    )
+    hessian = torch.func.hessian(log_likelihood)(lin.theta, noise.detach())
+    torch.testing.assert_close(co.GGN(lin).to_dense().detach(), -hessian, **TIGHT)
+
+
 class Focal(nn.CrossEntropyLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         p = input.softmax(1).gather(1, target.unsqueeze(1))
