@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.routes import tolerance
+from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -44,22 +45,31 @@ def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
 
 
 def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: Batch) -> None:
-    """Raise RuntimeError unless the Hessian H at these points exists, and uᵀHv equals vᵀHu for two random vectors."""
+    """Raise RuntimeError unless the Hessian H at these points exists, and uᵀHv equals vᵀHu for two random vectors.
+
+    A good fit's Hessian may be a rounding error, so that of squared distances to random targets sets the scale.
+    """
     theta = model.theta
     generator = torch.Generator(device=theta.device).manual_seed(0)
     vectors = torch.randn(2, len(theta), dtype=theta.dtype, device=theta.device, generator=generator).mT
-    try:
-        products = hessian_product(model, likelihood, vectors, inputs, batch)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the model has no second derivatives: {error}. Write that operation out (torch's hardsigmoid as "
-            "(x + 3).clamp(0, 6) / 6), or use co.GGN(lin), which needs only first derivatives."
-        ) from error
-    form = vectors.mT @ products
-    scale = vectors.norm() * products.norm()
-    if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
-        raise RuntimeError(
-            "the model's second derivatives are not symmetric, so some operation has wrong ones (such as "
-            "torch's fused weight_norm); write that operation out, or use co.GGN(lin), which needs only first "
-            "derivatives."
-        )
+    with torch.no_grad():
+        f = model(model.values, inputs)
+    apart = Batch((), f + torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator))
+    scale = theta.new_zeros(())
+    for likely, labels in ((Gaussian(), apart), (likelihood, batch)):
+        try:
+            products = hessian_product(model, likely, vectors, inputs, labels)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the model or its loss has no second derivatives: {error}. Write that operation out (torch's "
+                "hardsigmoid as (x + 3).clamp(0, 6) / 6), or use co.GGN(lin), which needs only first derivatives of "
+                "the model."
+            ) from error
+        form = vectors.mT @ products
+        scale = scale.maximum(vectors.norm() * products.norm())
+        if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
+            raise RuntimeError(
+                "the model's second derivatives are not symmetric, so some operation has wrong ones (such as "
+                "torch's fused weight_norm); write that operation out, or use co.GGN(lin), which needs only first "
+                "derivatives."
+            )

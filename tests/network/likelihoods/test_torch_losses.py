@@ -5,6 +5,7 @@ Tests `layout.py`.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -325,3 +326,23 @@ def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, outputs: str, dtype: 
     given, targets = WRONG[loss]
     with pytest.raises(ValueError, match="is not that of"):
         with_outputs(OUTPUTS[outputs], targets, given, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize("gap", [1, 6, 17, 30, 60, 200])
+def test_rounding_refuses_no_hessian(gap: int, activation: type[nn.Module], dtype: torch.dtype) -> None:
+    """Of a network so confident that its gradient, and so its second derivatives, are rounding errors."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 5), activation(), nn.Linear(5, C)).to(dtype), normal(N, 2, dtype=dtype)
+    with torch.no_grad():
+        best, second = model(x).topk(2).values.unbind(1)
+        for parameter in model[2].parameters():
+            parameter *= gap / (best - second).min()
+    y = model(x).argmax(1)
+    lin = co.linearize(model, (x, y), CE())
+    found = co.Hessian(lin).to_dense().double()
+    double, at = copy.deepcopy(model).double(), lin.theta.double()
+    expected = torch.func.hessian(lambda theta: summed(CE(), double, x.double(), y, theta))(at)
+    size = 1 + model[2].weight.detach().double().norm() ** 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=float(100 * torch.finfo(dtype).eps * size))
