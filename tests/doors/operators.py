@@ -43,6 +43,12 @@ def with_activation(module: nn.Module) -> co.Linearization:
     return co.linearize(model, (torch.ones(4, 3).double(), torch.arange(4) % 2), "classification")
 
 
+@cache
+def of_margins() -> co.Linearization:
+    return co.linearize(nn.Linear(3, 2).double(), (torch.ones(4, 3).double(), torch.arange(4) % 2), MARGINS)
+
+
+MARGINS = nn.MultiMarginLoss()
 SIZES = {
     "none": (0, ValueError, "between 1 and the 5"),
     "too many": (6, ValueError, "between 1 and the 5"),
@@ -227,7 +233,12 @@ DOORS = [
             "an operation without second derivatives": (
                 lambda: co.Hessian(with_activation(nn.Hardsigmoid())),
                 RuntimeError,
-                r"no second derivatives.*hardsigmoid.*Write that operation out.*use co.GGN\(lin\)",
+                r"no second derivatives.*hardsigmoid.*Write it out.*use co.GGN\(lin\)",
+            ),
+            "a loss without second derivatives": (
+                lambda: co.Hessian(of_margins()) @ of_margins().theta,
+                RuntimeError,
+                r"the loss has no second derivatives.*multi_margin",
             ),
             "an operation with wrong ones": (
                 lambda: co.Hessian(with_activation(weight_norm(nn.Linear(5, 5)))),
