@@ -196,6 +196,31 @@ DOORS = [
             "zip": (lambda: read(zip(X.split(4), Y.split(4), strict=True)), TypeError, "only once"),
             "number": (lambda: read(3), TypeError, "int cannot be read"),
             "mapping": (lambda: read({"x": X, "y": Y}), TypeError, "dict cannot be read"),
+            **{
+                f"{given} for targets": (
+                    lambda y=y: read((X, y)),
+                    TypeError,
+                    f"^Targets .and weights, if any. must be tensors; given {given}. Pass one of several targets, or",
+                )
+                for given, y in {
+                    "dict": {"cls": Y},
+                    "tuple": (Y, Y),
+                    "list": Y.tolist(),
+                    "NoneType": None,
+                    "str": "labels",
+                    "int": 3,
+                }.items()
+            },
+            "a mapping of targets in a batch": (
+                lambda: read([(X, {"cls": Y})]),
+                TypeError,
+                "^Batch 0: Targets .* must be tensors; given dict. Pass one of",
+            ),
+            "no weights": (
+                lambda: as_batches((X, Y, None), 4, weights=True),
+                TypeError,
+                "must be tensors; given Tensor, NoneType",
+            ),
             "inputs alone": (lambda: read(X), TypeError, "Batch 0: A batch is .inputs, targets.; this is a Tensor"),
             "batches of inputs": (lambda: read([X, X, X, X]), TypeError, "Batch 0: .* this is a Tensor"),
             "arrays of objects": (

@@ -112,6 +112,11 @@ DOORS = [
             "infinite": (lambda: Gaussian(math.inf), ValueError, "variance"),
             "one variance of zero": (lambda: Gaussian(torch.tensor([1.0, 0.0])), ValueError, "variance"),
             "a matrix of variances": (lambda: Gaussian(torch.ones(2, 2)), ValueError, "variance"),
+            "a column of variances": (
+                lambda: Gaussian(torch.ones(4, 1)).check_targets(torch.zeros(3, 4), 4),
+                ValueError,
+                r"shape \(4, 1\), expected \(\) or \(4,\)",
+            ),
             "whole numbers": (
                 lambda: Gaussian().check_targets(torch.zeros(3, 4, dtype=torch.int64), 4),
                 TypeError,

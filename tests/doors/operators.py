@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import curvops as co
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
@@ -37,6 +38,17 @@ def five_points(kind: str) -> co.Linearization:
     return co.linearize(model, data, "classification", weights=kind == "weighted points")
 
 
+def with_activation(module: nn.Module) -> co.Linearization:
+    model = nn.Sequential(nn.Linear(3, 5), module, nn.Tanh(), nn.Linear(5, 2)).double()
+    return co.linearize(model, (torch.ones(4, 3).double(), torch.arange(4) % 2), "classification")
+
+
+@cache
+def of_margins() -> co.Linearization:
+    return co.linearize(nn.Linear(3, 2).double(), (torch.ones(4, 3).double(), torch.arange(4) % 2), MARGINS)
+
+
+MARGINS = nn.MultiMarginLoss()
 SIZES = {
     "none": (0, ValueError, "between 1 and the 5"),
     "too many": (6, ValueError, "between 1 and the 5"),
@@ -213,6 +225,26 @@ DOORS = [
                 )
                 for given in (torch.ones(2, 3), 1, "token", None)
             },
+        },
+    ),
+    Door(
+        "Hessian",
+        rows={
+            "an operation without second derivatives": (
+                lambda: co.Hessian(with_activation(nn.Hardsigmoid())),
+                RuntimeError,
+                r"no second derivatives.*hardsigmoid.*Write it out.*use co.GGN\(lin\)",
+            ),
+            "a loss without second derivatives": (
+                lambda: co.Hessian(of_margins()) @ of_margins().theta,
+                RuntimeError,
+                r"the loss has no second derivatives.*multi_margin",
+            ),
+            "an operation with wrong ones": (
+                lambda: co.Hessian(with_activation(weight_norm(nn.Linear(5, 5)))),
+                RuntimeError,
+                r"(?i)write that operation out.*use co.GGN\(lin\)",
+            ),
         },
     ),
     Door(

@@ -34,6 +34,40 @@ def test_groups_of_blocks_by_name_and_by_position():
     torch.testing.assert_close(everything.to_dense(), G, rtol=1e-10, atol=1e-12)
 
 
+CLASSES, NUMBERS = torch.arange(6) % 3, torch.linspace(-1, 1, 18).reshape(6, 3)
+TARGETS = {
+    "classes": ("classification", CLASSES),
+    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), CLASSES),
+    "a noise per output": (co.likelihoods.Gaussian(torch.tensor([0.5, 1.0, 2.0])), NUMBERS),
+    "a distribution": (lambda f: torch.distributions.Normal(f, 2.0), NUMBERS),
+    "sequences": ("classification", torch.arange(24).reshape(6, 4) % 3),
+    "a torch loss": (nn.HuberLoss(), NUMBERS),
+    "a loss with tensors": (co.likelihoods.FromLoss(nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))), CLASSES),
+}
+
+
+@pytest.mark.parametrize("curvature", ["exact", "drawn", "empirical"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_blocks_in_single_precision_by_columns_and_by_rows(targets, curvature):
+    likelihood, y = TARGETS[targets]
+    if curvature == "drawn" and "loss" in targets:
+        return  # nothing can be drawn from a loss
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    lin = co.linearize(model, (torch.randn((6, 4, 2) if targets == "sequences" else (6, 2)), y), likelihood)
+    if curvature == "drawn":
+        op = co.GGN(lin, mc_samples=20, generator=torch.Generator().manual_seed(0))
+    else:
+        op = co.GGN(lin) if curvature == "exact" else co.EmpiricalFisher(lin)
+    dense = op.to_dense()
+    near = {"rtol": 1e-4, "atol": 1e-6 * float(dense.abs().max())}
+    for chosen in (torch.tensor([3, 20]), torch.arange(33)):
+        torch.testing.assert_close(co.Subnetwork(op, chosen).to_dense(), dense[chosen][:, chosen], **near)
+    found = co.laplace(lin, op, 1.0, check_mode=False).precision.solve(lin.theta)
+    P = dense.double() + torch.eye(33, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), torch.linalg.solve(P, lin.theta.double()), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("curvature", [co.GGN, co.EmpiricalFisher, co.BlockDiagonal, co.KFAC, co.EKFAC, co.DiagonalGGN])
 @pytest.mark.parametrize("size", [1, 7, 25])
 def test_the_block_of_an_inverse_is_the_saliency_of_a_set_of_weights(curvature, size):

@@ -41,6 +41,10 @@ ACCEPTED = (
     "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
     "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
 )
+TARGETS = (
+    "Pass one of several targets, or join them (and the outputs) into one tensor; convert a list of numbers with "
+    "torch.tensor; a network without labels has other targets, such as its inputs for an autoencoder."
+)
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
@@ -388,7 +392,8 @@ def holds_all(data: object) -> bool:
         return _is_named(data) or any(name in data for name in LABELS)
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
         return False
-    return all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
+    # No batch is a tensor, so if the first item is one, these are inputs and targets, of whatever type.
+    return isinstance(data[0], Tensor | np.ndarray) or all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
@@ -413,7 +418,7 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     found[1:] = map(tensor_of, found[1:])
     if not all(isinstance(part, Tensor) for part in found[1:]):
         kinds = ", ".join(type(part).__name__ for part in found[1:])
-        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {ACCEPTED}")
+        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
     w = found[2] if len(found) == 3 else None
     if w is not None and w.is_complex():
         raise TypeError(f"Sample weights are real numbers, counts or masks; given {w.dtype}.")

@@ -16,7 +16,7 @@ class Layout:
 
     shape: the shape of a point's outputs, as the model returns them; () if it returns one number per point.
     class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
-        cross-entropy. All others are positions, T in total.
+        cross-entropy, and for the channels of images. All others are positions, T in total.
     positions_in_rows: T, if the model itself returns rows (N, T·C) and the likelihood is that of sequences.
     """
 
@@ -83,9 +83,9 @@ class Layout:
             return misplaced(self.positions, y) + (first if y.shape[1:] == self.shape[1:] else "")
         C, n = self.num_outputs, len(y)
         return (
-            f"torch's cross-entropy has the classes at dimension 1: outputs {('N', *self.shape)} are C = {C} classes "
-            f"at each of {_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as "
-            f"probabilities, {(n, *self.shape)}; given {tuple(y.shape)}. If the model returns the classes last, use "
+            f"the classes or channels are at dimension 1: outputs {('N', *self.shape)} are C = {C} classes at each of "
+            f"{_times(self.positions)} positions, so targets have shape {(n, *self.positions)} or, as probabilities or "
+            f"numbers, {(n, *self.shape)}; given {tuple(y.shape)}. If a classifier returns the classes last, use "
             "curvops.likelihoods.Categorical(...), with the same options."
         ).replace("'N'", "N")
 

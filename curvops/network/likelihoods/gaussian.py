@@ -24,7 +24,9 @@ class Gaussian(Independent):
 
     Args:
         noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
-            per output (C,); a tensor may require a gradient.
+            per output (C,); a tensor may require a gradient. For a model of images (N, C, ...) it goes with the
+            channels, if no other dimension has C entries; one of shape (C, 1, 1) always does, since a noise with
+            several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch.
 
     Raises:
         TypeError: the noise is neither a number nor a tensor.
@@ -36,10 +38,11 @@ class Gaussian(Independent):
         if isinstance(noise, bool) or not isinstance(noise, Tensor | numbers.Real):
             raise TypeError(f"Gaussian noise must be a variance, as a number or a tensor, got {noise!r}.")
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
-        if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
+        one = sum(length != 1 for length in tensor.shape) <= 1
+        if not one or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(
-                "Gaussian noise is a variance: a positive finite number, or a floating-point tensor of them, 0-d or of "
-                f"shape (C,); given {noise!r}."
+                "Gaussian noise is a variance: a positive finite number, or a floating-point tensor of them, 0-d, of "
+                f"shape (C,), or such as (C, 1, 1); given {noise!r}."
             )
         self.noise = tensor
 
@@ -49,6 +52,29 @@ class Gaussian(Independent):
 
     def __repr__(self) -> str:
         return f"Gaussian(noise={summary(self.noise)})"
+
+    def along(self, shape: torch.Size) -> tuple[Gaussian, int | None]:
+        """Return this likelihood with noise (C,), and the dimension of outputs (N, *shape) that holds the C outputs.
+
+        It is 1 or −1, or None for a single variance. Raises ValueError if neither has C entries, or if both have.
+        """
+        noise, C = self.noise, self.noise.numel()
+        if C == 1 or len(shape) == noise.ndim == 1:
+            found = None
+        else:
+            ends = (d for d in {-len(shape), -1} if shape[d] == C)
+            fits = [d for d in ends if noise.ndim == 1 or (noise.ndim >= -d and noise.shape[d] == C)]
+            if len(fits) != 1:
+                ones = (1,) * (len(shape) - 1)
+                each = " or ".join(dict.fromkeys(str(form) for form in ((shape[0], *ones), (*ones, shape[-1]))))
+                raise ValueError(
+                    f"Gaussian noise of shape {tuple(noise.shape)} does not show which dimension of the outputs, "
+                    f"(N, {', '.join(map(str, shape))}), it goes along: pass one variance, or a tensor of shape {each}."
+                )
+            found = -1 if fits == [-1] else 1
+        new = copy.copy(self)
+        new.noise = noise.flatten() if noise.ndim > 1 else noise
+        return new, found
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
@@ -85,9 +111,10 @@ class Gaussian(Independent):
                 'for class labels use likelihood="classification".'
             )
         check_rows(y, num_outputs, "Gaussian")
-        if num_outputs is not None and self.noise.numel() not in (1, num_outputs):
+        if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
             raise ValueError(
-                f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs."
+                f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs: the noise "
+                f"has shape {tuple(self.noise.shape)}, expected () or ({num_outputs},)."
             )
         require_finite("targets", y)
 

@@ -100,6 +100,10 @@ def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeErro
 # Patterns of torch's messages and the remedy for each; the first match counts.
 REMEDIES: tuple[tuple[str, str], ...] = (
     (
+        r"enforce_sorted",
+        "Points come in any number and order: pack with enforce_sorted=False inside the model.",
+    ),
+    (
         r"same device|different device|device type",
         "Inputs are moved to the parameters' device. A tensor that is neither a parameter nor a buffer stays where it "
         "was created: register it with register_buffer.",
@@ -123,21 +127,26 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "Inputs must have the shape that the model expects, with the points along the first dimension.",
     ),
 )
+OF_VALUES = r"enforce_sorted|index out of range"
+"""Errors that depend on the values of inputs, so that the first points may not show them."""
 OTHERWISE = "Call the model itself on these points: it must return the outputs (N, C)."
 MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as forward does."
 
 
 @contextlib.contextmanager
-def explain(inputs: Inputs) -> Iterator[None]:
+def explain(inputs: Inputs, pattern: str = "") -> Iterator[None]:
     """Add to an error of the model the inputs that it ran on and a remedy; the original error becomes the cause.
 
-    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
+    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors, and those whose text does not have the
+    pattern, pass through unchanged.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if not re.search(pattern, str(error)):
+            raise
         given = ", ".join(f"{name} {tuple(t.shape)} of {t.dtype}" for name, t in components(inputs))
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(

@@ -17,7 +17,7 @@ from curvops.checks import refuse_modes
 from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.model.calls import Calls, explain
+from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
 from curvops.network.model.normalisations import NORMS, ContiguousNorms
 from curvops.network.model.parameters import Blocks, Selection, select
@@ -177,7 +177,9 @@ class Model:
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """Return the model's outputs (n, ...) in the shape in which it returns them."""
-        return checked_outputs(self._run(values, inputs), self.layout)
+        with explain(inputs, OF_VALUES):
+            outputs = self._run(values, inputs)
+        return checked_outputs(outputs, self.layout)
 
     def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.

@@ -17,8 +17,9 @@ from curvops.network.data.batches import Batches, NoData, Reading, as_source, ho
 from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
 from curvops.network.likelihoods.by_autograd import ByAutograd
+from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
@@ -55,6 +56,7 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
     else:
         layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
     likelihood, layout = at_positions(as_likelihood(spec, layout.shape), layout)
+    model.layout = layout  # a noise may have placed the outputs along another dimension
     _warn_of_no_logits(model, likelihood, layout.rows(outputs), outputs.dtype)
     return likelihood, layout, outputs
 
@@ -62,8 +64,11 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
     """Return the likelihood of all positions of a point, and the layout, which may get them from the likelihood.
 
-    Raises ValueError if they disagree.
+    A Gaussian noise for each output determines which dimension holds these. Raises ValueError if they disagree.
     """
+    if isinstance(likelihood, Gaussian):
+        likelihood, class_dim = likelihood.along(layout.shape)
+        layout = layout if class_dim is None else dataclasses.replace(layout, class_dim=class_dim)
     if layout.positions:
         return _over_positions(likelihood, layout), layout
     if isinstance(likelihood, Sequences):
@@ -264,7 +269,7 @@ def _last_module(module: nn.Module | None) -> nn.Module | None:
 def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
     """Yield outputs at which a curvature may show: the given ones, smaller ones, and some near the targets."""
     yield f
-    yield f / (1 + f.abs().max())
+    yield shrunk(f)
     if y.shape == f.shape and y.is_floating_point():
         yield y + 1e-3 * noise
 

@@ -165,8 +165,9 @@ def fisher_blocks(
     """Yield Σ_n (J_n E_S)ᵀ H_n (J_n E_S) for each set S of weights, summed in float64.
 
     The rows of LᵀJ take one backward pass for each column of H = L Lᵀ, in one walk for all sets. If these columns are
-    not few compared with S, the selected columns come from a push of J for each index. The sums need float64, the rows
-    do not: with sums in single precision, eigenvalues below 1e-7 of the largest would be rounding errors.
+    not few compared with S, the selected columns come from a push of J for each index, multiplied by Lᵀ. The sums need
+    float64, the rows do not: with sums in single precision, eigenvalues below 1e-7 of the largest would be rounding
+    errors.
     """
     root, others = output.narrow, lin.plan.others.keys()
     totals = [lin.theta.new_zeros(len(index), len(index), dtype=torch.float64) for index in parts]
@@ -182,9 +183,10 @@ def fisher_blocks(
         for k in sorted({*range(len(parts))} - {*by_rows}):
             for batch, J in lin.passes.each(len(parts[k])):
                 units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in parts[k].split(COLUMNS))
-                pushed = torch.cat([J.push(block).double() for block in units])
-                weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
-                _add_above(totals[k], torch.cat(weighted).mT, pushed.flatten(1).mT)
+                pushed = torch.cat([J.push(block) for block in units])
+                columns = [output.root_transpose_product(J.outputs, part, batch) for part in pushed.split(ROWS)]
+                rows = torch.cat(columns).double().flatten(1).mT
+                _add_above(totals[k], rows, rows)
     while totals:
         yield mirror(lin.passes.add_up([totals.pop(0)]).unsqueeze(0))[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice
 from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood
-from curvops.posterior.predictions.uncertainty import LABELS
+from curvops.posterior.predictions.uncertainty import LABELS, NUMBERS
 
 LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
 
@@ -21,9 +21,12 @@ def check_link(link: str, likelihood: Likelihood) -> None:
     """Raise ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities."""
     check_choice("link", link, LINKS)
     if not isinstance(likelihood, LABELS):
-        raise ValueError(
-            f"{likelihood!r} has no class probabilities; use predict, or uncertainty(x).mean for the targets' mean."
+        instead = (
+            "predict, or uncertainty(x).mean for the targets' mean"
+            if isinstance(likelihood, NUMBERS)
+            else "predict or functions(x, k), or for logits the likelihood nn.CrossEntropyLoss() or Bernoulli()"
         )
+        raise ValueError(f"{likelihood!r} has no class probabilities; use {instead}.")
     if link.startswith("bridge") and not isinstance(likelihood, Categorical):
         raise ValueError(f"link={link!r} needs classes; for {likelihood!r} use 'probit', 'mc' or 'network'.")
 

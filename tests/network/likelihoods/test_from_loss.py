@@ -170,7 +170,7 @@ def test_what_needs_a_distribution_is_refused_by_name() -> None:
     asked: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Monte-Carlo Fisher": (lambda: co.GGN(lin, mc_samples=2), TypeError, "nothing to draw.*EmpiricalFisher"),
         "KFAC": (lambda: co.KFAC(lin, fisher="mc"), TypeError, "nothing to draw"),
-        "probabilities": (lambda: post.probabilities(x), ValueError, "no class probabilities"),
+        "probabilities": (lambda: post.probabilities(x), ValueError, "no class probabilities; use predict or func"),
         "uncertainty": (lambda: post.uncertainty(x), ValueError, "no decomposition"),
         "noise": (lambda: post.predict(x, noise=True), ValueError, "noise of a Gaussian likelihood"),
         "tuning": (lambda: co.evidence.maximize(post, "noise"), ValueError, "no noise that is a single number"),

@@ -5,11 +5,13 @@ Tests `layout.py`.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
@@ -183,6 +185,58 @@ def test_pixels_are_positions() -> None:
     torch.testing.assert_close(fisher, co.EmpiricalFisher(row, per_token=True).to_dense(), **TIGHT)
 
 
+# (shape of a point's outputs, shape of the noise, what it multiplies: the noise reshaped to broadcast over the outputs)
+PLACES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = [
+    ((3,), (3,), (3,)),
+    ((3,), (1, 3), (3,)),
+    ((3,), (3, 1), None),
+    ((5, 3), (3,), (3,)),
+    ((3, 5), (3,), (3, 1)),
+    ((3, 3), (3,), None),
+    ((3, 3), (3, 1), (3, 1)),
+    ((3, 3), (1, 3), (1, 3)),
+    ((3, 4, 5), (3,), (3, 1, 1)),
+    ((3, 4, 5), (5,), (5,)),
+    ((3, 4, 5), (4,), None),
+    ((3, 4, 5), (7,), None),
+    ((3, 4, 5), (3, 1), None),
+    ((3, 4, 5), (3, 1, 1), (3, 1, 1)),
+    ((3, 4, 3), (3,), None),
+    ((3, 4, 3), (3, 1, 1), (3, 1, 1)),
+    ((3, 4, 3), (1, 1, 3), (3,)),
+    ((3, 1, 1), (3,), (3, 1, 1)),
+    ((1, 4, 5), (1,), (1,)),
+    ((3, 4, 5), (1, 1, 1), (1,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "given", "meant"), PLACES)
+def test_a_noise_for_each_output_goes_with_the_models_outputs(
+    shape: tuple[int, ...], given: tuple[int, ...], meant: tuple[int, ...] | None
+) -> None:
+    noise = torch.linspace(0.5, 2.0, math.prod(given)).double().reshape(given).requires_grad_()
+    model, x, y = Shaped(*shape).double(), normal(N, 2), normal(N, *shape, seed=4)
+    if meant is None:
+        with pytest.raises(ValueError, match=r"goes along: pass one variance, or a tensor of shape"):
+            co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+        return
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+
+    def log_likelihood(theta: Tensor, noise: Tensor) -> Tensor:
+        weight, bias = theta.split([2 * math.prod(shape), math.prod(shape)])
+        f = torch.func.functional_call(model, {"linear.weight": weight.view(-1, 2), "linear.bias": bias}, (x,))
+        each = noise.reshape(meant).expand(shape)
+        return -0.5 * ((f - y).square() / each + (2 * math.pi * each).log()).sum()
+
+    expected = log_likelihood(lin.theta, noise)
+    torch.testing.assert_close(lin.log_likelihood(), expected, **TIGHT)
+    torch.testing.assert_close(
+        torch.autograd.grad(lin.log_likelihood(), noise), torch.autograd.grad(expected, noise), **TIGHT
+    )
+    hessian = torch.func.hessian(log_likelihood)(lin.theta, noise.detach())
+    torch.testing.assert_close(co.GGN(lin).to_dense().detach(), -hessian, **TIGHT)
+
+
 class Focal(nn.CrossEntropyLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         p = input.softmax(1).gather(1, target.unsqueeze(1))
@@ -198,3 +252,97 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
     with pytest.raises(ValueError, match=r"Focal\(\) is not that of .* not a plain torch.nn.CrossEntropyLoss. Pass"):
         co.linearize(model, (x, labels()), Focal())
     assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
+
+
+class Doubled(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return 2 * super().forward(input, target)
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(input, target, reduction=self.reduction, label_smoothing=0.05)
+
+
+class Halved(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) / 2
+
+
+CLASSES = torch.arange(6) % C
+HIT = F.one_hot(CLASSES, C).double()
+# name: outputs of six points, from zero to far beyond where a softmax rounds to a unit vector
+OUTPUTS = {f"{gap} ahead": gap * HIT + normal(6, C, scale=0.1) for gap in (6, 12, 14, 17, 25, 40, 88, 200, 1000)}
+OUTPUTS |= {"zero": 0 * HIT, "tiny": normal(6, C, scale=1e-8), "ordinary": normal(6, C), "wrong": -300 * HIT}
+OUTPUTS |= {"huge": normal(6, C, scale=1e6)}
+SOFTMAX = co.likelihoods.Categorical()
+# name: (loss, targets, the likelihood that it is)
+RIGHT: dict[str, tuple[Any, Tensor, co.likelihoods.Likelihood]] = {
+    "classes": (CE(), CLASSES, SOFTMAX),
+    "smoothing": (CE(label_smoothing=0.1), CLASSES, co.likelihoods.Categorical(label_smoothing=0.1)),
+    "weights": (CE(W.float()), CLASSES, co.likelihoods.Categorical(W)),
+    "probabilities": (CE(), HIT, SOFTMAX),
+    "events": (BCE(pos_weight=W.float()), HIT, co.likelihoods.Bernoulli(pos_weight=W)),
+    "squares": (nn.MSELoss(), HIT, co.likelihoods.Gaussian(0.5)),
+    "a function": (lambda f, y: F.cross_entropy(f, y, reduction="none"), CLASSES, SOFTMAX),
+    "its definition": (lambda f, y: f.logsumexp(1) - f.gather(1, y.unsqueeze(1)).squeeze(1), CLASSES, SOFTMAX),
+    "a function of events": (
+        lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="none"),
+        HIT,
+        co.likelihoods.Bernoulli(),
+    ),
+}
+WRONG = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
+
+
+def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.Linearization:
+    """A network trained to these outputs: its inputs times the identity."""
+    model = nn.Linear(C, C).to(dtype)
+    model.load_state_dict({"weight": torch.eye(C), "bias": torch.zeros(C)})
+    targets = targets.to(dtype) if targets.is_floating_point() else targets
+    return co.linearize(model, (outputs.to(dtype), targets), loss, parameters=["bias"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("loss", RIGHT)
+def test_rounding_refuses_no_loss(loss: str, outputs: str, dtype: torch.dtype) -> None:
+    given, targets, likelihood = RIGHT[loss]
+    found = co.GGN(with_outputs(OUTPUTS[outputs], targets, given, dtype)).to_dense().double()
+    f = OUTPUTS[outputs].to(dtype).double()
+    expected = (
+        likelihood.to(dtype=torch.float64)
+        .hessian_product(f, torch.eye(C).double()[:, None].expand(C, 6, C), targets)
+        .sum(1)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=100 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("loss", WRONG)
+def test_a_wrong_loss_is_refused_at_any_outputs(loss: str, outputs: str, dtype: torch.dtype) -> None:
+    given, targets = WRONG[loss]
+    with pytest.raises(ValueError, match="is not that of"):
+        with_outputs(OUTPUTS[outputs], targets, given, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize("gap", [1, 6, 17, 30, 60, 200])
+def test_rounding_refuses_no_hessian(gap: int, activation: type[nn.Module], dtype: torch.dtype) -> None:
+    """Of a network so confident that its gradient, and so its second derivatives, are rounding errors."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 5), activation(), nn.Linear(5, C)).to(dtype), normal(N, 2, dtype=dtype)
+    with torch.no_grad():
+        best, second = model(x).topk(2).values.unbind(1)
+        for parameter in model[2].parameters():
+            parameter *= gap / (best - second).min()
+    y = model(x).argmax(1)
+    lin = co.linearize(model, (x, y), CE())
+    found = co.Hessian(lin).to_dense().double()
+    double, at = copy.deepcopy(model).double(), lin.theta.double()
+    expected = torch.func.hessian(lambda theta: summed(CE(), double, x.double(), y, theta))(at)
+    size = 1 + model[2].weight.detach().double().norm() ** 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=float(100 * torch.finfo(dtype).eps * size))

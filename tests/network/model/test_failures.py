@@ -73,6 +73,39 @@ def test_errors_say_what_to_do(what: str) -> None:
     assert found is not None
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
+        return self.head(self.rnn(packed)[1][-1])
+
+
+@pytest.mark.parametrize("call", ["gradient", "product", "predict"])
+@pytest.mark.parametrize("what", ["lengths out of order", "a token beyond the table"])
+def test_values_of_later_points_say_what_to_do(what: str, call: str) -> None:
+    """The first two points show nothing, and no shape is new."""
+    if what == "lengths out of order":
+        model: nn.Module = Packed()
+        good: Any = (X[:, None].expand(7, 3, 4), torch.tensor([3, 3, 2, 2, 2, 1, 1]))
+        bad: Any = (good[0], torch.tensor([3, 3, 2, 2, 1, 3, 1]))
+        message = "the model failed on inputs.*enforce_sorted=False inside the model"
+    else:
+        model, good = tokens(), torch.ones(7, 4, dtype=torch.long)
+        bad = torch.cat([good[:6], torch.full((1, 4), 9)])
+        message = "the model failed on inputs.*compare the largest with num_embeddings"
+    lin = co.linearize(model, (good if call == "predict" else bad, Y), "classification")
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        if call == "predict":
+            co.laplace(lin, check_mode=False).predict(bad)
+        elif call == "gradient":
+            lin.gradient()
+        else:
+            co.GGN(lin) @ lin.theta
+
+
 DISTRIBUTIONS: dict[str, tuple[Any, Tensor, str]] = {
     "labels": (lambda f: distributions.Categorical(logits=f), Y + 5, "cannot score targets of torch.int64.*range and"),
     "scale": (
