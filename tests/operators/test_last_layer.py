@@ -116,3 +116,26 @@ def test_many_outputs_take_no_columns(likelihood: Any) -> None:
         with Largest() as largest:
             build(lin)
         assert largest.numbers <= 2 * outputs**2
+
+
+class Text(nn.Module):
+    """A language model; with `first` the vocabulary is at dimension 1, as torch's cross-entropy takes it."""
+
+    def __init__(self, vocabulary: int, first: bool) -> None:
+        super().__init__()
+        self.embedding, self.head, self.first = nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary), first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.head(self.embedding(tokens).tanh())
+        return found.movedim(-1, 1) if self.first else found
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", None])
+@pytest.mark.parametrize("first", [False, True])
+def test_checks_of_a_text_look_at_few_of_its_positions(first: bool, parameters: str | None) -> None:
+    """No result is larger than the outputs of the two points that the model is tried on."""
+    vocabulary, length = 300, 64
+    model, tokens = Text(vocabulary, first), torch.arange(3 * length).unflatten(0, (3, length))
+    with Largest() as largest:
+        co.linearize(model, (tokens, tokens), nn.CrossEntropyLoss() if first else "classification", parameters)
+    assert largest.numbers <= 2 * length * vocabulary
