@@ -198,7 +198,7 @@ def test_the_gradient_for_a_prior_goes_through_the_blocks_by_output() -> None:
     lin = co.linearize(model, (x, normal(20, 60)), lik.Gaussian(0.5), "last_layer")
     prior = torch.tensor(2.0).double().requires_grad_()
     dense = co.GGN(lin).to_dense()
-    expected = torch.linalg.slogdet(dense + prior * torch.eye(len(dense)))[1]
+    expected = torch.linalg.slogdet(dense + prior * torch.eye(len(dense)).double())[1]
     value = co.GGN(lin).add_diagonal(prior).logdet()
     (found,), (gradient,) = (torch.autograd.grad(each, prior) for each in (value, expected))
     torch.testing.assert_close(found, gradient, **TIGHT)

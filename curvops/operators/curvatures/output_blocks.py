@@ -35,6 +35,9 @@ class OutputBlocksForm(DirectSumForm):
         found: DirectSum = G.cache.get_or_compute("by output", G.representation(), self._blocks, G.representation()[1:])
         return found
 
+    def nearby_shift(self) -> Tensor:
+        return self.shift  # whether this form holds does not depend on it
+
     def _blocks(self) -> DirectSum:
         found = output_blocks(self.curvature.lin, self.curvature.output)
         keep(self.curvature, found, self._nbytes)
