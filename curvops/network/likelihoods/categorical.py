@@ -11,7 +11,15 @@ from torch import Tensor
 
 from curvops.checks import checked_number, checked_whole
 from curvops.network.data.inputs import within
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, weight_of
+from curvops.network.likelihoods.likelihood import (
+    HessianParts,
+    Likelihood,
+    OutputBlock,
+    Outputs,
+    RootBlock,
+    Weights,
+    weight_of,
+)
 
 
 class Categorical(Likelihood):
@@ -68,6 +76,12 @@ class Categorical(Likelihood):
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         p = f.softmax(-1)
         return self._curvature_weight(f, y, w) * p * _centre(u, p)
+
+    def hessian_parts(self, f: Outputs, y: Tensor, w: Weights = None) -> HessianParts:
+        p, weight = f.softmax(-1), self._curvature_weight(f, y, w)
+        top = p.argmax(-1, keepdim=True)
+        rest = (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
+        return HessianParts(weight * p * rest, weight.sqrt() * p)
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         log_p = f.log_softmax(-1)

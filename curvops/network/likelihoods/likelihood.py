@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,16 @@ Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | None
+
+
+class HessianParts(NamedTuple):
+    """H of each point by its diagonal h (n, C), and u (n, C) with -u u^T beside the diagonal; without u it is diagonal.
+
+    The diagonal is given, not h - u^2, so that no entry is a difference.
+    """
+
+    diagonal: Tensor
+    column: Tensor | None = None
 
 
 class Likelihood(ABC):
@@ -85,6 +96,10 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "{stop}-{start} n C"]:
         """Return some columns of a square root of H that has no more of them than H has rank, if one is known."""
         return self.root_product(f, unit_vectors(f, self.root_columns(f.shape[-1]), start, stop), y, w)
+
+    def hessian_parts(self, f: Outputs, y: Tensor, w: Weights = None) -> HessianParts | None:
+        """Return H by its parts, for sequences a row per position, or None; sums over H then need no root of it."""
+        return None
 
     @abstractmethod
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -178,6 +193,9 @@ class Independent(Likelihood):
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weigh(self.curvature(f, y) * u, w)
+
+    def hessian_parts(self, f: Outputs, y: Tensor, w: Weights = None) -> HessianParts:
+        return HessianParts(weigh(self.curvature(f, y).expand_as(f), w))
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weigh(self.curvature_root(f, y) * z, None if w is None else w.sqrt())

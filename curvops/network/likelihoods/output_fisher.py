@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint
 from curvops.network.data.batches import Batch
-from curvops.network.likelihoods.likelihood import Likelihood, unit_vectors
+from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, unit_vectors
 
 FisherKind = Literal["exact", "mc", "empirical"]
 
@@ -39,6 +39,10 @@ class OutputFisher(ABC):
         self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch
     ) -> Float[Tensor, "K n R"]:
         """Return Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
+
+    def hessian_parts(self, f: Float[Tensor, "n C"], batch: Batch) -> HessianParts | None:
+        """Return H by its parts, in float64, if they are known; see `Likelihood.hessian_parts`."""
+        return None
 
     def resume(self, kept: Checkpoint, device: torch.device) -> None:
         """Continue a saved run; if targets are drawn, with its draws and the state of its generator."""
@@ -79,6 +83,9 @@ class Exact(OutputFisher):
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+
+    def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
+        return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.targets, batch.weights)
 
     def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """Return the gradient of each point's negative log-likelihood in its outputs."""
@@ -149,6 +156,9 @@ class Narrow(FromColumns):
 
     def num_columns(self, num_outputs: int) -> int:
         return self.likelihood.narrow_columns(num_outputs)
+
+    def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
+        return self.exact.hessian_parts(f, batch)
 
     def all_columns(self, f: Tensor, batch: Batch) -> Tensor:
         return self.columns(f, batch, 0, self.num_columns(f.shape[1]))

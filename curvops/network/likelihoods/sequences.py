@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.layout import misplaced
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock
+from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
 
@@ -68,6 +68,9 @@ class Sequences(Likelihood):
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
         product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
         return self._join(product)
+
+    def hessian_parts(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> HessianParts | None:
+        return self.likelihood.hessian_parts(self._split(f), y.flatten(0, 1), self._each(w))
 
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
         product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._each(w))

@@ -37,8 +37,8 @@ class NotLogits(UserWarning):
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 ROUNDING = 64.0
 """Sums of probabilities within this many eps of 1 count as 1."""
-LOOKED_AT = 256
-"""How many rows of outputs are looked at for probabilities; a text has thousands, each over a whole vocabulary."""
+LOOKED_AT = 16
+"""How many positions of a point are looked at, or a few more: a text has thousands, each over a whole vocabulary."""
 SCORED = 2**16
 """How many numbers of targets, and of outputs, show whether a function of the user's couples the points of a batch."""
 FETCHED = 16
@@ -156,11 +156,30 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     """
     assert model.layout is not None
     y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
-    f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
-    likelihood.check_scores(f, rows)
-    _warn_of_no_curvature(likelihood, f, rows)
+    model.layout.targets(y)  # raises if these are targets of other positions
+    few = _at_few_positions(likelihood, model.layout, outputs, y)
+    f, rows = few[1].rows(few[2]).to(model.theta.dtype), few[1].targets(few[3])
+    few[0].check_scores(f, rows)
+    _warn_of_no_curvature(few[0], f, rows)
     if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
-        require_same_loss(spec, likelihood, model.layout, outputs, y, f)
+        if type(spec) is not nn.CrossEntropyLoss:  # a subclass may treat positions differently
+            few = likelihood, model.layout, outputs, y
+        require_same_loss(spec, *few, few[1].rows(few[2]).to(f.dtype))
+
+
+def _at_few_positions(
+    likelihood: Likelihood, layout: Layout, outputs: Tensor, y: Tensor
+) -> tuple[Likelihood, Layout, Tensor, Tensor]:
+    """Return outputs and targets at some positions of each point, if positions have one likelihood; else as given."""
+    if not layout.positions or likelihood.of_position.positions is not None:
+        return likelihood, layout, outputs, y
+    dims, step = len(layout.positions), max(1, layout.output_shape[0] // LOOKED_AT)
+    if layout.class_dim == 1:
+        outputs, y = (part.flatten(-dims)[..., ::step] for part in (outputs, y))
+    else:
+        outputs, y = (part.flatten(1, dims)[:, ::step] for part in (outputs, y))
+    layout = Layout(outputs.shape[1:], layout.class_dim)
+    return Sequences(likelihood.of_position, *layout.output_shape), layout, outputs, y
 
 
 def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -199,12 +218,13 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     generator = torch.Generator(device=f.device).manual_seed(0)
     noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
     of_loss = isinstance(likelihood.of_position, FromLoss)
+    times = max(1, LOOKED_AT // (len(f) * (likelihood.positions or 1)))
     for g in _trial_outputs(f, y, noise):
         try:
             if of_loss:
                 slopes = likelihood.hessian_product(g, noise, y)
             else:
-                slopes = likelihood.mc_residual(_repeat(g), _repeat(y), None, generator)
+                slopes = likelihood.mc_residual(_repeat(g, times), _repeat(y, times), None, generator)
         except (TypeError, ValueError, RuntimeError):
             return  # it cannot draw, or is not convex
         if bool(slopes.any()):
@@ -228,7 +248,7 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
         if f.shape[-1] % C:
             return  # outputs of another shape are refused later
         rows = f.reshape(-1, C)
-        rows = rows[:: max(1, len(rows) // LOOKED_AT)].double()
+        rows = rows[:: max(1, len(rows) // (2 * LOOKED_AT))].double()
         what = _normalised(rows, min(ROUNDING * torch.finfo(dtype).eps, 1e-2))
     elif isinstance(likelihood.of_position, Bernoulli) and isinstance(_last_module(model.module), nn.Sigmoid):
         last, what = "sigmoid", f"probabilities: the model ends with a sigmoid. The likelihood takes another, {WRONG}"
@@ -274,7 +294,7 @@ def _trial_outputs(f: Tensor, y: Tensor, noise: Tensor) -> Iterator[Tensor]:
         yield y + 1e-3 * noise
 
 
-def _repeat(x: Tensor, times: int = 8) -> Tensor:
+def _repeat(x: Tensor, times: int) -> Tensor:
     return torch.cat([x] * times)
 
 
@@ -298,7 +318,7 @@ def checked_layout(
                 f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row "
                 "per point."
             )
-        if not bool(outputs.isfinite().all()):
+        if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
         # The first pass may prepare what later ones use, and goes through other calls, so its outputs prove nothing.
         times = 17 if drew else 0 if torch.equal(first, returned) else 1

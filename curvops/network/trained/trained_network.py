@@ -356,7 +356,8 @@ class TrainedNetwork(NetworkOnData):
     def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
         """Return Σ_n Σ_r g[n, r]², elementwise, for rows g[n, r] of LᵀJ with H = L Lᵀ."""
         chunk = self.passes.chunk_bytes
-        groups = (group for _, groups in self.root_pieces(fisher.narrow, chunk) for group in groups)
+        pieces = self.root_pieces(fisher.narrow, chunk, apart=self.passes.engines.plan.is_last_layer)
+        groups = (group for _, groups in pieces for group in groups)
         return sum_squares(self.passes, groups, chunk)
 
     def gradient_rows(

@@ -32,6 +32,7 @@ from curvops.network.engines.layerwise import (
     in_parts,
     sensitivities,
 )
+from curvops.network.likelihoods.likelihood import HessianParts
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -65,7 +66,8 @@ class Group:
 
     `first` says whether these are the first columns of their points; `start` is the position of the first point in its
     batch; `positions` (n,) or (n, T) says which points, or which positions of a sequence, count (None if all do);
-    `weights` are those of the batch.
+    `weights` are those of the batch. With `hessian`, a last layer has its H (m, p) of all m positions in place of the
+    columns of a root: δ (n, 1, *out) is only the diagonal of H.
     """
 
     names: tuple[str, ...]
@@ -75,6 +77,7 @@ class Group:
     start: int = 0
     positions: Tensor | None = None
     weights: Tensor | None = None
+    hessian: HessianParts | None = None
 
     @property
     def num_points(self) -> int:
@@ -218,10 +221,12 @@ def each_group(
     recorded: Recording | None = None,
     advance: Callable[[int], None] | None = None,
     names: Container[str] | None = None,
+    sums: bool = False,
 ) -> Iterator[Group]:
     """Yield all groups of a batch, some columns at a time; `chunk` bounds the bytes of δ (at least one column).
 
-    With `names`, only groups that have some of these are yielded.
+    With `names`, only groups that have some of these are yielded. With `sums`, a last layer comes with H itself, if its
+    parts are known, in place of columns (`Group.hessian`).
     `score` is called with the outputs and the batch, `advance` with the number of rows, whenever some are done.
     `recorded` is an earlier pass over these inputs. If a layer runs differently for this many points than for those
     that were checked, half of them are computed at a time: the row of a point does not depend on the others.
@@ -234,7 +239,7 @@ def each_group(
         del outputs, calls, recorded
         for points in (slice(0, n // 2), slice(n // 2, n)):
             part = batch.labels(points), take(inputs, points)
-            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance, names):
+            for group in each_group(engines, *part, fisher, others, chunk, score, None, advance, names, sums):
                 yield replace(group, start=group.start + points.start)
         return
     if names is not None:
@@ -245,17 +250,41 @@ def each_group(
     positions = fisher.counted(batch)
     if positions is not None and bool(positions.all()):
         positions = None
-    columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
+    columns, last = fisher.num_columns(f.shape[1]), _last_alone(calls) if sums else None
+    H = None if last is None else _hessian_of(last.layer, fisher, f, batch)
+    calls = calls if H is None else [call for call in calls if call is not last]
+    step = chunk_size(calls, f.element_size(), chunk) if calls or others else columns
     for start in range(0, columns, step):
-        with torch.no_grad():
-            cotangents = fisher.columns(f, batch, start, min(columns, start + step))
-        deltas = _sensitivities(model, outputs, calls, cotangents)
-        yield from groups_of_calls(calls, deltas, start == 0, positions, batch.weights)
-        if others:
-            yield from _others(model, inputs, cotangents, others, start == 0, chunk)
+        stop = min(columns, start + step)
+        if calls or others:
+            with torch.no_grad():
+                cotangents = fisher.columns(f, batch, start, stop)
+            deltas = _sensitivities(model, outputs, calls, cotangents)
+            yield from groups_of_calls(calls, deltas, start == 0, positions, batch.weights)
+            if others:
+                yield from _others(model, inputs, cotangents, others, start == 0, chunk)
+            del deltas, cotangents  # before the next ones are made
         if advance is not None:
-            advance(cotangents.shape[0] * f.shape[0])
-        del deltas, cotangents  # before the next ones are made
+            advance((stop - start) * n)
+    if last is not None and H is not None:
+        part = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
+        own = tuple(sorted(last.layer.names.values()))
+        yield Group(own, (part,), positions=positions, weights=batch.weights, hessian=H)
+
+
+def _last_alone(calls: Sequence[Call]) -> Call | None:
+    """Return the call of the last layer, if its weight is selected and no other call shares its parameters."""
+    alone = (calls[members[0]] for members in group_calls(calls).values() if len(members) == 1)
+    return next((call for call in alone if call.layer.is_last and "weight" in call.layer.names), None)
+
+
+def _hessian_of(layer: Layer, fisher: OutputFisher, f: Float[Tensor, "n C"], batch: Batch) -> HessianParts | None:
+    """Return H at all positions of the last layer, if its parts are known and couple no two positions."""
+    with torch.no_grad():
+        H, width = fisher.hessian_parts(f, batch), layer.output[-1]
+    if H is None or not (H.column is None or H.column.shape[1] == width):
+        return None
+    return HessianParts(H.diagonal.double().reshape(-1, width), H.column)
 
 
 def unlike(names: Iterable[str]) -> str:

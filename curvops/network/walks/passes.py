@@ -400,9 +400,10 @@ class Passes(JacobianRows):
         """Yield rows of a square root of the curvature by layer: one forward pass, and one backward pass per column.
 
         They come some points at a time, as (number of points in and before the piece, rows), with all columns, so that
-        anything that depends only on a point is computed once; `apart` lets columns come in several groups, for more
-        points at a time. Pieces take about `chunk` bytes (their use takes several times that); those that end at or
-        before point `first` are left out. `score` is called with the outputs of each piece and its batch.
+        anything that depends only on a point is computed once. `apart` is for sums over columns: these may come in
+        several groups, for more points at a time, and a last layer may come with H itself (`Group.hessian`). Pieces
+        take about `chunk` bytes (their use takes several times that); those that end at or before point `first` are
+        left out. `score` is called with the outputs of each piece and its batch.
         """
         total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
         with self._steps("rows of the curvature's root", columns) as steps:
@@ -416,7 +417,7 @@ class Passes(JacobianRows):
                     if total > first:
                         label = batch.labels(points)
                         groups = each_group(
-                            self.engines, label, part, fisher, others, most, score, advance=steps.advance
+                            self.engines, label, part, fisher, others, most, score, advance=steps.advance, sums=apart
                         )
                         yield total, groups
                     else:

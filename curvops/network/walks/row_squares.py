@@ -106,6 +106,10 @@ def squares_of(group: Group, chunk_bytes: int) -> Blocks:
     matrices = group.matrices()
     if matrices is not None:
         assert group.layer is not None
+        if group.hessian is not None:  # the rows of different outputs and positions do not overlap
+            (_, right), h = matrices[0], group.hessian.diagonal
+            squares = h.to(right.dtype).mT @ right.flatten(0, 2).square()
+            return group.layer.from_matrix(squares.unsqueeze(0))
         return group.layer.from_matrix(OuterRows(matrices).second_moments(group.layer.width, chunk_bytes))
     total: Blocks = {}
     for rows in group.pieces(chunk_bytes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from curvops.checks import check_flag
 from curvops.linalg import Diagonal
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network import Empirical, Exact, OutputFisher, Passes, Sampled
 from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.output_blocks import OutputBlocksForm
 from curvops.operators.curvatures.sharded_curvature import ShardedCurvature, diagonal_of
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
@@ -44,19 +47,20 @@ class GGN(Curvature):
     """
 
     OPTIONS = ("draws",)
+    _damped_form: ClassVar[type[ClosedForm] | None] = OutputBlocksForm
 
     def __init__(
         self, lin: Linearization, mc_samples: int | None = None, generator: torch.Generator | None = None
     ) -> None:
         hyperparameters = lin.likelihood.hyperparameters
         if mc_samples is None:
-            super().__init__(lin.theta, *hyperparameters, lin=lin, draws=None, rows=None)
+            super().__init__(lin.theta, *hyperparameters, lin=lin, draws=None, rows=None, cache=Cache())
             return
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = lin.draw_residuals(mc_samples, generator)
         rows = lin.products.with_root(Sampled(lin.likelihood, draws))
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
-        super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows)
+        super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
 
     @classmethod
     def _of_shards(cls, lin: ShardedLinearization, **options: Any) -> LinearOperator:
@@ -75,11 +79,16 @@ class GGN(Curvature):
     def rows(self) -> Passes | None:
         return self._kwargs["rows"]
 
+    @property
+    def cache(self) -> Cache:
+        """The cache of its blocks by output."""
+        return self._kwargs["cache"]
+
     @classmethod
     def build_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         draws = options["draws"]
         rows = None if draws is None else lin.products.with_root(Sampled(lin.likelihood, draws))
-        return super().build_at(lin, hyperparameters, draws=draws, rows=rows)
+        return super().build_at(lin, hyperparameters, draws=draws, rows=rows, cache=Cache())
 
 
 class DiagonalGGN(UserOperator, Diagonal):

@@ -37,6 +37,7 @@ from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
 from curvops.matrix_products import multiply_each
 from curvops.network import Group, JacobianRows, Layer, OuterRows
+from curvops.operators.curvatures.output_blocks import OutputBlocksForm
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, FactorPair, fewer_positions, members, rotate
@@ -74,6 +75,13 @@ class Metric(ABC):
     @abstractmethod
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add to target the group's part of J P⁻¹ Jᵀ; return False if its layers do not fit the structure."""
+
+    def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
+        """Add the part of a last layer from its inputs alone; return False if P has no structure on its matrix."""
+        terms = self.last_layer_terms(layer, inputs)
+        for term in terms or ():
+            _add_last(target, *term)
+        return terms is not None
 
     def last_layer_terms(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         """Return the last layer's blocks and their share of its inputs; None if P has another structure."""
@@ -119,6 +127,8 @@ def point_covariances(
             found = None if rows is not None else _sum_by_kernel(jacobian, inverse, shape)
         elif isinstance(form, LayerBlocksForm):
             found = _sum_over_layers(walk, InEigenbases(walk, form, jacobian.shape[0] if rows is None else None), shape)
+        elif isinstance(form, OutputBlocksForm):
+            found = _sum_over_layers(walk, InOutputBlocks(form), shape)
         elif isinstance(form, DirectSumForm):
             found = _sum_over_layers(walk, InDenseBlocks(walk, form), shape)
         else:
@@ -173,11 +183,8 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
     """Add the part that comes from the last layer's inputs, if P has a structure on its matrix."""
     start = 0
     for layer, inputs in last:
-        terms = None if inputs is None else metric.last_layer_terms(layer, inputs)
-        if inputs is None or terms is None:
+        if inputs is None or not metric.add_last(total[start : start + len(inputs)], layer, inputs):
             return False
-        for term in terms:
-            _add_last(total[start : start + len(inputs)], *term)
         start += len(inputs)
     return True
 
@@ -371,6 +378,23 @@ class InEigenbases(InDenseBlocks):
         if len(names) == 1 or not all((name,) in self.layers for name in names.values()):
             return None
         return [(self.layers[(names[local],)], inputs[:, part]) for local, part in PARTS.items()]
+
+
+class InOutputBlocks(Metric):
+    """The inverse of a block for each output of a last layer plus a prior."""
+
+    def __init__(self, form: OutputBlocksForm) -> None:
+        self.form = form
+
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
+        """Return False: joint covariances of several points come from solves."""
+        return False
+
+    def add_last(self, target: Target, layer: Layer, inputs: Float[Tensor, "m q"]) -> bool:
+        variances = target if target.ndim == 2 else target.diagonal(dim1=1, dim2=2)
+        for own, form in zip(variances.unbind(1), self.form.forms):
+            own += (form.solve(inputs.mT).mT * inputs).sum(1)
+        return True
 
 
 def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:

@@ -123,6 +123,9 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
         block.apart = {} if layer is None else {local: layer.names[local] for local in PARTS}
         if group.first:
             _add_inputs(block, group, sharing)
+        if group.hessian is not None:  # no two positions are coupled, so that both ways of sharing have one factor
+            block.left.add_hessian(group.hessian)
+            continue
         if sharing == "reduce" and block.tokens is None:
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
         for left in lefts:

@@ -1,0 +1,216 @@
+"""A last layer, whose δ is the identity: sums over H use its own structure, at any number of outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import curvops as co
+from tests.linalg.samples import assert_covariance
+from tests.network.definitions import TIGHT, autograd_hessians, normal
+
+N, T, C, WIDTH = 6, 3, 4, 5
+LABELS = torch.tensor([0, 1, 2, 3, 3, 1])
+TOKENS = torch.tensor([[0, 1, 2], [2, -100, 1], [3, 0, 1], [1, 2, 0], [-100, -100, 3], [2, 2, 3]])
+EVENTS = (normal(N, C, seed=5) > 0).double()
+lik = co.likelihoods
+
+# likelihood, targets, sample weights
+LIKELIHOODS: dict[str, tuple[Any, Tensor, Tensor | None]] = {
+    "classes": (lik.Categorical(), LABELS, None),
+    "weighted points": (lik.Categorical(), LABELS, torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0, 1.0]).double()),
+    "weighted classes, smoothed, one ignored": (
+        lik.Categorical(torch.tensor([1.0, 2.0, 0.5, 3.0]).double(), ignore_index=1, label_smoothing=0.2),
+        LABELS,
+        None,
+    ),
+    "soft classes": (lik.Categorical(), normal(N, C, seed=3).softmax(1), None),
+    "events": (lik.Bernoulli(pos_weight=torch.arange(1.0, 5.0).double()), EVENTS, None),
+    "counts": (lik.Poisson(), EVENTS, torch.arange(6.0).double()),
+    "noises": (lik.Gaussian(torch.tensor([0.1, 1.0, 2.0, 5.0]).double()), normal(N, C), None),
+    "means and variances": (lik.HeteroscedasticGaussian(), normal(N, C // 2), None),
+    "tokens": (lik.Categorical(), TOKENS, None),
+    "weighted tokens": (lik.Categorical(), TOKENS, normal(N, T, seed=2).square()),
+    "a function, by columns": (lambda f, y: (f - y).cosh().log() + f.square().sum(1, keepdim=True), EVENTS, None),
+}
+
+
+def network(likelihood: Any, y: Tensor, width: int = WIDTH, outputs: int = C) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    return model, normal(len(y), T, 2) if y.ndim > 1 and y.shape[1] == T else normal(len(y), 2)
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", "2.weight", "2.bias", None])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_diagonal_is_that_of_the_products(name: str, parameters: str | None) -> None:
+    likelihood, y, w = LIKELIHOODS[name]
+    model, x = network(likelihood, y)
+    data = (x, y) if w is None else (x, y, w)
+    lin = co.linearize(model, data, likelihood, parameters=parameters, weights=w is not None)
+    expected = co.GGN(lin).to_dense().diagonal()
+    torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), expected, **TIGHT)
+    torch.testing.assert_close(co.GGN(lin).diagonal(), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("parameters", ["last_layer", "2.weight", None])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_kronecker_factor_of_the_outputs_is_the_sum_of_h(name: str, parameters: str | None, sharing: str) -> None:
+    likelihood, y, w = LIKELIHOODS[name]
+    model, x = network(likelihood, y)
+    data = (x, y) if w is None else (x, y, w)
+    lin = co.linearize(model, data, likelihood, parameters=parameters, weights=w is not None)
+    K = co.KFAC(lin, sharing=sharing)
+    last = K.blocks[-1].to_dense()
+    size = C * (WIDTH + (parameters != "2.weight"))
+    f = model(x).detach()
+    H = autograd_hessians(lin.likelihood, f.flatten(1), y, w) if name != "means and variances" else None
+    if H is None:
+        s = f[:, C // 2 :]
+        H = torch.diag_embed(torch.cat([(-s).exp(), torch.full_like(s, 0.5)], 1))
+    blocks = H.unflatten(1, (-1, C)).unflatten(3, (-1, C)).diagonal(dim1=1, dim2=3)  # (N, C, C, T)
+    B = blocks.sum((0, 3))
+    # The block is B ⊗ A / count: its partial trace over the inputs is B up to a number.
+    assert last.shape == (size, size)
+    partial = last.unflatten(0, (C, -1)).unflatten(2, (C, -1)).diagonal(dim1=1, dim2=3).sum(-1)
+    torch.testing.assert_close(partial / partial.trace(), B / B.trace(), **TIGHT)
+
+
+def test_confident_classes_lose_no_digits() -> None:
+    """The variances p(1 − p) of probabilities next to 1, which are no differences, in the diagonal and in KFAC."""
+    model = nn.Linear(1, 3, bias=False).double()
+    model.weight.data = torch.tensor([[30.0], [-2.0], [-5.0]]).double()
+    lin = co.linearize(model, (torch.ones(1, 1).double(), torch.zeros(1).long()), "classification")
+    p = model.weight.detach().flatten().softmax(0)
+    top = p[1:].sum() * p[0]
+    expected = torch.cat([top[None], p[1:] * (1 - p[1:])])
+    for found in (co.DiagonalGGN(lin).diagonal(), co.KFAC(lin).diagonal()):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in any result."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, Tensor) and not any(result.alias_info for result in func._schema.returns):
+                self.numbers = max(self.numbers, each.numel())
+        return found
+
+
+@pytest.mark.parametrize("likelihood", [lik.Categorical(), lik.Bernoulli()], ids=["classes", "events"])
+def test_many_outputs_take_no_columns(likelihood: Any) -> None:
+    points, outputs = 100, 150
+    y = torch.arange(points) % outputs
+    y = y if isinstance(likelihood, lik.Categorical) else nn.functional.one_hot(y, outputs)
+    model, x = network(likelihood, y, outputs=outputs)
+    lin = co.linearize(model, (x, y), likelihood, parameters="last_layer")
+    for build in (co.DiagonalGGN, co.KFAC):
+        with Largest() as largest:
+            build(lin)
+        assert largest.numbers <= 2 * outputs**2
+
+
+class Text(nn.Module):
+    """A language model; with `first` the vocabulary is at dimension 1, as torch's cross-entropy takes it."""
+
+    def __init__(self, vocabulary: int, first: bool) -> None:
+        super().__init__()
+        self.embedding, self.head, self.first = nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary), first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.head(self.embedding(tokens).tanh())
+        return found.movedim(-1, 1) if self.first else found
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", None])
+@pytest.mark.parametrize("first", [False, True])
+def test_checks_of_a_text_look_at_few_of_its_positions(first: bool, parameters: str | None) -> None:
+    """No result is larger than the outputs of the two points that the model is tried on."""
+    vocabulary, length = 300, 64
+    model, tokens = Text(vocabulary, first), torch.arange(3 * length).unflatten(0, (3, length))
+    with Largest() as largest:
+        co.linearize(model, (tokens, tokens), nn.CrossEntropyLoss() if first else "classification", parameters)
+    assert largest.numbers <= 2 * length * vocabulary
+
+
+BY_OUTPUT: dict[str, tuple[Any, Tensor, Tensor | None]] = {
+    "events": (lik.Bernoulli(), (normal(20, 60, seed=5) > 1).double(), None),
+    "events at positions": (lik.Bernoulli(), (normal(20, T, 60, seed=5) > 1).double(), normal(20, T, seed=2).square()),
+    "counts of weighted points": (lik.Poisson(), (normal(20, 60, seed=5) > 1).double(), normal(20, seed=2).square()),
+    "noises": (lik.Gaussian(torch.linspace(0.1, 2.0, 60).double()), normal(20, 60), None),
+    "one noise": (lik.Gaussian(0.3), normal(20, 60), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("parameters", ["last_layer", "2.weight"])
+@pytest.mark.parametrize("name", BY_OUTPUT)
+def test_a_posterior_over_outputs_that_do_not_interact_is_solved_output_by_output(
+    name: str, parameters: str, dtype: torch.dtype
+) -> None:
+    likelihood, y, w = BY_OUTPUT[name]
+    model, x = network(likelihood, y, outputs=60)
+    data = (x, y) if w is None else (x, y, w)
+    kept = co.linearize(model, data, likelihood, parameters, weights=w is not None)
+    dense = co.GGN(kept).to_dense()
+    lin = kept.cast(dtype)
+    tight = TIGHT if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
+    D = lin.num_parameters
+    prior = torch.linspace(0.5, 2.0, D).double()
+    expected = dense + prior.diag()
+    P = co.GGN(lin).add_diagonal(prior.to(dtype))
+    b = normal(D, 3, seed=9)
+
+    def close(found: Tensor, value: Tensor) -> None:
+        torch.testing.assert_close(found.double(), value, **tight)
+
+    close(P.solve(b.to(dtype)), torch.linalg.solve(expected, b))
+    close(P.inverse().diagonal(), expected.inverse().diagonal())
+    assert "closed form" in set(P.plan().chosen.values())
+    post = co.laplace(lin, co.GGN(lin), prior_precision=prior.to(dtype), check_mode=False)
+    assert set(post.plan(20).chosen.values()) == {"closed form"}
+    at = normal(4, *x.shape[1:], seed=11)
+    J = kept.jacobian(at).to_dense()
+    covariance = J @ torch.linalg.solve(expected, J.mT)
+    blocks = covariance.unflatten(0, (-1, 60)).unflatten(2, (-1, 60)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    predicted = post.predict(at.to(dtype))
+    close(predicted.variance.reshape(-1, 60), blocks.diagonal(dim1=1, dim2=2))
+    close(predicted.covariance_matrix.reshape(-1, 60, 60), blocks)
+    together = post.predict(at.to(dtype), joint=True).covariance_matrix
+    close(together, covariance)
+    ratio = torch.linalg.slogdet(expected)[1] - prior.log().sum()
+    close(post.log_evidence().log_determinant_ratio.value, ratio)
+    if dtype == torch.float64:
+        assert_covariance(lambda k, generator: co.linalg.draw(P.inverse(), k, generator), expected.inverse())
+
+
+def test_the_gradient_for_a_prior_goes_through_the_blocks_by_output() -> None:
+    model, x = network(None, normal(20, 60), outputs=60)
+    lin = co.linearize(model, (x, normal(20, 60)), lik.Gaussian(0.5), "last_layer")
+    prior = torch.tensor(2.0).double().requires_grad_()
+    dense = co.GGN(lin).to_dense()
+    expected = torch.linalg.slogdet(dense + prior * torch.eye(len(dense)).double())[1]
+    value = co.GGN(lin).add_diagonal(prior).logdet()
+    (found,), (gradient,) = (torch.autograd.grad(each, prior) for each in (value, expected))
+    torch.testing.assert_close(found, gradient, **TIGHT)
+
+
+def test_blocks_by_output_follow_a_noise_that_changes_in_place() -> None:
+    noise = torch.full((60,), 0.5).double()
+    model, x = network(None, normal(20, 60), outputs=60)
+    lin = co.linearize(model, (x, normal(20, 60)), lik.Gaussian(noise.requires_grad_()), "last_layer")
+    with torch.no_grad():
+        G, b = co.GGN(lin), normal(lin.num_parameters, 1)
+        for value in (0.5, 0.1):
+            noise.fill_(value)
+            for P in (G.add_diagonal(1.0), G.add_diagonal(2.0)):
+                assert P.plan().chosen and torch.allclose(P @ P.solve(b), b, rtol=1e-9, atol=1e-10)
