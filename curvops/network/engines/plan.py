@@ -20,8 +20,7 @@ Each visit of a layer costs `OVERHEAD` multiply-adds, whatever the layer's size:
 per block by the layerwise engine. These visits are most of the cost of small networks.
 
 - formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
-  build: a forward pass and C backward passes for each point alone, of which at most `ALONE` take as long as one of a
-  batch. It pays if outputs are few.
+  build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
 
 The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced. This is
 the ski-rental bound: the cost is never more than twice the best one, and a solver whose block narrows does not make two
@@ -51,11 +50,9 @@ SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
 RECORDING = 7 / 3
 OVERHEAD = 2e7
-ALONE = 16
-"""The most passes over one point that take as long as one over a batch."""
 THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75, "formed": 0.25}
 """How often a product visits the layers, as measured, in units of the recorded engine's visits."""
-THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0, "formed": 0.0}
+THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,10 +167,10 @@ class Plan(Tabular):
             return (1 + 2 * self.num_outputs) / (3 * columns) + self.num_outputs / 3 + 1
         return STREAMED if routes.pushes == "forward mode" else STREAMED_TWICE
 
-    def build(self, kind: EngineKind, points: int = ALONE) -> float:
+    def build(self, kind: EngineKind) -> float:
         """Return the expected gradients for building an engine for a batch."""
         if kind == "formed":
-            return min(points, ALONE) * (1 + 2 * self.num_outputs) / 3
+            return (1 + 2 * self.num_outputs) / 3
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
@@ -194,18 +191,23 @@ class Plan(Tabular):
         expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
 
         def cost(kind: EngineKind) -> float:
-            total = 0.0 if kind == built else self.build(kind, points) + self._overhead(THROUGH_TO_BUILD[kind], points)
+            total = 0.0 if kind == built else self.cost_to_build(kind, points)
             for width, count in expected.items():
                 shared = width if kind == "layerwise" else 1
-                fixed = self._overhead(THROUGH[kind], points) / shared
+                fixed = self.overhead(THROUGH[kind], points) / shared
                 if kind == "layerwise" and self.rest is not None:
-                    fixed += self._overhead(THROUGH["recorded"], points)
+                    fixed += self.overhead(THROUGH["recorded"], points)
                 total += count * (self.per_vector(kind, width) + fixed)
             return round(total, 9)  # rounded, so that ties go to the first kind, which keeps least
 
         return min(allowed, key=cost)
 
-    def _overhead(self, through: float, points: int) -> float:
+    def cost_to_build(self, kind: EngineKind, points: int) -> float:
+        """Return `build` with the visits of layers; for rows, the passes of each point visit them anew."""
+        through = points * (1 + self.num_outputs / 2) if kind == "formed" else THROUGH_TO_BUILD[kind]
+        return self.build(kind) + self.overhead(through, points)
+
+    def overhead(self, through: float, points: int) -> float:
         """Return the cost of that many visits of all layers, in gradients of a batch, whatever the layers' sizes."""
         visits = len(self.layers) + len({name.rpartition(".")[0] for name in self.others})
         return through * OVERHEAD * visits / (3 * max(1, self.forward * points))
