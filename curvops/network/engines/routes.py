@@ -302,8 +302,9 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class _Operations(EagerMode):
-    """The operations of a pass: the bytes of their results, the multiply-adds of those that torch counts, and whether a
-    differentiated table has a padding row.
+    """The operations of a pass: their bytes, their multiply-adds, and whether they look up a padding row.
+
+    Bytes are those of results; multiply-adds those of the operations that torch counts.
     """
 
     def __init__(self) -> None:
