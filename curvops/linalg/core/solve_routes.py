@@ -294,7 +294,7 @@ def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, *obstac
         p.gram_cost,
         nbytes,
         (not p.scalar, "the prior precision is not a single number"),
-        (p.gram_cost == math.inf, "it needs layer rules for all weights, and the exact GGN of these data only"),
+        (p.gram_cost == math.inf, "it needs the exact GGN of these data only"),
         (s.recorded, NO_GRADIENT),
         (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in total"),
         (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights per output"),

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
 from curvops.network.engines.norm_tangents import NormTangents
 from curvops.network.engines.replay import Held, Recorder, Replay, extent
+from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock
 
@@ -142,6 +143,42 @@ class Recorded:
         return self._graph.pull(cotangents)
 
 
+class Formed:
+    """The engine of few outputs: the rows of J of one batch, or of Lᵀ J for a root L, as a matrix.
+
+    Building it costs a forward pass and a backward pass per row for each point alone. Products then take no pass.
+    `at_once` is as in `Streamed`.
+    """
+
+    kind = "formed"
+
+    def __init__(self, model: Model, inputs: Any, at_once: int, root: Root = IDENTITY) -> None:
+        self._layout = model.selection
+        self.outputs = Streamed(model, inputs, self._layout.names, at_once=at_once).outputs
+        n, columns = len(self.outputs), root.num_columns(self.outputs.shape[1])
+        with torch.no_grad():
+            cotangents = root.columns(self.outputs, 0, columns)
+        self._rows = model.theta.new_empty(n, columns, self._layout.size)
+        for i, rows in enumerate(self._rows):
+            graph = record_graph(model, take(inputs, slice(i, i + 1)), self._layout.names)
+            pulled = graph.pull(cotangents[:, i : i + 1], keep=False)
+            for name, target in self._layout.named(rows).items():
+                target.copy_(pulled[name])
+        self.nbytes = self._rows.nbytes
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        """Return Lᵀ J V for K tangents by name, (K, *shape) each."""
+        with torch.no_grad():
+            rows = self._layout.named(self._rows.flatten(0, 1))
+            pushed = [_as_matrix(tangents[name]) @ _as_matrix(each).mT for name, each in rows.items()]
+            return torch.stack(pushed).sum(0).unflatten(1, self._rows.shape[:2])
+
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
+        """Return Jᵀ L U for K cotangents, by name, (K, *shape) each."""
+        with torch.no_grad():
+            return OneBlock(self._layout, cotangents.flatten(1) @ self._rows.flatten(0, 1))
+
+
 def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
     """Return one recorded forward-mode pass over the tangents; None if it fails or cannot be run again."""
     recorder = Recorder()
@@ -257,6 +294,10 @@ def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
 def _stack(rows: list[Tensor]) -> Tensor:
     """Return the rows as one tensor; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+
+def _as_matrix(block: Float[Tensor, "K *shape"]) -> Float[Tensor, "K d"]:
+    return block.reshape(len(block), -1)
 
 
 def _own_storage(view: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.freed_memory import give_back_freed
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
-from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
+from curvops.network.engines.autodiff import Formed, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
     MAPPED_BYTES,
     Call,
@@ -171,6 +171,8 @@ class Engines:
         """
         if kind == "layerwise":
             return self._prove_layerwise(inputs, room, root, dtype)
+        if kind == "formed":
+            return Formed(self.model, inputs, self.forward_points, root)
         engine = self._autodiff(kind, inputs, room)
         return RootJacobian(engine, root) if root is not IDENTITY else engine
 
@@ -365,6 +367,7 @@ class Engines:
             others=others,
             num_outputs=self._num_outputs,
             itemsize=self.model.theta.element_size(),
+            size=self.model.selection.size,
             routes=self._routes_of(names),
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,

@@ -19,6 +19,9 @@ Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each,
 Each visit of a layer costs `OVERHEAD` multiply-adds, whatever the layer's size: one visit per vector by autodiff, one
 per block by the layerwise engine. These visits are most of the cost of small networks.
 
+- formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
+  build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
+
 The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced. This is
 the ski-rental bound: the cost is never more than twice the best one, and a solver whose block narrows does not make two
 engines alternate. After the first product it expects at least `SOLVER` vectors: a second product means a solver, and
@@ -40,14 +43,14 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
 from curvops.summary import Table, Tabular
 
-EngineKind = Literal["streamed", "recorded", "layerwise"]
+EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
 READ = 12
 SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
 RECORDING = 7 / 3
 OVERHEAD = 2e7
-THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75}
+THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75, "formed": 0.25}
 """How often a product visits the layers, as measured, in units of the recorded engine's visits."""
 THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
 
@@ -66,6 +69,7 @@ class Plan(Tabular):
     others: dict[str, str]
     num_outputs: int
     itemsize: int
+    size: int  # the numbers of all selected parameters
     routes: Routes  # of all selected parameters
     rest: Routes | None  # of `others`
     memory_budget: int
@@ -78,7 +82,8 @@ class Plan(Tabular):
     @cached_property
     def forward(self) -> int:
         """The multiply-adds of one forward pass of one point, as far as they are known."""
-        return sum(layer.multiply_adds for layer in self.layers)
+        of_layers = sum(layer.multiply_adds for layer in self.layers)
+        return max(of_layers, self.routes.multiply_adds) if self.others else of_layers
 
     @cached_property
     def layerwise_bytes(self) -> int:
@@ -103,12 +108,14 @@ class Plan(Tabular):
 
     def bytes_needed(self, kind: EngineKind) -> int:
         """Return the bytes per point that an engine keeps."""
+        if kind == "formed":
+            return self.num_outputs * self.size * self.itemsize
         return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
     @cached_property
     def most_bytes(self) -> int:
-        """The largest number of bytes per point that an engine keeps, among the candidates."""
-        return max(map(self.bytes_needed, self.candidates()))
+        """The largest number of bytes per point that an engine keeps, among the candidates for any number of points."""
+        return max(self.bytes_needed(kind) for kind in self.candidates() if kind != "formed")
 
     def records(self, kind: EngineKind) -> bool:
         """Return whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
@@ -126,9 +133,10 @@ class Plan(Tabular):
             return ("streamed",)
         if self.compute_dtype is not None:  # other engines would multiply by a different, unrounded J
             return ("layerwise",)
+        formed: tuple[EngineKind, ...] = ("formed",) if self.engine == "auto" and self.others else ()
         if self.engine == "autodiff" or self.unlike or not self.layers:
-            return ("streamed", *recorded)
-        return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise")
+            return ("streamed", *recorded, *formed)
+        return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise", *formed)
 
     @property
     def prefers_layerwise(self) -> bool:
@@ -144,6 +152,8 @@ class Plan(Tabular):
 
     def per_vector(self, kind: EngineKind, columns: int = 1) -> float:
         """Return the expected gradients per product with one vector, in a block of `columns`."""
+        if kind == "formed":
+            return 2 * self.num_outputs * self.size * (1 + READ / columns) / (3 * max(1, self.forward))
         if kind != "layerwise":
             return self._autodiff(self.routes, columns, kept=kind == "recorded")
         work = sum(self._product(layer) + READ * self._read(layer) / columns for layer in self.layers)
@@ -159,6 +169,8 @@ class Plan(Tabular):
 
     def build(self, kind: EngineKind) -> float:
         """Return the expected gradients for building an engine for a batch."""
+        if kind == "formed":
+            return (1 + 2 * self.num_outputs) / 3
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
@@ -179,20 +191,26 @@ class Plan(Tabular):
         expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
 
         def cost(kind: EngineKind) -> float:
-            total = 0.0 if kind == built else self.build(kind) + self._overhead(THROUGH_TO_BUILD[kind], points)
+            total = 0.0 if kind == built else self.cost_to_build(kind, points)
             for width, count in expected.items():
                 shared = width if kind == "layerwise" else 1
-                fixed = self._overhead(THROUGH[kind], points) / shared
+                fixed = self.overhead(THROUGH[kind], points) / shared
                 if kind == "layerwise" and self.rest is not None:
-                    fixed += self._overhead(THROUGH["recorded"], points)
+                    fixed += self.overhead(THROUGH["recorded"], points)
                 total += count * (self.per_vector(kind, width) + fixed)
             return round(total, 9)  # rounded, so that ties go to the first kind, which keeps least
 
         return min(allowed, key=cost)
 
-    def _overhead(self, through: float, points: int) -> float:
+    def cost_to_build(self, kind: EngineKind, points: int) -> float:
+        """Return `build` with the visits of layers; for rows, the passes of each point visit them anew."""
+        through = points * (1 + self.num_outputs / 2) if kind == "formed" else THROUGH_TO_BUILD[kind]
+        return self.build(kind) + self.overhead(through, points)
+
+    def overhead(self, through: float, points: int) -> float:
         """Return the cost of that many visits of all layers, in gradients of a batch, whatever the layers' sizes."""
-        return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
+        visits = len(self.layers) + len({name.rpartition(".")[0] for name in self.others})
+        return through * OVERHEAD * visits / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:
         return not (layer.is_last or layer.feeds_last) and layer.as_rows(self.num_outputs)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.flop_counter import flop_registry
 
 from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import num_points, take
@@ -41,9 +42,9 @@ class Routes:
 
     `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
     (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
-    graph alone. `made_bytes` are those of the results of all operations of a pass. `shared_bytes` is what a streamed
-    pass of both modes keeps, 0 if there is no such pass. `why` is the reason why only rows remain, without forward mode
-    and double backward.
+    graph alone. `made_bytes` are those of the results of all operations of a pass, `multiply_adds` (per point) those of
+    its matrix products and convolutions. `shared_bytes` is what a streamed pass of both modes keeps, 0 if there is no
+    such pass. `why` is the reason why only rows remain, without forward mode and double backward.
     """
 
     pushes: Pushes
@@ -52,6 +53,7 @@ class Routes:
     saved_bytes: int
     recorded_bytes: int
     made_bytes: int
+    multiply_adds: int
     shared_bytes: int = 0
     why: str = ""
     tried: bool = True
@@ -136,15 +138,15 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
     """
     reference = Reference(model, inputs, names)
     seen = _operations_of(model, inputs, names)
-    made = seen.nbytes // num_points(inputs)
+    made, work = (total // num_points(inputs) for total in (seen.nbytes, seen.multiply_adds))
     # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
     if not seen.looks_up_padding and _forward_mode_works(reference):
         saved, shared = reference.saved_bytes, _shared_bytes(reference)
-        routes = Routes("forward mode", True, True, saved, saved, made, shared, tried=False)
+        routes = Routes("forward mode", True, True, saved, saved, made, work, shared, tried=False)
         return _try_replay(routes, reference, record_replay(model, inputs, names)) if keep else routes
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
-    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, made, why=why)
+    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, made, work, why=why)
 
 
 def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
@@ -300,17 +302,22 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class _Operations(EagerMode):
-    """The operations of a pass: the bytes of their results, and whether a differentiated table has a padding row."""
+    """The operations of a pass: their bytes, their multiply-adds, and whether they look up a padding row.
+
+    Bytes are those of results; multiply-adds those of the operations that torch counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes, self.looks_up_padding = 0, False
+        self.nbytes, self.multiply_adds, self.looks_up_padding = 0, 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.embedding.default:
             padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
             self.looks_up_padding = self.looks_up_padding or (padding >= 0 and args[0].requires_grad)
         results = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.multiply_adds += count(*args, **(kwargs or {}), out_val=results) // 2
         if not any(result.alias_info for result in func._schema.returns):  # neither views nor written in place
             self.nbytes += sum(result.nbytes for result in tensors_in(results) if result.layout is torch.strided)
         return results

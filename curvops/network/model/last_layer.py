@@ -6,41 +6,49 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import ParametrizationList
 
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
 
-# Linear or affine in every differentiated input: views, casts, choices, sums, means, paddings, resampling.
+# Linear or affine in every differentiated input: views, casts, choices, sums, means, scatters, paddings, resampling.
 LINEAR = {
     "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D",
-    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index",
-    "IndexSelect", "MaskedFill", "Mean", "Neg", "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub",
-    "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose",
-    "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
+    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Copy", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index",
+    "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "MaskedFill", "MaskedScatter", "MaskedSelect", "Mean", "Neg",
+    "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub", "Scatter", "ScatterAdd", "Select",
+    "SelectScatter", "Slice", "SliceScatter", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "Take",
+    "ToCopy", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D",
+    "View", "Where",
 }  # fmt: skip
+# Linear if they add up or average, and not if they take the largest.
+REDUCTIONS = {"ScatterReduce", "SegmentReduce"}
 # Linear in one factor if the others are constants.
-PRODUCTS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Convolution", "Linear", "Mul", "Div"}
-REMEDY = "name its parameters by globs, as parameters='head.*'"
+PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Linear", "Mm", "Mul", "Mv", "SparseAddmm"}
+SHOWN = 3
+"""The number of layers that a message names."""
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     """Return the names of the parameters of the single layer in whose output the model's output is linear.
 
-    Views, choices, permutations, sums, means and products with constants may follow the layer. For a model given as a
-    function, these are the parameters of the last product and those added to it. A tied weight is given its first name
-    in the model. Costs one forward pass.
+    Views, choices, permutations, sums (over the atoms of a molecule, say), means and products with constants may follow
+    the layer; parameters that are added to its output belong to it. Of modules around each other that own parameters it
+    is the innermost. For a model given as a function, these are the parameters of the last product and those added to
+    it. A tied weight is given its first name in the model. Costs one forward pass.
 
     Raises ValueError if there is no such layer, for example if the outputs are a softmax or a sum over two layers.
     """
     if model.module is None:
-        found = _of_function(model, inputs)
+        found, why, remedy = _of_function(model, inputs), "or of no single product", "parameters='head.*'"
     else:
-        layer = layer_of_outputs(model, inputs)
-        found = () if layer is None else _names(model, layer)
+        search = _Search(model, inputs)
+        found, why, remedy = search.names, search.why, search.remedy
     if not found:
         raise ValueError(
-            "parameters='last_layer': the model's output is not linear in the output of one layer (a softmax, a sum of "
-            f"branches or parameters outside a layer come after it); {REMEDY}."
+            f"parameters='last_layer': the model's output is not linear in the output of one layer ({why}); name its "
+            f"parameters by globs, as {remedy}."
         )
     return found
 
@@ -50,43 +58,98 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
 
     The model must be a module. One forward pass.
     """
-    assert model.module is not None
-    calls: list[tuple[nn.Module, Node]] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            calls.append((module, output.grad_fn))
-
-    own = [module for module in model.module.modules() if any(True for _ in module.parameters(recurse=False))]
-    handles = [module.register_forward_hook(note) for module in own]
-    try:
-        with model.differentiating():
-            outputs = model.raw(model.leaves(), inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found: dict[int, nn.Module] = {}
-    waiting, seen = [outputs.grad_fn], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        here = {id(module): module for module, made in calls if made is node}
-        found |= here
-        if here:
-            continue
-        if _is_linear(node):
-            waiting += _parents(node)
-        else:
-            return None
-    return next(iter(found.values())) if len(found) == 1 else None
+    search = _Search(model, inputs)
+    return None if search.why or search.added else search.layers[0]
 
 
-def _names(model: Model, layer: nn.Module) -> tuple[str, ...]:
-    assert model.module is not None
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    return tuple(names[id(parameter)] for parameter in layer.parameters(recurse=False))
+class _Search:
+    """The layers, and other parameters, in which a module's outputs are linear, by one forward pass.
+
+    `why` is a sentence on why these are not one layer; empty if they are.
+    """
+
+    def __init__(self, model: Model, inputs: Inputs) -> None:
+        assert model.module is not None
+        self.module, self.paths = model.module, model.paths
+        self.layers: list[nn.Module] = []
+        self.added: dict[str, None] = {}
+        self.calls: list[tuple[nn.Module, Node]] = []
+        leaves = model.leaves()
+        outputs = self._run(model, leaves, inputs)
+        self.why = self._follow(outputs.grad_fn, {id(leaf): name for name, leaf in leaves.items()})
+
+    def _run(self, model: Model, leaves: Blocks, inputs: Inputs) -> Tensor:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                self.calls.append((module, output.grad_fn))
+
+        handles = [layer.register_forward_hook(note) for layer in _innermost(self.module)]
+        try:
+            with model.differentiating():
+                return model.raw(leaves, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _follow(self, last: Node | None, names: dict[int, str]) -> str:
+        """Note the layers behind the outputs, through linear operations; return why they are not one."""
+        found: dict[nn.Module, None] = {}
+        waiting, seen = [last], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            layer = next((module for module, made in self.calls if made is node), None)
+            if layer is not None:
+                found[layer] = None
+            elif (name := names.get(id(getattr(node, "variable", None)))) is not None:
+                self.added[name] = None
+            elif _is_linear(node):
+                waiting += _parents(node)
+            elif _kind(node) in PRODUCTS:
+                return f"they come from a product of parts that both depend on parameters, {node.name()}"
+            else:
+                return f"they come from {node.name()}, which is not linear"
+        self.layers = [*found]
+        if len(found) == 1:
+            return ""
+        if not found:
+            return "no layer with parameters is called before them"
+        return f"they add up the outputs of {_listed([self.paths[layer] for layer in found])}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the layer's parameters and of those added to its output; none if there is not one layer."""
+        own = () if self.why else (*_names(self.module, self.layers[0]), *self.added)
+        return tuple(dict.fromkeys(own))
+
+    @property
+    def remedy(self) -> str:
+        """The parameters of the layers that ran last, as arguments."""
+        ran = dict.fromkeys(layer for layer, _ in reversed(self.calls))
+        globs = [f"{self.paths[layer]}.*".lstrip(".") for layer in [*ran][:SHOWN]]
+        first, *rest = globs or ["head.*"]
+        return f"parameters={first!r}" + (f" (layers before it: {_listed(rest)})" if rest else "")
+
+
+def _innermost(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that own parameters and contain no other such module, except for parametrisations."""
+    own = {
+        part: None
+        for part in module.modules()
+        if any(True for _ in part.parameters(recurse=False)) and not isinstance(part, ParametrizationList)
+    }
+    return [part for part in own if not any(other in own for other in part.modules() if other is not part)]
+
+
+def _names(module: nn.Module, layer: nn.Module) -> list[str]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for parameter in layer.parameters()]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
@@ -119,6 +182,8 @@ def _is_linear(node: Node) -> bool:
     """Return whether the result of a node is linear or affine in every differentiated input."""
     if _kind(node) == "Div" and node.next_functions[1][0] is not None:
         return False
+    if _kind(node) in REDUCTIONS:
+        return getattr(node, "_saved_reduce", "") in ("sum", "mean")
     return _kind(node) in LINEAR or (_kind(node) in PRODUCTS and len(_parents(node)) == 1)
 
 
@@ -127,4 +192,4 @@ def _parents(node: Node) -> list[Node]:
 
 
 def _kind(node: Node) -> str:
-    return node.name().partition("Backward")[0]
+    return node.name().rpartition("::")[2].partition("Backward")[0]

@@ -79,21 +79,27 @@ def work_of_pixels(x: int, y: int, c: int, q: int, dims: int) -> float:
 def gram_cost(plan: Plan, points: int) -> float:
     """Return how many gradients of the data J Jᵀ costs, under a prior that is constant on each tensor.
 
-    It counts the passes for δ, once for each set of layers or panel of points, and the products. The result is ∞ if a
-    parameter has no layer rule.
+    It counts the passes for δ, once for each set of layers or panel of points, and the products. Parameters without a
+    layer rule take passes over each point alone instead. The result is ∞ if the work of a gradient is unknown.
     """
-    if plan.others or not plan.forward:
+    if not plan.forward:
         return math.inf
     columns, room = plan.num_outputs, plan.memory_budget // 2
+    ruled = {name: layer.shape_of(local).numel() for layer in plan.layers for local, name in layer.names.items()}
+    others = plan.size - sum(ruled.values())
     sets, share = layer_sets(plan, points, room)
     walks, together = float(len(sets)), points
     if share == HELD_OF_SOME:
-        held = sum(_numbers(layer, columns) for layer in plan.layers) * plan.itemsize * points
+        held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
         panels = min(points, math.ceil(held / max(1, share * room)))  # a point at a time if there is room for none
         walks, together = (panels + 1) / 2, math.ceil(points / panels)
     pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
+    pairs += others * (columns * points) ** 2 / 2
     gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
-    return PASS * walks * (1 + columns) / 3 + PRODUCT * pairs / gradient
+    each = PASS * (1 + columns) / 3
+    if plan.others:
+        each += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
+    return walks * each + PRODUCT * pairs / gradient
 
 
 def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:

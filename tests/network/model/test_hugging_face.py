@@ -16,7 +16,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 from transformers.pytorch_utils import Conv1D
 
 import curvops as co
@@ -309,3 +315,14 @@ def test_a_head_that_peft_trains_in_half_precision_is_named() -> None:
     with pytest.raises(ValueError, match=message):
         linearized(model)
     assert linearized(model, parameters="*lora_*").num_parameters == 256
+
+
+def test_the_last_layer_of_a_masked_language_model_is_the_innermost() -> None:
+    """The module around the decoder owns a bias, too, which is the decoder's; the weight is that of the embeddings."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    model = Logits(strong(BertForMaskedLM(BertConfig(vocab_size=TOKENS, max_position_embeddings=8, **sizes)))).eval()
+    tokens = sentences()["input_ids"]
+    lin = co.linearize(model.double(), ({"input_ids": tokens}, tokens), "classification", "last_layer")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert set(lin.model.selection.names) == {names[id(p)] for p in model.model.cls.predictions.decoder.parameters()}

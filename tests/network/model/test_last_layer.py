@@ -49,22 +49,117 @@ def test_heads_registered_first(end: Callable[[Any, Tensor], Tensor]) -> None:
     assert last_layer(Model(HeadFirst(end)), torch.randn(2, 4)) == HEAD
 
 
-NONE = {
-    "softmax": lambda m, h: m.head(h).softmax(-1),
-    "in place": lambda m, h: m.head(h).relu_(),
-    "residual": lambda m, h: m.head(h) + h[:, :3],
-    "squared": lambda m, h: m.head(h) * m.head(h),
-    "reciprocal": lambda m, h: 1 / m.head(h),
-    "normalised": lambda m, h: m.head(h) / m.head(h).norm(dim=-1, keepdim=True),
-    "a parameter of no layer": lambda m, h: m.body.bias.sum() * m.head(h),
+ADDED = {
+    "a bias outside the head": lambda m, h: m.head(h) + m.shift,
+    "a bias outside the head, scaled": lambda m, h: (m.head(h) + m.shift.expand(2, 3)) * 0.5,
+}
+SUMS = {
+    "added by index": lambda h, i, n: h.new_zeros(n, 3).index_add(0, i, h),
+    "added in place": lambda h, i, n: h.new_zeros(n, 3).index_add_(0, i, h),
+    "scattered": lambda h, i, n: h.new_zeros(n, 3).scatter_add(0, i[:, None].expand(-1, 3), h),
+    "put": lambda h, i, n: h.new_zeros(n, 3).index_put((i,), h, accumulate=True),
+    "averaged": lambda h, i, n: h.new_zeros(n, 3).scatter_reduce(0, i[:, None].expand(-1, 3), h, "mean"),
+    "by masks": lambda h, i, n: torch.stack([(h * (i == k)[:, None]).sum(0) for k in range(n)]),
 }
 
 
-@pytest.mark.parametrize("end", NONE.values(), ids=NONE)
-def test_no_layer_is_an_error_that_names_the_way_out(end: Callable[[Any, Tensor], Tensor]) -> None:
+class Molecules(nn.Module):
+    """A sum over the atoms of each point, whose number differs; a module around the head owns a parameter, too."""
+
+    def __init__(self, total: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.kinds, self.body, self.head, self.total = (
+            nn.Parameter(torch.randn(4)),
+            nn.Linear(4, 5),
+            nn.Linear(5, 3),
+            total,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        points, atoms = (x[..., 0] > -0.5).nonzero().unbind(1)
+        return self.total(self.head(self.body(x[points, atoms] * self.kinds).tanh()), points, len(x))
+
+
+@pytest.mark.parametrize("total", SUMS.values(), ids=SUMS)
+def test_sums_over_the_atoms_of_a_molecule(total: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+    """The head's rows are atoms, not points; products and predictions are those of the dense Jacobian."""
+    torch.manual_seed(0)
+    model, x = Molecules(total).double(), torch.randn(5, 4, 4, dtype=torch.float64)
+    lin = co.linearize(model, (x, torch.arange(5) % 3), "classification", "last_layer")
+    assert lin.model.selection.names == HEAD
+    reference = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(
+        dict(model.head.named_parameters(prefix="head"))
+    )
+    J = torch.cat([reference[name].flatten(0, 1).flatten(1) for name in HEAD], 1)
+    p = model(x).detach().softmax(-1)
+    H = torch.block_diag(*(torch.diag_embed(p) - p[:, :, None] * p[:, None]))
+    torch.testing.assert_close(lin.jacobian().formed().mT, J, rtol=0, atol=1e-10)
+    torch.testing.assert_close(co.GGN(lin).to_dense(), J.mT @ H @ J, rtol=0, atol=1e-10)
+    covariance = co.laplace(lin, co.GGN, 2.0, check_mode=False).predict(x).covariance_matrix
+    expected = J @ torch.linalg.inv(J.mT @ H @ J + 2 * torch.eye(18).double()) @ J.mT
+    blocks = torch.stack([expected[3 * n : 3 * n + 3, 3 * n : 3 * n + 3] for n in range(5)])
+    torch.testing.assert_close(covariance.reshape(blocks.shape), blocks, rtol=0, atol=1e-10)
+
+
+class Around(nn.Module):
+    """A vision transformer in small: the module around the head owns a token and positions."""
+
+    def __init__(self, end: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 5)), nn.Parameter(torch.randn(1, 3, 5))
+        self.shift, self.end = nn.Parameter(torch.randn(3)), end
+        self.embed, self.block = nn.Linear(2, 5), nn.TransformerEncoderLayer(5, 1, 7, 0.0, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x.unflatten(1, (2, 2)))], 1)
+        return self.end(self, self.block(tokens + self.positions)[:, 0])
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_of_modules_around_each_other_the_innermost_counts(end: Callable[[Any, Tensor], Tensor]) -> None:
+    assert last_layer(Model(Around(end).eval()), torch.randn(2, 4)) == HEAD
+
+
+@pytest.mark.parametrize("end", ADDED.values(), ids=ADDED)
+def test_parameters_that_are_added_belong_to_it(end: Callable[[Any, Tensor], Tensor]) -> None:
+    assert last_layer(Model(Around(end).eval()), torch.randn(2, 4)) == (*HEAD, "shift")
+
+
+def test_a_normalised_weight_is_selected_with_its_layer() -> None:
+    model = HeadFirst(ENDS["itself"])
+    nn.utils.parametrizations.weight_norm(model.head)
+    weights = [f"head.parametrizations.weight.original{i}" for i in range(2)]
+    assert last_layer(Model(model), torch.randn(2, 4)) == ("head.bias", *weights)
+
+
+NONE = {
+    "softmax": (lambda m, h: m.head(h).softmax(-1), "they come from Softmax"),
+    "in place": (lambda m, h: m.head(h).relu_(), "they come from Relu"),
+    "residual": (lambda m, h: m.head(h) + h.sigmoid()[:, :3], "they come from Sigmoid"),
+    "squared": (lambda m, h: m.head(h) * m.head(h), "they come from a product of parts that both depend on"),
+    "reciprocal": (lambda m, h: 1 / m.head(h), "they come from"),
+    "normalised": (lambda m, h: m.head(h) / m.head(h).norm(dim=-1, keepdim=True), "they come from a product"),
+    "a parameter of no layer": (lambda m, h: m.head.bias.sum() * m.head(h), "they come from a product"),
+    "the largest": (
+        lambda m, h: h.new_zeros(len(h), 3).scatter_reduce(
+            0, torch.arange(len(h))[:, None].expand(-1, 3), m.head(h), "amax"
+        ),
+        "they come from ScatterReduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("network", [HeadFirst, Around])
+@pytest.mark.parametrize(("end", "why"), NONE.values(), ids=NONE)
+def test_no_layer_is_an_error_that_names_cause_and_remedy(
+    network: type[nn.Module], end: Callable[[Any, Tensor], Tensor], why: str
+) -> None:
     data = torch.randn(6, 4), torch.randn(6, 3)
-    with pytest.raises(ValueError, match=r"not linear in the output of one layer .* parameters='head\.\*'"):
-        co.linearize(HeadFirst(end), data, "regression", parameters="last_layer")
+    with pytest.raises(
+        ValueError, match=rf"not linear in the output of one layer \({why}.*; name .*='head\.\*' \(layers"
+    ):
+        co.linearize(network(end).eval(), data, "regression", parameters="last_layer")
 
 
 @pytest.mark.parametrize(

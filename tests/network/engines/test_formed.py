@@ -1,0 +1,158 @@
+"""The rows of J, kept where outputs are few and parameters have no layer rule, for every curvature that has a root."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import curvops as co
+from curvops.network.likelihoods.output_fisher import Sampled
+from tests.network.engines.test_reduced import reduced
+from tests.network.products import agree, columns, pull, push, walk
+from tests.zoo import ZOO, N, reference
+
+RULELESS = ["function_pair", "lstm", "gru"]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_after_many_products_they_are_those_of_the_dense_jacobian(name: str) -> None:
+    J, passes = reference(name), walk(name, "auto")
+    passes.expect_many()
+    for k in (3, 1):
+        V, U = columns(J.shape[1], k), columns(J.shape[0], k)
+        assert agree(push(passes, V), J @ V)
+        assert agree(pull(passes, U), J.mT @ U)
+
+
+@pytest.mark.parametrize("name", RULELESS)
+def test_many_products_of_few_outputs_take_the_rows(name: str) -> None:
+    passes = walk(name, "auto", sizes=(N,))
+    passes.expect_many()
+    push(passes, columns(len(passes.model.theta), 1))
+    assert passes.plan.in_use == {"formed": 1}
+    assert passes.kept_bytes == N * passes.plan.bytes_needed("formed")
+    _, rows, S = reduced(name, "auto")
+    rows.expect_many()
+    V = columns(S.shape[1], 3)
+    assert isinstance(rows._fisher, Sampled)
+    assert agree(rows.total(lambda _, s: s.pull(s.push(V)), 3), S.mT @ (S @ V))
+    assert rows.plan.in_use == {"formed": 2}
+
+
+@pytest.mark.parametrize("name", RULELESS)
+def test_rows_that_do_not_fit_are_not_formed(name: str) -> None:
+    plan = walk(name, "auto").plan
+    needed = 100 * plan.bytes_needed("formed")
+    assert plan.choose("streamed", {8: 10_000}, 8, 100, needed - 1) != "formed"
+    assert plan.choose("streamed", {8: 10_000}, 8, 100, needed + 100 * plan.bytes_needed("recorded")) == "formed"
+
+
+def test_wide_layers_at_one_position_read_less_than_their_rows() -> None:
+    """A product by autodiff reads each weight once for all points, the rows once a point and output."""
+    weights = {name: torch.randn(600, 600) / 25 for name in "abc"}
+    model = lambda p, x: F.linear(F.linear(F.linear(x, p["a"]).tanh(), p["b"]).tanh(), p["c"])[:, :10]  # noqa: E731
+    lin = co.linearize((model, weights), (torch.randn(8, 600), torch.zeros(8, dtype=torch.long)), "classification")
+    assert lin.plan.choose("streamed", {1: 1000}, 1, 1000, 2**50) == "recorded"
+
+
+class Molecules(nn.Module):
+    """Messages along the edges of small graphs, energies summed over atoms: no layer has a rule."""
+
+    def __init__(self, width: int = 50, outputs: int = 1) -> None:
+        super().__init__()
+        self.kinds = nn.Parameter(torch.randn(4, width))
+        self.messages = nn.Parameter(torch.randn(4, width, 2 * width) / width**0.5)
+        self.updates = nn.Parameter(torch.randn(4, width, width) / width**0.5)
+        self.energy = nn.Parameter(torch.randn(outputs, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, atoms, _ = x.shape
+        PASSES.append(n)
+        place = x[..., 1:]
+        distance = (place.unsqueeze(1) - place.unsqueeze(2)).square().sum(-1)
+        molecule, i, j = ((distance < 4) & (distance > 0)).nonzero().unbind(1)
+        source, target, near = molecule * atoms + i, molecule * atoms + j, (-distance[molecule, i, j]).exp()
+        h = self.kinds[x[..., 0].long().flatten()]
+        for message, update in zip(self.messages, self.updates):
+            sent = F.silu(F.linear(torch.cat([h[source], h[target]], 1), message)) * near.unsqueeze(1)
+            h = h + F.silu(F.linear(torch.zeros_like(h).index_add(0, target, sent), update))
+        energies = F.linear(h, self.energy)
+        return energies.new_zeros(n, energies.shape[1]).index_add(0, torch.arange(n).repeat_interleave(atoms), energies)
+
+
+PASSES: list[int] = []
+POINTS, ATOMS = 20, 6
+
+
+def molecules(points: int) -> Tensor:
+    return torch.cat([torch.randint(0, 4, (points, ATOMS, 1)), torch.randn(points, ATOMS, 3)], -1).double()
+
+
+def linearized(width: int = 50) -> co.Linearization:
+    torch.manual_seed(0)
+    model, x = Molecules(width).double(), molecules(POINTS)
+    return co.linearize(model, (x, torch.randn(POINTS, 1).double()), co.likelihoods.Gaussian(noise=0.1))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+CURVATURES: dict[str, Callable[[co.Linearization], Any]] = {
+    "GGN": co.GGN,
+    "Monte-Carlo GGN": lambda lin: co.GGN(lin, mc_samples=1, generator=seeded()),
+    "empirical Fisher": co.EmpiricalFisher,
+    "KFAC": co.KFAC,
+}
+CALLS: dict[str, Callable[[Any], object]] = {
+    "predict": lambda post: post.predict(molecules(8)).covariance_matrix,
+    "draws": lambda post: post.sample(10, seeded()),
+    "evidence": lambda post: post.log_evidence(generator=seeded()),
+    "maximize": lambda post: co.evidence.maximize(post),
+    "linear mode": lambda post: post.linear_mode(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_twenty_outputs_take_some_passes_whatever_is_asked(
+    curvature: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows take as many passes as there are outputs; a solver by products took hundreds to thousands."""
+    lin = linearized()
+    post = co.laplace(lin, CURVATURES[curvature](lin), 1.0, check_mode=False)
+    backward, gradient = list[int](), torch.autograd.grad
+
+    def grad(outputs: Tensor, *given: Any, **options: Any) -> Any:
+        backward.append(len(outputs) if outputs.ndim else 0)
+        return gradient(outputs, *given, **options)
+
+    PASSES.clear()
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    CALLS[call](post)
+    gradients = (sum(PASSES) + 2 * sum(backward)) / (3 * POINTS)
+    assert gradients <= 60 and len(PASSES) <= 100
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_answers_are_those_of_dense_matrices(curvature: str) -> None:
+    lin = linearized(width=6)
+    J, G = lin.jacobian().formed().mT, CURVATURES[curvature](lin)
+    if curvature == "GGN":
+        torch.testing.assert_close(G.to_dense(), J.mT @ J / 0.1, rtol=1e-10, atol=1e-10)
+    D, x, dense = J.shape[1], molecules(3), G.to_dense()
+    P = dense + 2 * torch.eye(D).double()
+    rows = lin.jacobian(x).formed().mT
+    post = co.laplace(lin, G, 2.0, check_mode=False)
+    expected = (rows @ torch.linalg.solve(P, rows.mT)).diagonal()
+    assert agree(post.predict(x, rtol=1e-13).variance.flatten(), expected, 1e-9)
+    found = post.log_evidence(generator=seeded()).log_determinant_ratio
+    assert abs(found.value - (torch.linalg.slogdet(P)[1] - D * math.log(2))) < 1e-8
+    mode = torch.linalg.solve(J.mT @ J / 0.1 + 2 * torch.eye(D).double(), lin.gradient() + 2 * lin.theta)
+    assert agree(post.linear_mode(rtol=1e-12).theta, lin.theta - mode, 1e-9)
