@@ -17,11 +17,12 @@ from types import CellType, FunctionType, MemberDescriptorType, MethodType, Simp
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec
 
 NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
-UNCHANGING = (type, Enum, int, float, complex, str, bytes)
+UNCHANGING = (type, Enum, int, float, complex, str, bytes, fx.Graph, fx.Node, TreeSpec)
 """Values of these types and of their subclasses are shared."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
@@ -76,6 +77,8 @@ class _Copier:
 
     def _module(self, module: nn.Module) -> nn.Module:
         other = self._object(module)
+        if isinstance(module, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
+            type(other).forward = type(module).forward
         if getattr(other, "_compiled_call_impl", None) is not None:
             other.__dict__["_compiled_call_impl"] = None  # compiled for the original
         if "_orig_mod" in other._modules:
@@ -160,6 +163,8 @@ def _is_plain(value: Any, depth: int) -> bool:
         return all(_is_plain(part, depth - 1) for part in value)
     if kind is not SimpleNamespace and not all(_is_pythons(kind, name) for name in ("__reduce__", "__reduce_ex__")):
         return False  # a class written in C with its own way of pickling
+    if hasattr(kind, "__getnewargs__"):  # made from arguments, and perhaps one object for each, as in SymPy
+        return False
     attributes = _slots(value) | getattr(value, "__dict__", {})
     own = bool(attributes) or hasattr(value, "__dict__")
     return own and all(_is_plain(part, depth - 1) for part in attributes.values())
