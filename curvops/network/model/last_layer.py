@@ -57,7 +57,7 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             calls.append((module, output.grad_fn))
 
-    own = [module for module in model.module.modules() if any(True for _ in module.parameters(recurse=False))]
+    own = [part for part in model.hookable if any(True for _ in part.parameters(recurse=False))]
     handles = [module.register_forward_hook(note) for module in own]
     try:
         with model.differentiating():

@@ -136,7 +136,12 @@ class Model:
     @property
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
-        return any(part.training for part in self.paths)
+        return any(getattr(part, "training", False) for part in self.paths)  # frozen TorchScript has no mode
+
+    @property
+    def hookable(self) -> list[nn.Module]:
+        """The modules that accept hooks, which those of TorchScript do not."""
+        return [part for part in self.paths if not isinstance(part, torch.jit.ScriptModule)]
 
     def place_of(self, variable: Tensor) -> int:
         """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass."""
@@ -416,7 +421,7 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
 def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
     for part, name in paths.items():
-        if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
+        if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
             raise ValueError(
                 f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
                 "on the other points of a batch; call model.eval() first."
@@ -435,7 +440,7 @@ def unwrap(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module):
         return getattr(model, "_torchdynamo_orig_callable", model)
-    inner = model._modules.get("_orig_mod")
+    inner = model._modules["_orig_mod"] if "_orig_mod" in model._modules else None
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = model.module
     hooked = model._forward_hooks or model._forward_pre_hooks
@@ -461,6 +466,8 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
         hint = f" Pass an instance of {source.__name__}, with its trained weights."
     elif isinstance(source, Mapping):
         hint = " Load weights into the module, model.load_state_dict(weights), and pass the module."
+    elif isinstance(source, torch.export.ExportedProgram):
+        hint = " Pass program.module()."
     raise TypeError(
         "model must be an nn.Module or a pair (function(params, inputs), params mapping), got "
         f"{type(source).__name__}.{hint}"

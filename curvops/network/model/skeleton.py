@@ -8,6 +8,7 @@ order of submodules, and objects composed of these (configurations). Other objec
 from __future__ import annotations
 
 import functools
+import io
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
@@ -58,7 +59,7 @@ class _Copier:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return value if isinstance(value, torch.jit.ScriptModule) else self._module(value)
+            return _script(value) if isinstance(value, torch.jit.ScriptModule) else self._module(value)
         if isinstance(value, Tensor):
             return value.detach().clone()
         if isinstance(value, Mapping | list | set | frozenset | deque):
@@ -141,6 +142,19 @@ class _Copier:
         other.__kwdefaults__ = function.__kwdefaults__
         other.__dict__.update(function.__dict__)
         return other
+
+
+def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """Return a copy of a TorchScript module that shares parameters and buffers, but no code that was optimised."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    other: torch.jit.ScriptModule = torch.jit.load(file)
+    for mine, theirs in zip(other.modules(), module.modules()):
+        for named, tensors in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
+            for name, tensor in tensors.items():
+                named[name] = tensor
+    return other
 
 
 def _holds_module(cell: CellType) -> bool:
