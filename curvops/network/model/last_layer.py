@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from curvops.network.data.inputs import Inputs
+from curvops.network.model.calls import explain
 from curvops.network.model.model import Model
 
 # Linear or affine in every differentiated input: views, casts, choices, sums, means, paddings, resampling.
@@ -60,7 +61,7 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
     own = [part for part in model.hookable if any(True for _ in part.parameters(recurse=False))]
     handles = [module.register_forward_hook(note) for module in own]
     try:
-        with model.differentiating():
+        with explain(inputs), model.differentiating():
             outputs = model.raw(model.leaves(), inputs)
     finally:
         for handle in handles:
