@@ -154,6 +154,38 @@ DOORS = [
     Door(
         "model of linearize",
         rows={
+            "exported at one number of points": (
+                lambda: classifier(torch.export.export(net(), (X,)).module()),
+                ValueError,
+                r"the model failed on .* torch.export fixed this size: .*dynamic_shapes=\(\{0: torch.export.Dim.AUTO\},\)",
+            ),
+            "exported at one number of points, its last layer": (
+                lambda: co.linearize(
+                    torch.export.export(net(), (X,)).module(), (X, Y), "classification", parameters="last_layer"
+                ),
+                ValueError,
+                "torch.export fixed this size",
+            ),
+            "an exported program": (
+                lambda: classifier(torch.export.export(net(), (X,))),
+                TypeError,
+                r"got ExportedProgram. Pass program.module\(\).",
+            ),
+            "the last layer of TorchScript": (
+                lambda: co.linearize(torch.jit.script(net()), (X, Y), "classification", parameters="last_layer"),
+                ValueError,
+                r"name its parameters by globs",
+            ),
+            "TorchScript with dropout": (
+                lambda: classifier(torch.jit.script(nn.Sequential(net(), nn.Dropout()))),
+                ValueError,
+                r"call model.eval\(\)",
+            ),
+            "frozen TorchScript": (
+                lambda: classifier(torch.jit.freeze(torch.jit.script(net().eval()))),
+                ValueError,
+                "selects nothing; .*the model has no parameters",
+            ),
             "dropout": (
                 lambda: classifier(nn.Sequential(nn.Linear(4, 3), nn.Dropout())),
                 ValueError,

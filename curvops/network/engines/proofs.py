@@ -135,7 +135,7 @@ def _part(path: str, part: nn.Module) -> Hashable:
             raise Unlike
     own = tuple([(name, _plain(value)) for name, value in held.items() if name not in COMMON])
     kind = type(part)
-    forward = kind.forward
+    forward = getattr(kind, "forward", None)  # TorchScript has none: it is proven each time
     # Classes and functions equal only themselves, so references to them need no `_Same`.
     return path, weakref.ref(kind), weakref.ref(forward), getattr(forward, "__code__", None), part.training, own
 

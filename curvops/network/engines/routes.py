@@ -357,8 +357,8 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
         note(output)
         running.pop()
 
-    handles: list[Any] = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in paths]
-    handles += [module.register_forward_hook(leave) for module in paths]
+    handles: list[Any] = [part.register_forward_pre_hook(enter, with_kwargs=True) for part in model.hookable]
+    handles += [part.register_forward_hook(leave) for part in model.hookable]
     try:
         with model.differentiating():
             note(model(model.leaves(), inputs))

@@ -118,6 +118,11 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "An index is beyond a table, such as a token beyond its embedding: compare the largest with num_embeddings.",
     ),
     (
+        r"Guard failed|Expected input at",
+        "torch.export fixed this size: export the model for any number of points, from 1 on, with dynamic_shapes=("
+        "{0: torch.export.Dim.AUTO},) for one input.",
+    ),
+    (
         r"unexpected keyword|missing \d+ required|positional argument|multiple values",
         "Tensors and tuples are positional arguments, mappings keyword arguments (or, if forward names none of "
         "them, its only argument): name them as forward does.",

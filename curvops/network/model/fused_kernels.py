@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
     """Return contexts that replace slow operations, or those without derivatives, by others of equal values."""
     stand_ins: list[Callable[[], Any]] = [fast_products] if has_slow_products(parts) else []
     stand_ins += [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        stand_ins.append(partial(torch.jit.optimized_execution, False))  # fused kernels have no forward mode
     return [*stand_ins, eagerly] if any(map(is_compiled, parts)) else stand_ins
 
 

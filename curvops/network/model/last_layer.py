@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
 from curvops.network.data.inputs import Inputs
+from curvops.network.model.calls import explain
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
@@ -83,9 +85,9 @@ class _Search:
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 self.calls.append((module, output.grad_fn))
 
-        handles = [layer.register_forward_hook(note) for layer in _innermost(self.module)]
+        handles = [layer.register_forward_hook(note) for layer in _innermost(model.hookable)]
         try:
-            with model.differentiating():
+            with explain(inputs), model.differentiating():
                 return model.raw(leaves, inputs)
         finally:
             for handle in handles:
@@ -133,11 +135,11 @@ class _Search:
         return f"parameters={first!r}" + (f" (layers before it: {_listed(rest)})" if rest else "")
 
 
-def _innermost(module: nn.Module) -> list[nn.Module]:
+def _innermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that own parameters and contain no other such module, except for parametrisations."""
     own = {
         part: None
-        for part in module.modules()
+        for part in parts
         if any(True for _ in part.parameters(recurse=False)) and not isinstance(part, ParametrizationList)
     }
     return [part for part in own if not any(other in own for other in part.modules() if other is not part)]

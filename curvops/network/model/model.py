@@ -22,7 +22,15 @@ from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unf
 from curvops.network.model.normalisations import NORMS, ContiguousNorms
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.shards import require_whole
-from curvops.network.model.skeleton import TensorUse, skeleton_of
+from curvops.network.model.skeleton import (
+    TensorUse,
+    changed_in,
+    containers_in,
+    entries_of,
+    restore,
+    skeleton_of,
+    state_of,
+)
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -52,12 +60,16 @@ class Model:
         trainable = list(tensors)
         self.paths: dict[nn.Module, str] = {}
         self.places: list[Slot] = []
+        self._elsewhere: list[tuple[Any, Any, str]] = []  # containers that also hold these tensors, with key and name
+        self._written: list[Any] = []  # containers that a pass changes in the module, which is undone after each
         self._buffers: Blocks = {}
         if self.module is not None:
-            self.module = skeleton_of(self.module)
+            self.module, elsewhere = skeleton_of(self.module)
             self.paths = {part: path for path, part in self.module.named_modules()}
             check_deterministic_modules(self.paths)
             self.places, tensors, buffers = places(self.paths)
+            names = {id(tensor): name for name, tensor in {**tensors, **buffers}.items()}
+            self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self.selection: Selection = select(tensors, trainable, parameters, last)
@@ -155,7 +167,12 @@ class Model:
     @property
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
-        return any(part.training for part in self.paths)
+        return any(getattr(part, "training", False) for part in self.paths)  # frozen TorchScript has no mode
+
+    @property
+    def hookable(self) -> list[nn.Module]:
+        """The modules that accept hooks, which those of TorchScript do not."""
+        return [part for part in self.paths if not isinstance(part, torch.jit.ScriptModule)]
 
     def place_of(self, variable: Tensor) -> int:
         """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass."""
@@ -276,15 +293,19 @@ class Model:
         From now on, it normalises as `ContiguousNorms` does, if it normalises at all.
         """
         values = self.values
+        state, self._written = state_of([] if self.module is None else containers_in(self.module)), []
         with TensorUse({} if self.module is None else dict(self.module.named_parameters())) as use:
             outputs = self._call(values, inputs)
+        self._written = changed_in(state)
+        restore(state)
         if use.functions & NORMS and ContiguousNorms not in self._stand_ins:
             self._stand_ins = [*self._stand_ins, ContiguousNorms]
         if use.names:
             raise ValueError(
                 f"the model's forward reads {sorted(use.names)} from elsewhere than the modules that own them "
-                "(from a list, a global name, a variable of the scope in which its class was defined), so they cannot "
-                "be given other values. Read them from self, as self.layer.weight."
+                "(from a tuple, a global name, a variable of the scope in which its class was defined, a cache of an "
+                "earlier call), so they cannot be given other values. Read them from self, as self.layer.weight; of a "
+                "library that caches, empty the cache, in GPyTorch by model.train() and then model.eval()."
             )
         return outputs
 
@@ -297,11 +318,12 @@ class Model:
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         with self.lock, own_randomness(self._flat.device):
             # As in `torch.func.functional_call`, which walks to each place by its path.
-            slots: list[tuple[dict[str, Any], str, str]] = [
+            slots: list[tuple[Any, Any, str]] = [
                 (part._parameters if local in part._parameters else part._buffers, local, name)
                 for part, local, name in self.places
             ]
-            before = [held[local] for held, local, _ in slots]
+            slots += [(entries_of(container), key, name) for container, key, name in self._elsewhere]
+            before, state = [held[local] for held, local, _ in slots], state_of(self._written)
             try:
                 for held, local, name in slots:
                     held[local] = tensors[name]
@@ -309,6 +331,7 @@ class Model:
             finally:
                 for (held, local, _), tensor in zip(slots, before):
                     held[local] = tensor
+                restore(state)  # no call may find what another one has computed from its values and cached
 
     def _with_stand_ins(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return a call with the functions in force that stand in for some of torch's."""
@@ -443,7 +466,7 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
 def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
     for part, name in paths.items():
-        if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
+        if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
             raise ValueError(
                 f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
                 "on the other points of a batch; call model.eval() first."
@@ -462,7 +485,7 @@ def unwrap(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module):
         return getattr(model, "_torchdynamo_orig_callable", model)
-    inner = model._modules.get("_orig_mod")
+    inner = dict(model._modules.items()).get("_orig_mod")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = model.module
     hooked = model._forward_hooks or model._forward_pre_hooks
@@ -488,6 +511,8 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, Bl
         hint = f" Pass an instance of {source.__name__}, with its trained weights."
     elif isinstance(source, Mapping):
         hint = " Load weights into the module, model.load_state_dict(weights), and pass the module."
+    elif isinstance(source, torch.export.ExportedProgram):
+        hint = " Pass program.module()."
     raise TypeError(
         "model must be an nn.Module or a pair (function(params, inputs), params mapping), got "
         f"{type(source).__name__}.{hint}"

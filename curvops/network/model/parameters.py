@@ -239,5 +239,5 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
 
 
 def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:
-    names = list(parameters)
+    names = list(parameters) or ["no parameters"]
     return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")

@@ -8,38 +8,102 @@ order of submodules, and objects composed of these (configurations). Other objec
 from __future__ import annotations
 
 import functools
+import io
+import operator
+import warnings
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from copy import copy
 from enum import Enum
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec
 
 NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
-UNCHANGING = (type, Enum, int, float, complex, str, bytes)
+UNCHANGING = (type, Enum, int, float, complex, str, bytes, fx.Graph, fx.Node, TreeSpec)
 """Values of these types and of their subclasses are shared."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
 """The largest depth of nested objects and containers in a configuration."""
+Place = tuple[Any, Any, Tensor]
+"""A container or `Attributes`, the key or position there, and the tensor that it holds."""
+State = list[tuple[Any, Any]]
+"""Lists, mappings and `Attributes`, each with a copy of its entries."""
 
 
-def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead."""
-    held = [t for part in module.modules() for t in (*part._parameters.values(), *part._buffers.values())]
-    found: nn.Module = _Copier(held).of(module)
+class Attributes(NamedTuple):
+    """The attributes of an object; a copy of the object has its own, which a reference to `__dict__` would miss."""
+
+    owner: Any
+
+
+def entries_of(container: Any) -> Any:
+    """Return what holds the entries: a list or a mapping."""
+    return vars(container.owner) if isinstance(container, Attributes) else container
+
+
+def containers_in(module: nn.Module) -> list[Any]:
+    """Return the attributes of all modules, and the lists and mappings among them and inside each other."""
+    found: list[Any] = [Attributes(part) for part in module.modules()]
+    seen = set[int]()
+    for container in found:  # the list grows
+        entries = entries_of(container)
+        parts = list(entries if isinstance(entries, list) else entries.values())
+        new = [part for part in parts if type(part) in (dict, OrderedDict, list) and id(part) not in seen]
+        seen.update(map(id, new))
+        found += new
     return found
+
+
+def state_of(containers: Iterable[Any]) -> State:
+    """Return these containers with their present entries."""
+    return [(container, copy(entries_of(container))) for container in containers]
+
+
+def changed_in(state: State) -> list[Any]:
+    """Return the containers of which an entry is another object now."""
+    return [container for container, before in state if not _are_same(entries_of(container), before)]
+
+
+def restore(state: State) -> None:
+    """Give the containers back the entries that they had."""
+    for container, before in state:
+        entries = entries_of(container)
+        entries.clear()
+        entries.extend(before) if isinstance(entries, list) else entries.update(before)
+
+
+def _are_same(entries: Any, before: Any) -> bool:
+    if isinstance(entries, list):
+        return len(entries) == len(before) and all(map(operator.is_, entries, before))
+    return entries.keys() == before.keys() and all(value is before[key] for key, value in entries.items())
+
+
+def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[Place]]:
+    """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead.
+
+    Also return the places outside `_parameters` and `_buffers` that hold those tensors: entries of lists and mappings,
+    and attributes of other objects.
+    """
+    held = [t for part in module.modules() for t in (*part._parameters.values(), *part._buffers.values())]
+    copier = _Copier(held)
+    found: nn.Module = copier.of(module)
+    own = {id(named) for part in found.modules() for named in (part._parameters, part._buffers)}
+    return found, [place for place in copier.places if id(place[0]) not in own]
 
 
 class _Copier:
     """A copier that copies each object once, so that shared and circular references are preserved."""
 
     def __init__(self, held: Iterable[Tensor | None]) -> None:
-        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
+        self.held = {id(tensor) for tensor in held if tensor is not None}
+        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+        self.places: list[Place] = []
         self.alive: list[Any] = []  # otherwise the id of a temporary object could be reused
 
     def of(self, value: Any) -> Any:
@@ -57,7 +121,7 @@ class _Copier:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return value if isinstance(value, torch.jit.ScriptModule) else self._module(value)
+            return _script(value) if isinstance(value, torch.jit.ScriptModule) else self._module(value)
         if isinstance(value, Tensor):
             return value.detach().clone()
         if isinstance(value, Mapping | list | set | frozenset | deque):
@@ -76,6 +140,8 @@ class _Copier:
 
     def _module(self, module: nn.Module) -> nn.Module:
         other = self._object(module)
+        if isinstance(module, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
+            type(other).forward = type(module).forward
         if getattr(other, "_compiled_call_impl", None) is not None:
             other.__dict__["_compiled_call_impl"] = None  # compiled for the original
         if "_orig_mod" in other._modules:
@@ -99,6 +165,10 @@ class _Copier:
         if hasattr(value, "__dict__"):
             parts = vars(value).items()
             other.__dict__.update({name: part if type(part) in NUMBERS else self.of(part) for name, part in parts})
+            self._note_places(Attributes(other), parts)
+
+    def _note_places(self, container: Any, parts: Iterable[tuple[Any, Any]]) -> None:
+        self.places += [(container, key, part) for key, part in parts if id(part) in self.held]
 
     def _container(self, value: Any) -> Any:
         try:
@@ -109,9 +179,11 @@ class _Copier:
         if isinstance(value, Mapping) and hasattr(other, "__setitem__"):
             for key, part in value.items():
                 other[key] = self.of(part)
+            self._note_places(other, other.items())
         elif isinstance(value, list | deque):
             for i, part in enumerate(value):
                 other[i] = self.of(part)
+            self._note_places(other, enumerate(other))
         return other
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
@@ -140,6 +212,21 @@ class _Copier:
         return other
 
 
+def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """Return a copy of a TorchScript module that shares parameters and buffers, but no code that was optimised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, which the user chose
+        file = io.BytesIO()
+        torch.jit.save(module, file)
+        file.seek(0)
+        other: torch.jit.ScriptModule = torch.jit.load(file)
+    for mine, theirs in zip(other.modules(), module.modules()):
+        for named, tensors in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
+            for name, tensor in tensors.items():
+                named[name] = tensor
+    return other
+
+
 def _holds_module(cell: CellType) -> bool:
     try:
         return isinstance(cell.cell_contents, nn.Module | MethodType)
@@ -160,6 +247,8 @@ def _is_plain(value: Any, depth: int) -> bool:
         return all(_is_plain(part, depth - 1) for part in value)
     if kind is not SimpleNamespace and not all(_is_pythons(kind, name) for name in ("__reduce__", "__reduce_ex__")):
         return False  # a class written in C with its own way of pickling
+    if hasattr(kind, "__getnewargs__"):  # made from arguments, and perhaps one object for each, as in SymPy
+        return False
     attributes = _slots(value) | getattr(value, "__dict__", {})
     own = bool(attributes) or hasattr(value, "__dict__")
     return own and all(_is_plain(part, depth - 1) for part in attributes.values())

@@ -240,7 +240,7 @@ def _add_inputs(block: BlockSums, group: Group, sharing: str) -> None:
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any, weights: Tensor | None = None) -> Shaped[Tensor, " V"]:
     """Return how often each row of the table is looked up; the padding row, which has no gradient, does not count."""
     each = None if weights is None else weights.flatten()
-    counts = torch.bincount(tokens.flatten(), each, minlength=table.num_embeddings)
+    counts = torch.bincount(tokens.flatten(), each, minlength=table.weight.shape[0])
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 

@@ -6,12 +6,14 @@ Tests `convolution.py`, `embedding.py`, `linear.py`, `norm.py`, `rule.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+import curvops as co
 from curvops.network.engines.rules import Rule, rule_for, rule_of
 
 K, SIX = 3, (6, 6)
@@ -25,6 +27,13 @@ def randn(*shape: int) -> Inputs:
 def tokens(*shape: int) -> Inputs:
     """Two points with every token of 5, 0 and 4 among them."""
     return ((torch.arange(torch.Size(shape).numel()) % 5).view(shape),)
+
+
+def changed(layer: nn.Module, **settings: Any) -> nn.Module:
+    """The layer with attributes that were set after its construction, as segmentation networks dilate a backbone."""
+    for name, value in settings.items():
+        setattr(layer, name, value)
+    return layer
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
@@ -53,6 +62,33 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         randn(2, 2, 2, 3, 4),
     ),
     "conv_3d_same": (lambda: nn.Conv3d(2, 3, (2, 1, 3), padding="same", dilation=(1, 1, 2)), randn(2, 2, 2, 3, 4)),
+    "conv_dilated_later": (
+        lambda: changed(nn.Conv2d(2, 4, 3, padding=1, stride=2), dilation=(2, 1), padding=(2, 1), stride=(1, 2)),
+        randn(2, 2, *SIX),
+    ),
+    "conv_set_to_numbers": (
+        lambda: changed(nn.Conv2d(4, 4, 3, groups=2), dilation=2, padding=3, stride=2),
+        randn(2, 4, *SIX),
+    ),
+    "conv_same_dilated_later": (lambda: changed(nn.Conv1d(2, 4, 4, padding="same"), dilation=3), randn(2, 2, 9)),
+    "conv_same_later": (lambda: changed(nn.Conv2d(2, 4, (2, 3)), padding="same"), randn(2, 2, *SIX)),
+    "conv_valid_later": (lambda: changed(nn.Conv2d(2, 4, 3, padding=1), padding="valid"), randn(2, 2, *SIX)),
+    "conv_circular_changed_in_vain": (
+        lambda: changed(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), padding=(2, 2), dilation=(1, 2)),
+        randn(2, 2, *SIX),
+    ),
+    "conv_circular_later": (
+        lambda: changed(nn.Conv2d(2, 4, 3, padding=1), padding_mode="circular", padding=0),
+        randn(2, 2, *SIX),
+    ),
+    "conv_with_another_kernel": (
+        lambda: changed(nn.Conv2d(2, 4, 3, padding=1), weight=nn.Parameter(torch.ones(4, 2, 2, 5))),
+        randn(2, 2, *SIX),
+    ),
+    "transposed_2d_changed": (
+        lambda: changed(nn.ConvTranspose2d(2, 3, 3), stride=2, padding=(1, 2), output_padding=1, dilation=(2, 1)),
+        randn(2, 2, 4, 5),
+    ),
     "transposed_1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1), randn(2, 2, 5)),
     "transposed_2d": (lambda: nn.ConvTranspose2d(3, 4, (3, 2), bias=False), randn(2, 3, 3, 4)),
     "transposed_2d_groups": (
@@ -76,6 +112,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
         randn(2, 4, *SIX),
     ),
+    "instance_norm_2d_no_longer_tracked": (
+        lambda: changed(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), track_running_stats=False),
+        randn(2, 4, *SIX),
+    ),
     "instance_norm_3d": (lambda: nn.InstanceNorm3d(4, affine=True), randn(2, 4, 2, 3, 2)),
     "batch_norm_1d": (lambda: nn.BatchNorm1d(4), randn(2, 4)),
     "batch_norm_1d_positions": (lambda: nn.BatchNorm1d(4), randn(2, 4, 5)),
@@ -85,6 +125,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "embedding_vector": (lambda: nn.Embedding(5, 3), tokens(2)),
     "embedding_padding": (lambda: nn.Embedding(5, 3, padding_idx=1), tokens(2, 2, 2)),
     "embedding_32_bits": (lambda: nn.Embedding(5, 3, padding_idx=-1), (tokens(2, 4)[0].int(),)),
+    "embedding_grown": (lambda: changed(nn.Embedding(3, 3), weight=nn.Parameter(torch.ones(5, 3))), tokens(2, 4)),
+    "embedding_padding_set_to_the_last": (lambda: changed(nn.Embedding(5, 3), padding_idx=-1), tokens(2, 4)),
+    "bag_grown": (lambda: changed(nn.EmbeddingBag(3, 3), weight=nn.Parameter(torch.ones(5, 3))), tokens(2, 4)),
     "bag_mean": (lambda: nn.EmbeddingBag(5, 3), tokens(2, 4)),
     "bag_mean_padding": (lambda: nn.EmbeddingBag(5, 3, padding_idx=1), (torch.tensor([[1, 1, 1], [1, 2, 2]]),)),
     "bag_sum": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), (tokens(2, 4)[0].int(),)),
@@ -185,6 +228,25 @@ def test_inner_products_of_patches_are_sums_of_those_of_pixels(name: str) -> Non
             products = torch.tensordot(x[:, i].movedim(0, -2), y[:, i].movedim(0, -2), ([-1], [-1]))
             found = rule.patch_products(layer, products).reshape(a.shape[2], len(a), b.shape[2], len(b))
             close(found, torch.einsum("ntq,muq->tnum", a[:, i], b[:, i]))
+
+
+def test_curvature_of_a_convolution_that_was_changed_is_that_of_one_made_so() -> None:
+    """Products, diagonal and KFAC ended in errors of shapes: they read the padding of the constructor."""
+    found = []
+    data = torch.randn(6, 2, 7, 7, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
+    layers = [
+        nn.Conv2d(2, 3, 3, dilation=2, padding=2, stride=2),
+        changed(nn.Conv2d(2, 3, 3), dilation=(2, 2), padding=(2, 2), stride=2),
+    ]
+    for layer in layers:
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        model = nn.Sequential(layer, nn.Tanh(), nn.Flatten()).double()
+        lin = co.linearize(model.append(nn.Linear(48, 3).double()), data, "classification")
+        v = torch.linspace(-1, 1, lin.num_parameters).double()
+        found.append((co.GGN(lin) @ v, co.DiagonalGGN(lin).entries, co.KFAC(lin) @ v))
+    for actual, expected in zip(*found):
+        close(actual, expected)
 
 
 def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

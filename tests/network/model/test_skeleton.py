@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from array import array
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 
+import gpytorch
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvops as co
+from tests.zoo import dense_jacobian
 
 
 class Settings(nn.Module):
@@ -223,18 +227,143 @@ def test_functions_that_refer_to_the_module_refer_to_its_snapshot(change: Callab
     torch.testing.assert_close(lin.jacobian().to_dense(), flat, rtol=1e-10, atol=1e-12)
 
 
-def test_a_parameter_that_is_read_past_its_module_is_refused_by_name() -> None:
-    """J would lack what the outputs depend on by way of it."""
-    layer = nn.Linear(2, 2).double()
+class Held:
+    """An object that is no module and holds a parameter."""
 
-    class Hidden(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.more = weight, [{"weight": weight}]
+
+
+class Weight(nn.Module):
+    """Holds a weight, which `keep` puts elsewhere as well and `read` finds there."""
+
+    def __init__(self, keep: Callable[[Any], Any], read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.weight = nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
+        self.kept, self.read = keep(self), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(self.fc(x)) @ self.read(self)
+        return found
+
+
+def _remember(module: Any) -> Tensor:
+    if module.kept is None:
+        module.kept = module.weight.exp()
+    found: Tensor = module.kept
+    return found
+
+
+def _remember_inside(module: Any) -> Tensor:
+    found: Tensor = module.kept.setdefault("of weights", {}).setdefault("exp", module.weight.exp())
+    return found
+
+
+def _append(module: Any) -> Tensor:
+    module.kept.append(module.weight.exp())
+    found: Tensor = module.kept[0]
+    return found
+
+
+KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "a list": (lambda m: [m.fc.bias, m.weight], lambda m: m.kept[1]),
+    "a mapping": (lambda m: {"w": m.weight}, lambda m: m.kept["w"]),
+    "a mapping of lists": (lambda m: {"w": [{}, [m.weight]]}, lambda m: m.kept["w"][1][0]),
+    "an object": (lambda m: Held(m.weight), lambda m: m.kept.weight),
+    "inside an object": (lambda m: Held(m.weight), lambda m: m.kept.more[0]["weight"]),
+    "an attribute that is no parameter": (
+        lambda m: object.__setattr__(m, "plain", m.weight),
+        lambda m: vars(m)["plain"],
+    ),
+    "the parameter of a part": (lambda m: [m.fc.weight], lambda m: m.kept[0]),
+    "a list of parts": (lambda m: [m.fc], lambda m: m.kept[0].weight),
+    "a cache": (lambda m: None, _remember),
+    "a cache in a mapping": (lambda m: {}, _remember_inside),
+    "a list that grows": (lambda m: [], _append),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "streamed", "autodiff", "layerwise"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_parameters_and_what_is_computed_from_them_may_be_kept_in_the_module(kind: str, engine: str) -> None:
+    """Libraries keep parameters in lists as well, which were refused, and cache in eval mode, which had no derivative.
+
+    The first pass filled the cache from the snapshot, and all others found a constant there.
+    """
+    torch.manual_seed(0)
+    model, x = Weight(*KEPT[kind]).double(), X[:, :, 0]
+    untouched = Weight(*KEPT[kind]).double()
+    untouched.load_state_dict(model.state_dict())
+    J = dense_jacobian(untouched, x)
+    before = copy.copy(model.kept)
+    lin = co.linearize(model, (x, Y), "classification", engine=engine)
+    p = lin.predict(x).softmax(1)
+    H = torch.block_diag(*(torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)))
+    v = torch.linspace(-1, 1, J.shape[1]).double()
+    for each in (lin, copy.deepcopy(lin)):
+        for _ in range(2):
+            torch.testing.assert_close(co.GGN(each) @ v, J.mT @ (H @ (J @ v)), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
+    assert not isinstance(before, list | dict) or len(model.kept) == len(before)
+
+
+def test_a_gaussian_process_that_caches_has_its_derivatives() -> None:
+    """GPyTorch caches in eval mode what it computes from the inducing points: their derivatives were zero."""
+
+    class Process(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            q = gpytorch.variational.CholeskyVariationalDistribution(4)
+            strategy = gpytorch.variational.VariationalStrategy
+            super().__init__(strategy(self, torch.randn(4, 2), q, learn_inducing_locations=True))
+            self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), gpytorch.kernels.RBFKernel()
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.held = layer, [layer.weight]
+            self.features, self.process = nn.Linear(2, 2), Process()
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.fc(x) + x @ self.held[0]
+            found: Tensor = self.process(self.features(x)).mean.unsqueeze(1)
             return found
 
+    torch.manual_seed(0)
+    model, x = Deep().double(), X[:, :, 0]
+    model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    data = x, torch.randn(6, 1).double()
+    lin = co.linearize(model.eval(), data, "regression")
+    assert all(bool(rows.any()) for rows in lin.unflatten(lin.jacobian().to_dense()[0]).values() if rows.numel() != 16)
+    J = dense_jacobian(model, x)
+    torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-8, atol=1e-8)
+    with pytest.raises(ValueError, match=r"variational_mean'\].* cache.* in GPyTorch by model.train\(\)"):
+        co.linearize(model, data, "regression")
+    again = co.linearize(model.train().eval(), data, "regression")
+    torch.testing.assert_close(again.jacobian().to_dense(), J, rtol=1e-8, atol=1e-8)
+
+
+LAYER = nn.Linear(2, 2).double()
+
+
+class Outside:
+    @staticmethod
+    def weight() -> Tensor:
+        return LAYER.weight
+
+
+PAST: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "a global name": (lambda m: setattr(m, "fc", LAYER), lambda m: Outside.weight()),
+    "a tuple": (lambda m: (m.fc.weight, 1), lambda m: m.kept[0]),
+    "an argument of a partial function": (lambda m: partial(torch.mul, m.fc.weight), lambda m: m.kept(2.0)),
+}
+
+
+@pytest.mark.parametrize("kind", PAST)
+def test_a_parameter_that_is_read_past_its_module_is_refused_by_name(kind: str) -> None:
+    """J would lack what the outputs depend on by way of it."""
     with pytest.raises(ValueError, match=r"reads \['fc.weight'\] from elsewhere than the modules.*self.layer.weight"):
-        co.linearize(Hidden(), (X[:, :, 0], Y), "classification")
+        co.linearize(Weight(*PAST[kind]).double(), (X[:, :, 0], Y), "classification")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,26 +29,29 @@ class ConvolutionRule(Rule):
         if not _is_kept_padded(layer):
             return a
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        return F.pad(a, layer._reversed_padding_repeated_twice, mode)
+        return F.pad(a, _sides(layer), mode)
 
     def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         weight, bias = tangents.get("weight"), tangents.get("bias")
         if weight is None:
             bias, size = tangents["bias"], self._output_size(layer, kept.shape[2:])
             return bias.view(1, *bias.shape, *(1,) * len(size)).expand(kept.shape[0], *bias.shape, *size)
-        output_padding = list(getattr(layer, "output_padding", (0,)))
-        geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
-        z = torch.convolution(kept, self._wide(layer, weight), None, *geometry)
+        z = torch.convolution(kept, self._wide(layer, weight), None, *self._geometry(layer))
         z = z.unflatten(1, (layer.groups, weight.shape[0], -1)).transpose(1, 2).flatten(2, 3)
         return z if bias is None else z + bias.view(1, *bias.shape, *(1,) * (z.ndim - 3))
+
+    def _geometry(self, layer: _ConvNd) -> tuple[Any, ...]:
+        """Return the arguments of torch's convolution that follow input, weight and bias."""
+        stride, dilation = _each(layer, layer.stride), _each(layer, layer.dilation)
+        output_padding = _each(layer, getattr(layer, "output_padding", 0))
+        return stride, _padding(layer), dilation, self.transposed, output_padding, layer.groups
 
     def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
         """Return K kernels (K, *shape) as one."""
         return weight.unflatten(1, (layer.groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
-        spans = _spans(layer)
-        sides = zip(size, _padding(layer), spans, layer.stride)
+        sides = zip(size, _padding(layer), _spans(layer), _each(layer, layer.stride))
         return tuple((length + 2 * pad - span) // stride + 1 for length, pad, span, stride in sides)
 
     def pull(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
@@ -62,10 +65,10 @@ class ConvolutionRule(Rule):
     def _adjoint(self, layer: _ConvNd, kept: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the gradient of a wide weight of that shape."""
         wide = s.unflatten(2, (layer.groups, -1)).transpose(1, 2).flatten(1, 3).contiguous()
-        output_padding = getattr(layer, "output_padding", (0,))
-        geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
         weight = s.new_empty(shape)  # only its shape is read, and a view of one number would be copied to memory
-        return torch.ops.aten.convolution_backward(wide, kept, weight, None, *geometry, (False, True, False))[1]
+        return torch.ops.aten.convolution_backward(
+            wide, kept, weight, None, *self._geometry(layer), (False, True, False)
+        )[1]
 
     def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         sums = tuple(range(3, s.ndim))
@@ -92,9 +95,9 @@ class ConvolutionRule(Rule):
 
     def patch_products(self, layer: _ConvNd, products: Tensor) -> Tensor:
         """Return Σ_o x_(t+o)·x'_(u+o) over the entries o of the kernel, one dimension after the other."""
-        dims, padding = len(layer.kernel_size), _both_sides(_padding(layer))
+        dims, padding = len(_kernel(layer)), _both_sides(_padding(layer))
         products = F.pad(products, (0, 0, *padding, 0, 0, *padding))
-        for i, (span, stride, dilation) in enumerate(zip(_spans(layer), layer.stride, layer.dilation)):
+        for i, (span, stride, dilation) in enumerate(_steps(layer)):
             for side in (i, i + dims + 1):
                 products = products.unfold(side, span, stride)[..., ::dilation]
             products = functools.reduce(torch.add, products.diagonal(0, -2, -1).unbind(-1))
@@ -113,7 +116,9 @@ class TransposedConvolutionRule(ConvolutionRule):
         return weight.transpose(0, 1).flatten(1, 2)
 
     def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
-        return tuple((length - 1) * stride + one for length, stride, one in zip(size, layer.stride, _of_one(layer)))
+        return tuple(
+            (length - 1) * stride + one for length, stride, one in zip(size, _each(layer, layer.stride), _of_one(layer))
+        )
 
     def _weight_gradient(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
         inputs, outputs, *kernel = layer.weight.shape
@@ -137,41 +142,61 @@ class TransposedConvolutionRule(ConvolutionRule):
         return None
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
-        sides = zip(output.shape[2:], layer.stride, _of_one(layer))
+        sides = zip(output.shape[2:], _each(layer, layer.stride), _of_one(layer))
         pixels = math.prod((length - one) // stride + 1 for length, stride, one in sides)
         return pixels * layer.weight.numel()
 
 
+def _kernel(layer: _ConvNd) -> tuple[int, ...]:
+    return tuple(layer.weight.shape[2:])
+
+
+def _each(layer: _ConvNd, setting: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a setting for each dimension; if it was set after construction, one number may stand for all."""
+    numbers = (setting,) if isinstance(setting, int) else tuple(setting)
+    return numbers * len(_kernel(layer)) if len(numbers) == 1 else numbers
+
+
+def _sides(layer: _ConvNd) -> list[int]:
+    """Return what the layer pads its input by, in the form of `F.pad`."""
+    if layer.padding_mode != "zeros":
+        return list(layer._reversed_padding_repeated_twice)  # torch does not read `padding`, which may have changed
+    if layer.padding == "same":
+        return [side for span in reversed(_spans(layer)) for side in ((span - 1) // 2, span // 2)]
+    return _both_sides(_each(layer, 0 if layer.padding == "valid" else layer.padding))
+
+
 def _is_kept_padded(layer: _ConvNd) -> bool:
-    low, high = layer._reversed_padding_repeated_twice[::2], layer._reversed_padding_repeated_twice[1::2]
-    return layer.padding_mode != "zeros" or low != high
+    sides = _sides(layer)
+    return layer.padding_mode != "zeros" or sides[::2] != sides[1::2]
 
 
 def _padding(layer: _ConvNd) -> tuple[int, ...]:
     """Return the number of zeros that the convolution itself adds to both sides of each dimension."""
-    sides = layer._reversed_padding_repeated_twice[::2]
+    sides = _sides(layer)[::2]
     return (0,) * len(sides) if _is_kept_padded(layer) else tuple(reversed(sides))
-
-
-def _geometry(layer: _ConvNd) -> tuple[Any, Any, Any]:
-    return layer.stride, _padding(layer), layer.dilation
 
 
 def _spans(layer: _ConvNd) -> tuple[int, ...]:
     """Return the number of pixels from a kernel's first to its last entry, both included."""
-    return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(layer.dilation, layer.kernel_size))
+    return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(_each(layer, layer.dilation), _kernel(layer)))
+
+
+def _steps(layer: _ConvNd) -> Iterable[tuple[int, int, int]]:
+    """Return span, stride and dilation of each dimension."""
+    return zip(_spans(layer), _each(layer, layer.stride), _each(layer, layer.dilation))
 
 
 def _of_one(layer: Any) -> tuple[int, ...]:
     """Return the size of the output of a transposed convolution for one pixel."""
-    sides = zip(_spans(layer), _padding(layer), layer.output_padding)
+    sides = zip(_spans(layer), _padding(layer), _each(layer, layer.output_padding))
     return tuple(span - 2 * pad + further for span, pad, further in sides)
 
 
 def _patches(layer: _ConvNd, kept: Tensor) -> Tensor:
     """Return the patch of the kept input under each output pixel, (n, channels · kernel, pixels)."""
     windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer))))
-    return windows.flatten(1, 1 + len(layer.kernel_size)).flatten(2)
+    return windows.flatten(1, 1 + len(_kernel(layer))).flatten(2)
 
 
 def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
@@ -179,14 +204,11 @@ def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
 
     Points and pixels lie next to each other in memory, so that products summed over both copy nothing.
     """
+    kernel = _kernel(layer)
     windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer)))).transpose(0, 1)
     windows = windows.unflatten(0, (layer.groups, -1))  # (g, channels, n, *kernel, *pixels)
-    windows = windows.movedim(2, 2 + len(layer.kernel_size))
-    entries, kernel, pixels = (
-        math.prod(layer.weight.shape[1:]),
-        layer.kernel_size,
-        windows.shape[-len(layer.kernel_size) :],
-    )
+    windows = windows.movedim(2, 2 + len(kernel))
+    entries, pixels = math.prod(layer.weight.shape[1:]), windows.shape[-len(kernel) :]
     result = kept.new_empty(layer.groups, entries + ones, kept.shape[0], math.prod(pixels))
     result[:, entries:] = 1
     result[:, :entries].unflatten(1, (-1, *kernel)).unflatten(-1, pixels).copy_(windows)
@@ -195,8 +217,8 @@ def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
 
 def _windows(layer: _ConvNd, a: Tensor) -> Tensor:
     """Return the windows of the kernel in a padded tensor (n, channels, *size), (n, channels, *kernel, *pixels)."""
-    dims = len(layer.kernel_size)
-    for i, (span, stride, dilation) in enumerate(zip(_spans(layer), layer.stride, layer.dilation)):
+    dims = len(_kernel(layer))
+    for i, (span, stride, dilation) in enumerate(_steps(layer)):
         a = a.unfold(2 + i, span, stride)[..., ::dilation]
     return a.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
 

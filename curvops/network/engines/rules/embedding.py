@@ -70,7 +70,7 @@ class EmbeddingBagRule(TableRule):
         return {"weight": total}
 
     def rows(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        counts = s.new_zeros(len(kept), layer.num_embeddings)
+        counts = s.new_zeros(len(kept), layer.weight.shape[0])
         counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
@@ -81,7 +81,7 @@ class EmbeddingBagRule(TableRule):
 
 def _find_padding(layer: Any, indices: Tensor) -> Tensor | None:
     """Return a mask of the indices that are not padding; None if there is no padding row."""
-    return None if layer.padding_idx is None else indices != layer.padding_idx
+    return None if layer.padding_idx is None else indices != layer.padding_idx % layer.weight.shape[0]
 
 
 def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:

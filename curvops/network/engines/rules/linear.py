@@ -116,7 +116,7 @@ class BilinearRule(Rule):
 
 
 def _outer(layer: nn.Bilinear, kept: Tensor) -> Tensor:
-    first, second = kept.split([layer.in1_features, layer.in2_features], -1)
+    first, second = kept.split(list(layer.weight.shape[1:]), -1)
     return (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
 
 

@@ -34,8 +34,9 @@ class ScaleRule(Rule):
             return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
         if isinstance(layer, nn.RMSNorm):
             return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
-        if layer.running_mean is None:
-            return F.group_norm(a, layer.num_features, eps=layer.eps)  # groups of one channel each: instance norm
+        instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and not layer.track_running_stats
+        if layer.running_mean is None or instance:
+            return F.group_norm(a, a.shape[1], eps=layer.eps)  # groups of one channel each
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
