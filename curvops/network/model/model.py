@@ -18,7 +18,7 @@ from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
-from curvops.network.model.parameters import Blocks, Selection, select
+from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
 from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
@@ -37,7 +37,7 @@ class Model:
     It is built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
     params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
     is never changed, and later changes to it have no effect. The copy can hold only one set of values at a time, so
-    every call takes `lock`. A function is called directly. `last` names the parameters of the last layer, for the
+    every call takes `lock`. A function is called directly. Parameters named in `complex` are pairs of reals in θ. `last` names the parameters of the last layer, for the
     selection "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch
     (train mode), or for an invalid selection.
     """
@@ -58,7 +58,10 @@ class Model:
             self.places, tensors, buffers = places(self.paths)
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
+        tensors = as_real(tensors)
         self.selection: Selection = select(tensors, trainable, parameters, last)
+        self._pairs = {name for name in tensors if tensors[name].shape[-1:] == (2,)}
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
         }
@@ -242,7 +245,8 @@ class Model:
         if module is None:
             assert function is not None
             inputs = self.calls.as_given(inputs)
-            return self.holding(values, lambda: function({**self.frozen, **values}, inputs))
+            given = self._as_held({**self.frozen, **values})
+            return self.holding(values, lambda: function(given, inputs))
         args, kwargs = self.calls.arguments(inputs)
         return self.holding(values, lambda: module(*args, **kwargs))
 
@@ -267,7 +271,7 @@ class Model:
             with own_randomness(self._flat.device):
                 return run()
         run = self._with_stand_ins(run)
-        tensors = {**self.frozen, **self._buffers, **self.values, **values}
+        tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
         with self.lock, own_randomness(self._flat.device):
             # As in `torch.func.functional_call`, which walks to each place by its path.
             slots: list[tuple[dict[str, Any], str, str]] = [
@@ -282,6 +286,13 @@ class Model:
             finally:
                 for (held, local, _), tensor in zip(slots, before):
                     held[local] = tensor
+
+    def _as_held(self, tensors: Blocks) -> Blocks:
+        """Return tensors by name as the model's own: complex, or pairs that it may read as complex numbers."""
+        for name in self._pairs & tensors.keys():
+            pairs = at_even_place(tensors[name])
+            tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
+        return tensors
 
     def _with_stand_ins(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return a call with the functions in force that stand in for some of torch's."""
@@ -305,7 +316,9 @@ class Model:
         """Return a copy with parameters and buffers converted."""
 
         def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            wanted = dtype.to_complex() if dtype is not None and tensor.is_complex() else dtype
+            real = tensor.is_floating_point() or tensor.is_complex()
+            return tensor.to(device=device, dtype=wanted if real else None)
 
         _ = dict(self.tangent_space.held)  # computed before rounding
         other = object.__new__(Model)
@@ -329,17 +342,17 @@ def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
 
 
 def tensors_of(source: Any) -> Blocks:
-    """Return the present parameters and buffers of a user's model by name.
+    """Return the present parameters and buffers of a user's model by name, complex parameters as pairs of reals.
 
     Buffers that are not persistent are left out: a model computes them itself, and files of weights do not contain
     them.
     """
     module, _, tensors = _parts(source)
     if module is None:
-        return tensors
+        return as_real(tensors)
     computed = _computed_buffers(module)
     kept = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
-    return dict(module.named_parameters()) | kept
+    return as_real(dict(module.named_parameters())) | kept
 
 
 def _computed_buffers(module: nn.Module) -> set[str]:

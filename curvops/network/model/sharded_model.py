@@ -53,6 +53,7 @@ class ShardedModel(Model):
         chosen = {name: tensors[name] for name in self.selection.names}
         self.shards = ShardedParameters.of(ranks, chosen)
         self._snapshot = {name: _local(tensor).clone() for name, tensor in {**tensors, **buffers}.items()}
+        self.complex: set[str] = set()
         self._modes = {part: part.training for part in self.paths}
         own = {name: self._snapshot[name] for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in own.values()])
