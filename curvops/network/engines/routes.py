@@ -83,7 +83,8 @@ class Reference:
         except RuntimeError as error:
             raise ValueError(
                 f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
-                "reentrant checkpoint by use_reentrant=False), or leave the parameters before it out of the selection."
+                "reentrant checkpoint by use_reentrant=False, the model's own autograd.grad by one with "
+                "create_graph=True), or leave the parameters before it out of the selection."
             ) from error
         if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
             raise ValueError(

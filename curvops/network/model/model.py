@@ -74,7 +74,7 @@ class Model:
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
-        self._writes = False
+        self._writes = self._differentiates = False
         self._admitted: set[Hashable] = set()
 
     @property
@@ -141,9 +141,13 @@ class Model:
         """Whether a part of the module was in train mode at the snapshot."""
         return any(part.training for part in self.paths)
 
-    def place_of(self, variable: Tensor) -> int:
-        """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass."""
-        return variable.data_ptr() - self._flat.data_ptr()
+    def place_of(self, variable: Tensor) -> int | None:
+        """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass.
+
+        Return None for a leaf that the model makes itself, such as inputs by which it differentiates an energy.
+        """
+        offset = variable.data_ptr() - self._flat.data_ptr()
+        return offset if 0 <= offset < self._flat.nbytes else None
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
@@ -167,8 +171,9 @@ class Model:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
 
         class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
-        The pass also determines how the model is called, and whether it writes into its inputs. Raises ValueError or
-        TypeError, with the remedy, for an error inside the model.
+        The pass also determines how the model is called, whether it writes into its inputs, and whether it takes
+        derivatives of its own, for which gradients must be enabled. Raises ValueError or TypeError, with the remedy,
+        for an error inside the model.
         """
         self.calls.arguments(inputs)
         given = copy(inputs)
@@ -176,8 +181,9 @@ class Model:
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
-            except TypeError:
-                if not self.calls.turn(inputs):
+            except (TypeError, RuntimeError) as error:
+                self._differentiates = isinstance(error, RuntimeError)
+                if not (self._differentiates or self.calls.turn(inputs)):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
@@ -242,6 +248,10 @@ class Model:
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         """Call the model and return its result unchecked."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
+        if self._differentiates and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                outputs = self._call(values, inputs)
+            return outputs.detach() if isinstance(outputs, Tensor) else outputs
         if module is None:
             assert function is not None
             inputs = self.calls.as_given(inputs)
@@ -491,9 +501,15 @@ def _versions(inputs: Inputs) -> list[int]:
 
 
 def _recordable(inputs: Any) -> Any:
-    """Return the inputs, copied if they were made in inference mode and are now to be differentiated."""
+    """Return the inputs for one call: detached, so that flags set on them are not the user's, unless it is recorded.
+
+    Those made in inference mode are copied if they are now to be differentiated.
+    """
     if isinstance(inputs, Tensor):
-        return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
+        if inputs.is_inference() and not torch.is_inference_mode_enabled():
+            return inputs.clone()
+        # A slice made without gradients may say that it requires one, but is not in the graph of what it is used for.
+        return inputs if inputs.requires_grad and torch.is_grad_enabled() else inputs.detach()
     if isinstance(inputs, Mapping):
         return {name: _recordable(part) for name, part in inputs.items()}
     if isinstance(inputs, tuple | list):

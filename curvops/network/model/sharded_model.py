@@ -63,7 +63,8 @@ class ShardedModel(Model):
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout, self.calls = None, Calls(module)
-        self._writes, self._admitted, self._depth = False, set(), 0
+        self._writes = self._differentiates = False
+        self._admitted, self._depth = set(), 0
 
     @property
     def values(self) -> Blocks:
