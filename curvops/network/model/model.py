@@ -59,7 +59,7 @@ class Model:
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
         self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
-        tensors = as_real(tensors)
+        tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self._pairs = {name for name in tensors if tensors[name].shape[-1:] == (2,)}
         self.frozen = {
@@ -359,10 +359,10 @@ def tensors_of(source: Any) -> Blocks:
     """
     module, _, tensors = _parts(source)
     if module is None:
-        return as_real(tensors)
+        return {name: as_real(tensor) for name, tensor in tensors.items()}
     computed = _computed_buffers(module)
     kept = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
-    return as_real(dict(module.named_parameters())) | kept
+    return {name: as_real(parameter) for name, parameter in module.named_parameters()} | kept
 
 
 def _computed_buffers(module: nn.Module) -> set[str]:

@@ -218,9 +218,9 @@ def _from_positions(
     return names, within.to(parameters[names[0]].device)
 
 
-def as_real(tensors: Mapping[str, Tensor]) -> Blocks:
-    """Return tensors by name, complex ones as pairs of reals (*shape, 2)."""
-    return {name: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for name, t in tensors.items()}
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of reals (*shape, 2), and any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def at_even_place(pairs: Shaped[Tensor, "*shape 2"]) -> Shaped[Tensor, "*shape 2"]:
