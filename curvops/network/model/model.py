@@ -37,9 +37,9 @@ class Model:
     It is built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
     params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
     is never changed, and later changes to it have no effect. The copy can hold only one set of values at a time, so
-    every call takes `lock`. A function is called directly. Parameters named in `complex` are pairs of reals in θ. `last` names the parameters of the last layer, for the
-    selection "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch
-    (train mode), or for an invalid selection.
+    every call takes `lock`. A function is called directly. The parameters in `complex` are pairs of reals in θ. `last`
+    names the parameters of the last layer, for the selection "last_layer" (see `last_layer`). Raises ValueError for a
+    module that is random or depends on its batch (train mode), or for an invalid selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated

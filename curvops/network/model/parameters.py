@@ -231,7 +231,7 @@ def at_even_place(pairs: Shaped[Tensor, "*shape 2"]) -> Shaped[Tensor, "*shape 2
 
 
 def as_stored(vector: Tensor) -> Tensor:
-    """Return one of a block of vectors as a parameter is stored: kernels of complex or grouped matrices refuse views."""
+    """Return one vector of a block as parameters are stored: kernels of complex and of grouped matrices need that."""
     vector = vector.contiguous()
     return at_even_place(vector) if vector.shape[-1:] == (2,) else vector
 

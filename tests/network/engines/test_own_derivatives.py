@@ -104,11 +104,11 @@ def test_predictions_hessian_and_factors(name: str) -> None:
     with torch.no_grad():
         predicted = co.laplace(lin, co.GGN, check_mode=False).predict(x)
     assert agree(predicted.variance.flatten(), covariance.diagonal())
-    outputs = model(x.clone())
-    loss, leaves = 0.5 * outputs.square().sum(), list(model.parameters())
-    slopes = torch.cat([g.flatten() for g in torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)])
+    loss, leaves = 0.5 * model(x.clone()).square().sum(), list(model.parameters())
+    slopes = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
     v = torch.randn(J.shape[1]).double()
-    curved = torch.autograd.grad(slopes @ v, leaves, materialize_grads=True)
+    along = torch.cat([g.flatten() for g in slopes]) @ v
+    curved = torch.autograd.grad(along, leaves, materialize_grads=True)
     assert agree(co.Hessian(lin) @ v, torch.cat([g.flatten() for g in curved]))
     factored, positions = co.KFAC(lin).to_dense(), lin.model.selection.positions()
     for parameter in lin.plan.others:  # without a layer rule: an exact block
@@ -155,5 +155,6 @@ def test_an_energy_without_a_graph_says_what_to_do() -> None:
             energy = body(x)
             return torch.cat([energy, torch.autograd.grad(energy.sum(), x)[0]], 1)
 
+    data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
     with pytest.raises(ValueError, match="the model's own autograd.grad by one with create_graph=True"):
-        co.linearize(Field(detached).double(), (torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()), "regression")
+        co.linearize(Field(detached).double(), data, "regression")
