@@ -291,7 +291,7 @@ def _slots(values: Any) -> list[_Slot]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory; implicit zeros of forward mode, and sparse tensors, have none of their own."""
+    """Return whether a tensor has memory of its own; sparse tensors and implicit zeros of forward mode have none."""
     return tensor.layout is torch.strided and not tensor._is_zerotensor()
 
 
