@@ -146,10 +146,13 @@ def _mixed(numbers: Integers) -> Integers:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits as a vector of integers of at most 32 bits.
+    """Return the bits as a vector of integers of at most 32 bits, of a sparse tensor those of its entries and places.
 
     Not 64: floats often differ in their highest bits only, which products modulo 2^64 would push out.
     """
+    if tensor.layout is not torch.strided:
+        entries = tensor.to_sparse().coalesce()
+        return torch.cat([_words(entries.indices()), _words(entries.values())])
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     if flat.stride(0) != 1:  # a single number is contiguous with any stride, but cannot be viewed with another dtype

@@ -44,6 +44,19 @@ def test_every_single_change_and_swap_is_seen(dtype: torch.dtype) -> None:
     assert fingerprint([x.clone()]) == before
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_entries_and_places_of_sparse_tensors_are_seen(layout: torch.layout) -> None:
+    dense = torch.eye(4)
+    seen = set()
+    for place, value in ((0, 1.0), (0, 2.0), (1, 2.0)):
+        changed = dense.clone()
+        changed[0, place] = value
+        seen.add(int(fingerprint([changed.to_sparse(layout=layout)])))
+        assert int(fingerprint([changed.to_sparse(layout=layout)])) in seen
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_signs_and_last_bits_are_seen(dtype: torch.dtype) -> None:
     x = torch.ones(16, dtype=dtype)

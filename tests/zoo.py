@@ -67,14 +67,15 @@ def call(model: Any, inputs: Any) -> Tensor:
 
 
 def dense_jacobian(model: Any, inputs: Any) -> Tensor:
-    """The Jacobian (N·C, D) by one backward pass a row, without any code of the library."""
+    """The Jacobian (N·C, D) by one backward pass a row, without any code of the library; complex numbers are pairs."""
     if isinstance(model, tuple):
         model = model[0], {name: tensor.detach().requires_grad_() for name, tensor in model[1].items()}
     leaves = list(parameters_of(model).values())
     rows = []
     for output in call(model, inputs).flatten():
         gradients = torch.autograd.grad(output, leaves, retain_graph=True, allow_unused=True)
-        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(gradients, leaves)]))
+        found = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, leaves)]
+        rows.append(torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in found]))
     return torch.stack(rows).detach()
 
 
@@ -325,6 +326,11 @@ def _table() -> Iterator[Network]:
     yield row("float16_base", lambda: parts.HalfBase(torch.float16), _vectors)
     yield row("without_gradient", _wired(parts.without_gradient), _vectors, ("fc1*",), pushes=twice)
     yield row("counting_calls", parts.CountingCalls, _vectors)
+    yield row("one_gradient", parts.OneGradient, _vectors, ("weight", "change", "shift"))
+    yield row("pairs", parts.Pairs, _series, ("spectrum",))
+    yield row("sparse_graph", parts.SparseGraph, _sequences, pushes=twice)
+    yield row("slopes", _wired(parts.slopes), _vectors, ("fc1*", "head*"))
+    yield row("forces", _wired(parts.forces), _vectors, ("fc1.weight", "head.weight"))
 
 
 ZOO: dict[str, Network] = {network.name: network for network in _table()}

@@ -265,6 +265,47 @@ class Checkpointed(nn.Module):
         return self.head(torch.tanh(checkpoint(self.block, h, use_reentrant=self.reentrant)))
 
 
+class OneGradient(nn.Module):
+    """Two weights that have one and the same gradient, and one whose gradient is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.change, self.shift = (nn.Parameter(0.5 * torch.randn(4, 4)) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(F.linear(x, self.weight + self.change) + self.shift.sum()))
+
+
+class Pairs(nn.Module):
+    """A weight of pairs that are read as complex numbers, behind an odd number of others; for series (n, 2, 7)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.spectrum = nn.Linear(2, 3), nn.Parameter(0.3 * torch.randn(3, 3, 4, 2))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lift(x.mT)
+        waves = torch.fft.rfft(h, dim=1)
+        mixed = torch.einsum("nki,iok->nko", waves, torch.view_as_complex(self.spectrum))
+        return self.head(torch.tanh(torch.fft.irfft(mixed, n=h.shape[1], dim=1) + h)).squeeze(-1)
+
+
+class SparseGraph(nn.Module):
+    """A graph over the three positions of a sequence, kept as a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.register_buffer("graph", torch.tensor([[1.0, 0, 2], [0, 3, 0], [0, 1, 1]]).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = torch.tanh(self.fc(x)).transpose(0, 1)
+        sums = torch.sparse.mm(self.graph, nodes.flatten(1)).view_as(nodes)
+        return self.head(torch.tanh(sums).sum(0))
+
+
 class OldSquare(torch.autograd.Function):
     """x², as functions were written before forward mode and vmap."""
 
@@ -277,6 +318,21 @@ class OldSquare(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x * gradient
+
+
+def slopes(m: Any, x: Tensor) -> Tensor:
+    """The slopes of an energy in each point's inputs, by `torch.func`."""
+    energy = torch.func.grad(lambda point: m.head(torch.tanh(m.fc1(point))).square().sum())
+    return m.fc2(torch.func.vmap(energy)(x))
+
+
+def forces(m: Any, x: Tensor) -> Tensor:
+    """An energy of each point and its slopes, by autograd."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = m.head(torch.tanh(m.fc1(x))).square().sum(1, keepdim=True)
+        (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, m.fc2(gradient)], 1)
 
 
 def setitem(m: Any, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.network.data.inputs import move, move_tensor, normalise
 from curvops.network.data.shard import Shard
+from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
 from curvops.posterior.gaussians.updating import MODE_TOLERANCE, NotAMode
@@ -155,7 +156,7 @@ def _loss_with_gradient(
     with nullcontext() if shard is None else shard.ranks.guarded():
         for _, p in prior:
             p.grad = None
-        penalty = torch.stack([(precision * p.square()).sum() for precision, p in prior]).sum()
+        penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
         loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
         own = None if item is None else parts_of(item, False)
         if own is not None and len(own[1]):

@@ -425,7 +425,7 @@ DOORS = [
             "whole numbers": (
                 lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, []),
                 TypeError,
-                "'steps' is torch.int64; only real floating-point ones",
+                "'steps' is torch.int64; only floating-point ones",
             ),
             "flatten without a name": (
                 lambda: chosen("last_layer").flatten({"head.weight": torch.zeros(2, 3, 1)}),

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+from torch.utils.flop_counter import flop_registry
 
+from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
 from curvops.network.engines.norm_tangents import NormTangents
-from curvops.network.engines.replay import Held, Recorder, Replay, extent
+from curvops.network.engines.replay import Held, Recorder, Replay, extent, has_memory, tensors_in
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock
+from curvops.network.model.parameters import Blocks, FlatLayout, OneBlock, as_stored
 
 Pushes = Literal["forward mode", "double backward", "rows"]
 """The ways to compute J v from a model's derivatives."""
+T = TypeVar("T")
 
 
 class Streamed:
@@ -73,8 +76,7 @@ class Streamed:
             return self._push_by_rows(tangents)
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
-        each = ({name: tangents[name][k] for name in self.names} for k in range(columns))
-        return _stack([self._push_one(tangent, record) for tangent in each])
+        return _stack([self._push_one(_one_of(tangents, self.names, k), record) for k in range(columns)])
 
     def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         points = range(num_points(self.inputs))
@@ -120,10 +122,9 @@ class Recorded:
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
         self.model, self.names, self._replay = model, tuple(names), replay
-        with SavedBytes(model, inputs) as saved:
-            self._graph = record_graph(model, inputs, names)
+        self._graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
         # The graph of a pull, for a double backward pass, kept at most twice as much again when measured.
-        self.nbytes = saved.total * 3 if replay is None else saved.total + replay_bytes(replay, model, inputs)
+        self.nbytes = saved * 3 if replay is None else saved + replay_bytes(replay, model, inputs)
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -136,7 +137,7 @@ class Recorded:
             return self._graph.push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         with torch.no_grad():
-            return _stack([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+            return _stack([self._replay(_one_of(tangents, self.names, k)) for k in range(columns)])
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Return Jᵀ U for K cotangents, by name, (K, *shape) each."""
@@ -261,7 +262,7 @@ class _Graph:
         dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
         if not pulled:  # the derivative is zero whatever the cotangent
             return torch.zeros_like(self.outputs)
-        along = [_leave_inference(tangents[name][k]) for name in pulled]
+        along = [_leave_inference(tangent) for tangent in _one_of(tangents, pulled, k).values()]
         (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
         return result.detach()
 
@@ -280,9 +281,7 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
 
 def saved_bytes(model: Model, inputs: Any) -> int:
     """Return the bytes that one recorded forward pass keeps for these inputs, inputs included."""
-    with SavedBytes(model, inputs) as saved:
-        record_graph(model, inputs, model.selection.names)
-    return saved.total
+    return count_saved(model, inputs, lambda: record_graph(model, inputs, model.selection.names))[1]
 
 
 def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
@@ -300,6 +299,10 @@ def _as_matrix(block: Float[Tensor, "K *shape"]) -> Float[Tensor, "K d"]:
     return block.reshape(len(block), -1)
 
 
+def _one_of(tangents: Mapping[str, Tensor], names: Iterable[str], k: int) -> Blocks:
+    return {name: as_stored(tangents[name][k]) for name in names}
+
+
 def _own_storage(view: Tensor) -> Tensor:
     """Return these numbers in a storage of their own size, in the same memory if possible.
 
@@ -315,30 +318,50 @@ def _leave_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-class SavedBytes:
-    """A context that counts the bytes of the inputs and of the distinct storages that autograd saves.
+def count_saved(model: Model, inputs: Any, run: Callable[[], T], apart: Iterable[Tensor] = ()) -> tuple[T, int]:
+    """Return what `run` returns, and the bytes of the inputs and of the distinct storages that autograd saves in it.
 
     The model's own storages are not counted, and for inputs, which may be slices of all data, only their own bytes are.
+    A model that differentiates itself by `torch.func` allows no hooks of saved tensors: it runs again, and the results
+    of all operations count, of which the saved ones are a part.
     """
+    given = [tensor for _, tensor in components(normalise(inputs))]
+    own = sum(tensor.nbytes for tensor in given)
+    held = Held([*model.tensors(), *given, *apart])
+    extents: set[tuple[int, int]] = set()
 
-    def __init__(self, model: Model, inputs: Any, apart: Iterable[Tensor] = ()) -> None:
-        given = [tensor for _, tensor in components(normalise(inputs))]
-        self._apart = Held([*model.tensors(), *given, *apart])
-        self.total = sum(tensor.nbytes for tensor in given)
-
-    def __enter__(self) -> SavedBytes:
-        self._extents: set[tuple[int, int]] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor._is_zerotensor():  # an implicit zero of forward mode has no storage
-            return tensor
-        if tensor not in self._apart:
-            self._extents.add(extent(tensor))
+    def pack(tensor: Tensor) -> Tensor:
+        if has_memory(tensor) and tensor not in held:
+            extents.add(extent(tensor))
         return tensor.detach()  # an operation that saves its own output would never be freed
 
-    def __exit__(self, *details: Any) -> None:
-        self._hooks.__exit__(*details)
-        self.total += sum(end - start for start, end in self._extents)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = run()
+        return found, own + sum(end - start for start, end in extents)
+    except RuntimeError:
+        with Operations() as operations:
+            found = run()
+        return found, own + operations.nbytes
+
+
+class Operations(EagerMode):
+    """The operations of a pass: their bytes, their multiply-adds, and whether they look up a padding row.
+
+    Bytes are those of results; multiply-adds those of the operations that torch counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes, self.multiply_adds, self.looks_up_padding = 0, 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
+            self.looks_up_padding = self.looks_up_padding or (padding >= 0 and args[0].requires_grad)
+        results = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.multiply_adds += count(*args, **(kwargs or {}), out_val=results) // 2
+        if not any(result.alias_info for result in func._schema.returns):  # neither views nor written in place
+            self.nbytes += sum(result.nbytes for result in tensors_in(results) if result.layout is torch.strided)
+        return results

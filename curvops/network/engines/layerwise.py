@@ -488,7 +488,7 @@ def owners_of(model: Model) -> Owners:
     A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
     """
     ruled = {part for part in model.paths if rule_for(part) is not None}
-    left = set(model.selection.names)
+    left = set(model.selection.names) - model.complex
     left -= {name for part, local, name in model.places if part not in ruled and not owns_projection(part, local)}
     owners: Owners = {}
     for part, local, name in model.places:

@@ -168,14 +168,13 @@ class _Same:
 
 def graph_of(model: Model, outputs: Tensor) -> Hashable:
     """Return the operations behind these outputs with the sizes of their results, and the parameters they start at."""
-    start = model.tensors()[0].data_ptr()
     found: list[Hashable] = []
     for node, edges in _operations(outputs, {}):
         if hasattr(type(node), "_forward_cls"):  # a user's function may do anything
             raise Unlike
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.append((node.name(), variable.data_ptr() - start, variable.shape))
+            found.append((node.name(), model.place_of(variable), variable.shape))
             continue
         sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
         # The only argument that decides whether forward mode is right (see `find_routes`).

@@ -87,7 +87,7 @@ class Replay:
         """Return the bytes of the constants, without those in the memory of the tensors in `apart`."""
         held = Held(apart)
         kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
-        extents = {extent(tensor) for tensor in kept if _has_memory(tensor) and tensor not in held}
+        extents = {extent(tensor) for tensor in kept if has_memory(tensor) and tensor not in held}
         return sum(end - start for start, end in extents)
 
 
@@ -156,7 +156,7 @@ class Recorder(EagerMode):
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and id(value) in self._slot_of:
                 values[i] = _Slot(self._slot_of[id(value)])
-            elif isinstance(value, Tensor) and _has_memory(value):
+            elif isinstance(value, Tensor) and has_memory(value):
                 self._kept_in[extent(value)[0]].append(values)
             elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
                 values[i] = self._referring(list(value))
@@ -164,11 +164,11 @@ class Recorder(EagerMode):
 
     def _copy_what_shares(self, tensor: Tensor) -> None:
         """Replace constants by copies if their memory is about to be written to."""
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return
         for values in self._kept_in.pop(extent(tensor)[0], []):
             for i, value in enumerate(values):
-                if isinstance(value, Tensor) and _has_memory(value) and extent(value)[0] == extent(tensor)[0]:
+                if isinstance(value, Tensor) and has_memory(value) and extent(value)[0] == extent(tensor)[0]:
                     values[i] = value.clone()
 
 
@@ -246,16 +246,16 @@ def _slots(values: Any) -> list[_Slot]:
     return _of_kind(values, _Slot)
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory; the implicit zeros of forward mode have none."""
-    return not tensor._is_zerotensor()
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own; sparse tensors and implicit zeros of forward mode have none."""
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
 
 
 class Held:
     """The memory of some tensors; it contains another tensor if that tensor's storage lies within one of theirs."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._extents = sorted(extent(tensor) for tensor in tensors)
+        self._extents = sorted(extent(tensor) for tensor in tensors if has_memory(tensor))
         self._starts = [start for start, _ in self._extents]
 
     def __contains__(self, tensor: Tensor) -> bool:

@@ -11,20 +11,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils.flop_counter import flop_registry
 
-from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import (
+    Operations,
     Pushes,
     Recorded,
-    SavedBytes,
     Streamed,
+    count_saved,
     record_graph,
     record_replay,
     replay_bytes,
@@ -34,6 +33,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 Push = Callable[[Mapping[str, Tensor]], Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ class Reference:
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
         self.model, self.inputs, self.names = model, inputs, tuple(names)
-        with warnings.catch_warnings(record=True) as caught, SavedBytes(model, inputs) as saved:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            graph = record_graph(model, inputs, names)
+            graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
         generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
         self.u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
         # Far beyond the range in which a backward pass may clip, and exact in floating point.
@@ -84,15 +84,17 @@ class Reference:
         except RuntimeError as error:
             raise ValueError(
                 f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
-                "reentrant checkpoint by use_reentrant=False), or leave the parameters before it out of the selection."
+                "reentrant checkpoint by use_reentrant=False, the model's own autograd.grad by one with "
+                "create_graph=True), or leave the parameters before it out of the selection."
             ) from error
         if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
             raise ValueError(
                 "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
                 "pass use_reentrant=False."
             )
-        self.saved_bytes = saved.total // num_points(inputs)
-        self._require(all(_close(scaled[name].div_(factor), pulled) for name, pulled in self.pulled.items()))
+        self.saved_bytes = saved // num_points(inputs)
+        # Not in place: gradients of two parameters may be one tensor.
+        self._require(all(_close(scaled[name] / factor, pulled) for name, pulled in self.pulled.items()))
         del scaled
         if has_custom_functions(graph.outputs):
             self._require_points_apart(generator)
@@ -183,7 +185,8 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
 
 def _forward_mode_works(reference: Reference) -> bool:
     """Return whether forward-mode products exist at these points, and are right."""
-    return _works(lambda: reference.is_adjoint(Streamed(reference.model, reference.inputs, reference.names).push))
+    streamed = Streamed(reference.model, reference.inputs, reference.names)
+    return bool(_try(lambda: reference.is_adjoint(streamed.push)))
 
 
 def _shared_bytes(reference: Reference) -> int:
@@ -194,9 +197,8 @@ def _shared_bytes(reference: Reference) -> int:
     def right() -> bool:
         return reference.is_adjoint(streamed.push) and reference.is_pull(streamed.pull(reference.u))
 
-    with SavedBytes(model, inputs, apart=reference.v.values()) as saved:
-        works = _works(right)
-    return max(1, saved.total // num_points(inputs)) if works else 0
+    works, saved = _try(lambda: count_saved(model, inputs, right, reference.v.values())) or (False, 0)
+    return max(1, saved // num_points(inputs)) if works else 0
 
 
 def _replay_bytes(reference: Reference, replay: Replay) -> int:
@@ -204,7 +206,7 @@ def _replay_bytes(reference: Reference, replay: Replay) -> int:
     model, inputs, names = reference.model, reference.inputs, reference.names
     recorded = Recorded(model, inputs, names, replay)
     # Twice: a replay that changes its constants would be right only once.
-    if not all(_works(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
+    if not all(_try(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
         return 0
     return max(1, -(-replay_bytes(replay, model, inputs) // num_points(inputs)))
 
@@ -224,13 +226,14 @@ def _lacks_double_backward(reference: Reference) -> str:
     return f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({who})"
 
 
-def _works(right: Callable[[], bool]) -> bool:
+def _try(run: Callable[[], T]) -> T | None:
+    """Return what `run` returns, without its warnings; None if some derivative does not exist."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return right()
+            return run()
     except (RuntimeError, NotImplementedError):
-        return False
+        return None
 
 
 def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
@@ -301,31 +304,9 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
-class _Operations(EagerMode):
-    """The operations of a pass: their bytes, their multiply-adds, and whether they look up a padding row.
-
-    Bytes are those of results; multiply-adds those of the operations that torch counts.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes, self.multiply_adds, self.looks_up_padding = 0, 0, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.embedding.default:
-            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
-            self.looks_up_padding = self.looks_up_padding or (padding >= 0 and args[0].requires_grad)
-        results = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.multiply_adds += count(*args, **(kwargs or {}), out_val=results) // 2
-        if not any(result.alias_info for result in func._schema.returns):  # neither views nor written in place
-            self.nbytes += sum(result.nbytes for result in tensors_in(results) if result.layout is torch.strided)
-        return results
-
-
-def _operations_of(model: Model, inputs: Any, names: Sequence[str]) -> _Operations:
+def _operations_of(model: Model, inputs: Any, names: Sequence[str]) -> Operations:
     """Return the operations of one forward pass with the graph of these parameters."""
-    operations = _Operations()
+    operations = Operations()
     with operations, model.differentiating():
         values = model.values
         model({**values, **{name: values[name].detach().requires_grad_() for name in names}}, inputs)

@@ -20,7 +20,7 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
 from curvops.network.model.normalisations import NORMS, ContiguousNorms
-from curvops.network.model.parameters import Blocks, Selection, select
+from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
 from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import (
     TensorUse,
@@ -47,9 +47,9 @@ class Model:
     It is built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
     params). A module is copied with its present settings (`skeleton`), and only the copy is called: the user's module
     is never changed, and later changes to it have no effect. The copy can hold only one set of values at a time, so
-    every call takes `lock`. A function is called directly. `last` names the parameters of the last layer, for the
-    selection "last_layer" (see `last_layer`). Raises ValueError for a module that is random or depends on its batch
-    (train mode), or for an invalid selection.
+    every call takes `lock`. A function is called directly. The parameters in `complex` are pairs of reals in θ. `last`
+    names the parameters of the last layer, for the selection "last_layer" (see `last_layer`). Raises ValueError for a
+    module that is random or depends on its batch (train mode), or for an invalid selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated
@@ -72,7 +72,10 @@ class Model:
             self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
+        tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
         self.selection: Selection = select(tensors, trainable, parameters, last)
+        self._pairs = {name for name in tensors if tensors[name].shape[-1:] == (2,)}
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
         }
@@ -85,7 +88,7 @@ class Model:
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
-        self._writes = False
+        self._writes = self._differentiates = False
         self._admitted: set[Hashable] = set()
 
     @property
@@ -174,9 +177,13 @@ class Model:
         """The modules that accept hooks, which those of TorchScript do not."""
         return [part for part in self.paths if not isinstance(part, torch.jit.ScriptModule)]
 
-    def place_of(self, variable: Tensor) -> int:
-        """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass."""
-        return variable.data_ptr() - self._flat.data_ptr()
+    def place_of(self, variable: Tensor) -> int | None:
+        """Return a number that distinguishes this leaf of a graph from the model's other leaves, in every pass.
+
+        Return None for a leaf that the model makes itself, such as inputs by which it differentiates an energy.
+        """
+        offset = variable.data_ptr() - self._flat.data_ptr()
+        return offset if 0 <= offset < self._flat.nbytes else None
 
     def leaves(self) -> Blocks:
         """Return the selected parameters by name, as leaves of a graph to be recorded."""
@@ -202,8 +209,9 @@ class Model:
         """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
 
         class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
-        The pass also determines how the model is called, and whether it writes into its inputs. Raises ValueError or
-        TypeError, with the remedy, for an error inside the model.
+        The pass also determines how the model is called, whether it writes into its inputs, and whether it takes
+        derivatives of its own, for which gradients must be enabled. Raises ValueError or TypeError, with the remedy,
+        for an error inside the model.
         """
         self.calls.arguments(inputs)
         given = copy(inputs)
@@ -211,8 +219,9 @@ class Model:
         with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
-            except TypeError:
-                if not self.calls.turn(inputs):
+            except (TypeError, RuntimeError) as error:
+                self._differentiates = isinstance(error, RuntimeError)
+                if not (self._differentiates or self.calls.turn(inputs)):
                     raise
                 given = copy(inputs)
                 outputs = self._checked_call(given)
@@ -280,10 +289,15 @@ class Model:
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         """Call the model and return its result unchecked."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
+        if self._differentiates and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                outputs = self._call(values, inputs)
+            return outputs.detach() if isinstance(outputs, Tensor) else outputs
         if module is None:
             assert function is not None
             inputs = self.calls.as_given(inputs)
-            return self.holding(values, lambda: function({**self.frozen, **values}, inputs))
+            given = self._as_held({**self.frozen, **values})
+            return self.holding(values, lambda: function(given, inputs))
         args, kwargs = self.calls.arguments(inputs)
         return self.holding(values, lambda: module(*args, **kwargs))
 
@@ -315,7 +329,7 @@ class Model:
         if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
-        tensors = {**self.frozen, **self._buffers, **self.values, **values}
+        tensors = self._as_held({**self.frozen, **self._buffers, **self.values, **values})
         with self.lock, own_randomness(self._flat.device):
             # As in `torch.func.functional_call`, which walks to each place by its path.
             slots: list[tuple[Any, Any, str]] = [
@@ -332,6 +346,13 @@ class Model:
                 for (held, local, _), tensor in zip(slots, before):
                     held[local] = tensor
                 restore(state)  # no call may find what another one has computed from its values and cached
+
+    def _as_held(self, tensors: Blocks) -> Blocks:
+        """Return tensors by name as the model's own: complex, or pairs that it may read as complex numbers."""
+        for name in self._pairs & tensors.keys():
+            pairs = at_even_place(tensors[name])
+            tensors[name] = torch.view_as_complex(pairs) if name in self.complex else pairs
+        return tensors
 
     def _with_stand_ins(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return a call with the functions in force that stand in for some of torch's."""
@@ -355,7 +376,9 @@ class Model:
         """Return a copy with parameters and buffers converted."""
 
         def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            wanted = dtype.to_complex() if dtype is not None and tensor.is_complex() else dtype
+            real = tensor.is_floating_point() or tensor.is_complex()
+            return tensor.to(device=device, dtype=wanted if real else None)
 
         _ = dict(self.tangent_space.held)  # computed before rounding
         other = object.__new__(Model)
@@ -379,17 +402,17 @@ def _within(context: Callable[[], Any], run: Callable[[], Any]) -> Any:
 
 
 def tensors_of(source: Any) -> Blocks:
-    """Return the present parameters and buffers of a user's model by name.
+    """Return the present parameters and buffers of a user's model by name, complex parameters as pairs of reals.
 
     Buffers that are not persistent are left out: a model computes them itself, and files of weights do not contain
     them.
     """
     module, _, tensors = _parts(source)
     if module is None:
-        return tensors
+        return {name: as_real(tensor) for name, tensor in tensors.items()}
     computed = _computed_buffers(module)
     kept = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
-    return dict(module.named_parameters()) | kept
+    return {name: as_real(parameter) for name, parameter in module.named_parameters()} | kept
 
 
 def _computed_buffers(module: nn.Module) -> set[str]:
@@ -530,9 +553,15 @@ def _versions(inputs: Inputs) -> list[int]:
 
 
 def _recordable(inputs: Any) -> Any:
-    """Return the inputs, copied if they were made in inference mode and are now to be differentiated."""
+    """Return the inputs for one call: detached, so that flags set on them are not the user's, unless it is recorded.
+
+    Those made in inference mode are copied if they are now to be differentiated.
+    """
     if isinstance(inputs, Tensor):
-        return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
+        if inputs.is_inference() and not torch.is_inference_mode_enabled():
+            return inputs.clone()
+        # A slice made without gradients may say that it requires one, but is not in the graph of what it is used for.
+        return inputs if inputs.requires_grad and torch.is_grad_enabled() else inputs.detach()
     if isinstance(inputs, Mapping):
         return {name: _recordable(part) for name, part in inputs.items()}
     if isinstance(inputs, tuple | list):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from curvops.checks import shown
+from curvops.checks import in_functorch, shown
 
 Blocks = dict[str, Tensor]
 LARGE_BYTES = 2**25
@@ -218,6 +218,24 @@ def _from_positions(
     return names, within.to(parameters[names[0]].device)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of reals (*shape, 2), and any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def at_even_place(pairs: Shaped[Tensor, "*shape 2"]) -> Shaped[Tensor, "*shape 2"]:
+    """Return pairs that `torch.view_as_complex` takes: a view of a vector may begin between two of them."""
+    if in_functorch() or pairs.storage_offset() % 2 or pairs.data_ptr() % (2 * pairs.element_size()):
+        return pairs.clone(memory_format=torch.contiguous_format)
+    return pairs
+
+
+def as_stored(vector: Tensor) -> Tensor:
+    """Return one vector of a block as parameters are stored: kernels of complex and of grouped matrices need that."""
+    vector = vector.contiguous()
+    return at_even_place(vector) if vector.shape[-1:] == (2,) else vector
+
+
 def locate(sizes: Sequence[int], positions: Int[Tensor, " S"]) -> tuple[list[int], Int[Tensor, " S"]]:
     """Return which of the concatenated tensors are touched, and the positions within only those."""
     lengths = torch.tensor(sizes, device=positions.device)
@@ -235,7 +253,7 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the selected parameters mix {what}s: {found}; convert them, or select fewer.")
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
-            raise TypeError(f"parameter {name!r} is {tensor.dtype}; only real floating-point ones can be selected.")
+            raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")
 
 
 def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:

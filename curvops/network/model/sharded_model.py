@@ -53,6 +53,7 @@ class ShardedModel(Model):
         chosen = {name: tensors[name] for name in self.selection.names}
         self.shards = ShardedParameters.of(ranks, chosen)
         self._snapshot = {name: _local(tensor).clone() for name, tensor in {**tensors, **buffers}.items()}
+        self.complex: set[str] = set()
         self._modes = {part: part.training for part in self.paths}
         own = {name: self._snapshot[name] for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in own.values()])
@@ -62,7 +63,8 @@ class ShardedModel(Model):
         require_all_finite(self.frozen.values(), self.frozen, "load other weights")
         self._settings, self._stand_ins = settings_for(self.paths), stand_ins_for(self.paths)
         self.layout, self.calls = None, Calls(module)
-        self._writes, self._admitted, self._depth = False, set(), 0
+        self._writes = self._differentiates = False
+        self._admitted, self._depth = set(), 0
 
     @property
     def values(self) -> Blocks:

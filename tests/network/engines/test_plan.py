@@ -40,9 +40,9 @@ def test_bytes_by_hand() -> None:
 def test_bytes_that_a_pass_makes_count_each_result_once_and_neither_views_nor_writes() -> None:
     """Whatever is selected: a convolution, its activation in place, a pooling with its indices, and two layers."""
     layers = nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 5)
-    model, x = nn.Sequential(*layers, nn.Linear(5, 2)), torch.randn(2, 1, 4, 4)
+    model, x = nn.Sequential(*layers, nn.Linear(5, 3)), torch.randn(2, 1, 4, 4)
     made = [Passes(Model(model, names), [(x, None)], "auto", PLENTY).plan.routes.made_bytes for names in (None, "5.*")]
-    assert made == [4 * (3 * 16 + 12 + 5 + 2) + 8 * 12] * 2
+    assert made == [4 * (3 * 16 + 12 + 5 + 3) + 8 * 12] * 2
 
 
 def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() -> None:

@@ -1,0 +1,160 @@
+"""Models that differentiate themselves: residuals of equations, forces of energies, by `torch.func` or autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import curvops as co
+from tests.network.products import WAYS, agree, columns
+from tests.zoo import dense_jacobian
+
+N, D_IN = 5, 2
+
+
+class Field(nn.Module):
+    """A field u(x) and what a function of (field, x) makes of its derivatives."""
+
+    def __init__(self, derive: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(D_IN, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.derive = derive
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.derive(self.body, x)
+
+
+def total(body: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: body(x).sum()
+
+
+def by_autograd(body: Any, x: Tensor) -> Tensor:
+    energy = body(x)
+    return torch.cat([energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]], 1)
+
+
+def within(body: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return by_autograd(body, x.detach().requires_grad_())
+
+
+def marked(body: Any, x: Tensor) -> Tensor:
+    x.requires_grad_(True)
+    return by_autograd(body, x)
+
+
+def laplacian(body: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(body(x).sum(), x, create_graph=True)
+    second = [torch.autograd.grad(slopes[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(D_IN)]
+    return torch.stack(second, 1)
+
+
+def pulled(body: Any, x: Tensor) -> Tensor:
+    u, back = vjp(body, x)
+    return torch.cat([u, back(torch.ones_like(u))[0]], 1)
+
+
+FIELDS: dict[str, Callable[..., Tensor]] = {
+    "grad": lambda body, x: torch.cat([body(x), grad(total(body))(x)], 1),
+    "grad of points": lambda body, x: vmap(grad(total(body)))(x) + body(x).square(),
+    "vjp": pulled,
+    "jacrev": lambda body, x: vmap(jacrev(body))(x).flatten(1),
+    "hessian": lambda body, x: vmap(hessian(total(body)))(x).diagonal(dim1=1, dim2=2),
+    "jvp": lambda body, x: torch.cat(jvp(body, (x,), (torch.ones_like(x),)), 1),
+    "jacfwd": lambda body, x: vmap(jacfwd(body))(x).flatten(1),
+    "autograd within enable_grad": within,
+    "autograd": lambda body, x: by_autograd(body, x.clone().requires_grad_()),
+    "autograd of marked inputs": marked,
+    "second derivatives": laplacian,
+}
+
+
+def field(name: str) -> tuple[Field, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model, x = Field(FIELDS[name]).double(), torch.randn(N, D_IN).double()
+    return model, x, dense_jacobian(model, x.clone())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FIELDS)
+def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
+    model, x, J = field(name)
+    y = torch.zeros(N, len(J) // N).double()
+    lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], "regression", **WAYS[way])
+    V, U = torch.randn(J.shape[1], 3).double(), columns(len(J), 2)
+    for _ in range(2):
+        assert agree(co.GGN(lin) @ V, J.mT @ (J @ V))
+        assert agree(lin.jacobian().mT @ U, J.mT @ U)
+    assert agree(co.DiagonalGGN(lin).diagonal(), J.square().sum(0))
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_predictions_hessian_and_factors(name: str) -> None:
+    model, x, J = field(name)
+    y = torch.zeros(N, len(J) // N).double()
+    lin = co.linearize(model, (x, y), "regression")
+    covariance = J @ (J.mT @ J + torch.eye(J.shape[1])).inverse() @ J.mT
+    with torch.no_grad():
+        predicted = co.laplace(lin, co.GGN, check_mode=False).predict(x)
+    assert agree(predicted.variance.flatten(), covariance.diagonal())
+    loss, leaves = 0.5 * model(x.clone()).square().sum(), list(model.parameters())
+    slopes = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+    v = torch.randn(J.shape[1]).double()
+    along = torch.cat([g.flatten() for g in slopes]) @ v
+    curved = torch.autograd.grad(along, leaves, materialize_grads=True)
+    assert agree(co.Hessian(lin) @ v, torch.cat([g.flatten() for g in curved]))
+    factored, positions = co.KFAC(lin).to_dense(), lin.model.selection.positions()
+    for parameter in lin.plan.others:  # without a layer rule: an exact block
+        part = positions[parameter].flatten()
+        assert agree(factored[part][:, part], (J.mT @ J)[part][:, part])
+
+
+def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() -> None:
+    def asking(body: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return by_autograd(body, x if x.requires_grad else x.detach().requires_grad_())
+
+    gradients = []
+    for derive in (asking, FIELDS["grad"]):
+        torch.manual_seed(0)
+        model, x = Field(derive).double(), torch.randn(N, D_IN).double()
+        lin = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression")
+        given = x.clone().requires_grad_()
+        variance = co.laplace(lin, co.GGN, check_mode=False).predict(given).variance
+        gradients.append(torch.autograd.grad(variance.sum(), given)[0])
+    assert agree(*gradients)
+
+
+def test_leaves_that_a_model_makes_do_not_distinguish_its_passes() -> None:
+    """Their memory is another one in every pass: networks of one structure were proven anew, each time."""
+    passes = [0]
+
+    def counted(body: Any, x: Tensor) -> Tensor:
+        passes[-1] += 1
+        return within(body, x)
+
+    data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
+    for _ in range(2):
+        co.linearize(Field(counted).double(), data, "regression")
+        passes.append(0)
+    first, second, _ = passes
+    assert second < first
+
+
+def test_an_energy_without_a_graph_says_what_to_do() -> None:
+    def detached(body: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = body(x)
+            return torch.cat([energy, torch.autograd.grad(energy.sum(), x)[0]], 1)
+
+    data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
+    with pytest.raises(ValueError, match="the model's own autograd.grad by one with create_graph=True"):
+        co.linearize(Field(detached).double(), data, "regression")
