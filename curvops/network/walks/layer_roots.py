@@ -267,9 +267,9 @@ def each_group(
         if advance is not None:
             advance((stop - start) * n)
     if last is not None and H is not None:
-        part = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
+        factors = Factors(last.layer, last.kept, H.diagonal.to(f.dtype).reshape(n, 1, *last.layer.output[1:]))
         own = tuple(sorted(last.layer.names.values()))
-        yield Group(own, (part,), positions=positions, weights=batch.weights, hessian=H)
+        yield Group(own, (factors,), positions=positions, weights=batch.weights, hessian=H)
 
 
 def _last_alone(calls: Sequence[Call]) -> Call | None:

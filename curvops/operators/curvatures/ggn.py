@@ -29,7 +29,9 @@ class GGN(Curvature):
     Symmetric positive semi-definite. Products G @ v and G @ V carry gradients through the vectors and the likelihood's
     hyperparameters. Cost to build: nothing. A product is one push and one pull of J, 0.5–2 gradients per vector (see
     `lin.plan`), plus O(N·C) for H. Memory: the engines of the plan, within the budget. Try it first: all other
-    curvatures approximate it, and pay off when many products with it would cost too much.
+    curvatures approximate it, and pay off when many products with it would cost too much. For a last layer whose
+    outputs do not interact (Bernoulli, Poisson and Gaussian likelihoods), it is block-diagonal by output: with a prior
+    added it is solved by Cholesky, if C blocks of (q + 1)² numbers, for q inputs, fit into the budget.
 
     With `mc_samples` it is the Monte-Carlo Fisher: one forward pass at construction draws M targets per point from the
     model, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN. Choose it if C is large (a
@@ -102,7 +104,8 @@ class DiagonalGGN(UserOperator, Diagonal):
     columns (of a softmax C − 1; "mc": `mc_samples`, "empirical": one), and one more matrix product per layer for each
     column; a layer that is applied at one position shares that product among all columns. Memory: a chunk of
     sensitivities within the budget, never a Jacobian. Parameters without a layer rule need a backward pass for each
-    point and column.
+    point and column. A last layer alone needs the diagonal of H and no columns, whatever C is, unless the likelihood is
+    a function.
 
     Args:
         lin: the linearised network.

@@ -18,7 +18,8 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FORMED_COPIES
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
-from curvops.network import Independent, OutputFisher
+from curvops.network import Exact, Independent, OutputFisher
+from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
 
 
@@ -29,7 +30,7 @@ class OutputBlocksForm(DirectSumForm):
         self.curvature, self.shift = curvature, shift
 
     @cached_property
-    def base(self) -> DirectSum:  # type: ignore[override]
+    def base(self) -> DirectSum:
         """The blocks, which priors share."""
         G = self.curvature
         found: DirectSum = G.cache.get_or_compute("by output", G.representation(), self._blocks, G.representation()[1:])
@@ -52,14 +53,14 @@ class OutputBlocksForm(DirectSumForm):
     @property
     def holds(self) -> bool:
         G, lin = self.curvature, self.curvature.lin
-        plan, likelihood = lin.passes.engines.plan, lin.likelihood.of_position
-        if not plan.is_last_layer or not isinstance(likelihood, Independent) or lin.products is not lin.passes:
+        plan, model = lin.passes.engines.plan, lin.model
+        exact = type(G)._product is Curvature._product and lin.products is lin.passes and isinstance(G.output, Exact)
+        diagonal = exact and isinstance(lin.likelihood.of_position, Independent)
+        if not (diagonal and plan.is_last_layer and model.selection.index is None and self.shift.ndim < 2):
             return False
-        layer, whole = plan.layers[0], lin.model.selection.index is None
-        known = G.rows is None and not carries_graph(G.representation())
-        if not (known and whole and "weight" in layer.names and self.shift.ndim < 2):
+        if carries_graph(G.representation()) or "weight" not in plan.layers[0].names:
             return False
-        large = len(lin.theta) > DENSE_SIZE and layer.width <= DENSE_BLOCK
+        large = len(lin.theta) > DENSE_SIZE and plan.layers[0].width <= DENSE_BLOCK
         return large and self._nbytes <= lin.memory_budget
 
 

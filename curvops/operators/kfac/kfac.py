@@ -169,8 +169,9 @@ class KFAC(KroneckerCurvature):
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, of a softmax C − 1, `mc_samples`, or 1), and the
-    factors' matrix products. A product is two matrix products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if
-    the GGN's own products cost too much and a diagonal is too crude.
+    factors' matrix products; a last layer needs no columns, but the sum of H, one product. A product is two matrix
+    products per layer. Memory: Σ 2·(in² + out²) numbers. Choose it if the GGN's own products cost too much and a
+    diagonal is too crude.
 
     Args:
         lin: the linearised network.
