@@ -1,7 +1,5 @@
 """Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
 
-__version__ = "0.2.0"
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +56,7 @@ from curvops.posterior import (
     select,
     wasserstein,
 )
+from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from curvops import plots as plots

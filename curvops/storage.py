@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from curvops import __version__
+from curvops.version import __version__
 
 CONTENTS = "curvops.json"
 WRITTEN_BY = f"curvops {__version__}"

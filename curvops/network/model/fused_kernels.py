@@ -35,7 +35,8 @@ def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
     stand_ins: list[Callable[[], Any]] = [fast_products] if has_slow_products(parts) else []
     stand_ins += [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
-        stand_ins.append(partial(torch.jit.optimized_execution, False))  # fused kernels have no forward mode
+        # Fused kernels have no forward mode.
+        stand_ins.append(partial(torch.jit.optimized_execution, False))  # type: ignore[attr-defined]
     return [*stand_ins, eagerly] if any(map(is_compiled, parts)) else stand_ins
 
 

@@ -74,8 +74,12 @@ def restore(state: State) -> None:
     """Give the containers back the entries that they had."""
     for container, before in state:
         entries = entries_of(container)
-        entries.clear()
-        entries.extend(before) if isinstance(entries, list) else entries.update(before)
+        if isinstance(entries, list):
+            entries[:] = before
+            continue
+        for key in entries.keys() - before.keys():
+            del entries[key]
+        entries.update(before)
 
 
 def _are_same(entries: Any, before: Any) -> bool:
@@ -101,8 +105,8 @@ class _Copier:
     """A copier that copies each object once, so that shared and circular references are preserved."""
 
     def __init__(self, held: Iterable[Tensor | None]) -> None:
-        self.held = {id(tensor) for tensor in held if tensor is not None}
-        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
+        self.held = frozenset(self.memo)
         self.places: list[Place] = []
         self.alive: list[Any] = []  # otherwise the id of a temporary object could be reused
 
@@ -220,10 +224,12 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         torch.jit.save(module, file)
         file.seek(0)
         other: torch.jit.ScriptModule = torch.jit.load(file)
+    pairs: list[tuple[Any, Any]] = []
     for mine, theirs in zip(other.modules(), module.modules()):
-        for named, tensors in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
-            for name, tensor in tensors.items():
-                named[name] = tensor
+        pairs += [(mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)]
+    for named, tensors in pairs:
+        for name, tensor in tensors.items():
+            named[name] = tensor
     return other
 
 

@@ -110,7 +110,7 @@ def labels(num_outputs: int) -> Tensor:
 
 @pytest.mark.parametrize("what", MAKES)
 def test_products_and_predictions_are_those_of_autograd(what: str) -> None:
-    """Each had failed: "missing the required forward", or an AttributeError; TorchScript changes its path later."""
+    """Each failed. TorchScript may run otherwise from the third call on."""
     model, x = build(what)
     outputs, J = model(x).detach(), dense_jacobian(model, x)
     data = x, labels(outputs.shape[1])

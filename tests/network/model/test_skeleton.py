@@ -337,13 +337,12 @@ def test_a_gaussian_process_that_caches_has_its_derivatives() -> None:
             parameter += 0.3 * torch.randn_like(parameter)
     data = x, torch.randn(6, 1).double()
     lin = co.linearize(model.eval(), data, "regression")
-    assert all(bool(rows.any()) for rows in lin.unflatten(lin.jacobian().to_dense()[0]).values() if rows.numel() != 16)
     J = dense_jacobian(model, x)
-    torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=r"variational_mean'\].* cache.* in GPyTorch by model.train\(\)"):
         co.linearize(model, data, "regression")
     again = co.linearize(model.train().eval(), data, "regression")
-    torch.testing.assert_close(again.jacobian().to_dense(), J, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(again.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
 
 
 LAYER = nn.Linear(2, 2).double()

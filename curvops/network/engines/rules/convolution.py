@@ -151,7 +151,7 @@ def _kernel(layer: _ConvNd) -> tuple[int, ...]:
     return tuple(layer.weight.shape[2:])
 
 
-def _each(layer: _ConvNd, setting: int | Sequence[int]) -> tuple[int, ...]:
+def _each(layer: _ConvNd, setting: Any) -> tuple[int, ...]:
     """Return a setting for each dimension; if it was set after construction, one number may stand for all."""
     numbers = (setting,) if isinstance(setting, int) else tuple(setting)
     return numbers * len(_kernel(layer)) if len(numbers) == 1 else numbers
