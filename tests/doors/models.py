@@ -57,6 +57,18 @@ def lower_ggn() -> Any:
     return co.GGN(lin).add_diagonal(1.0), torch.ones(lin.num_parameters)
 
 
+class Recurrent(nn.Module):
+    """The last of two steps of a recurrent layer, which takes (t, n, c) unless told otherwise."""
+
+    def __init__(self, kind: Any, unbatched: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.head, self.unbatched = kind(4, 5, **options), nn.Linear(5, 3), unbatched
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, _ = self.layer(x if self.unbatched else torch.stack([x, -x], 1))
+        return self.head(steps if self.unbatched else steps[:, -1])
+
+
 class OwnProduct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +218,43 @@ DOORS = [
             ),
             "batch": (
                 lambda: classifier(Wired(lambda m, x: m.head(x - x.mean(0)))),
+                ValueError,
+                "depend on the other points of its batch",
+            ),
+            "points as steps": (
+                lambda: classifier(Recurrent(nn.LSTM)),
+                ValueError,
+                r"batch of 4; .* with batch_first=True \(not so 'layer'\)",
+            ),
+            "points as unbatched steps": (
+                lambda: classifier(Recurrent(nn.GRU, unbatched=True)),
+                ValueError,
+                "depend on the other points of its batch",
+            ),
+            "points as steps, two of them": (
+                lambda: co.linearize(Recurrent(nn.RNN), (X[:2], Y[:2]), "classification"),
+                ValueError,
+                "batch of 2; .*batch_first=True",
+            ),
+            "points as steps of a function": (
+                lambda: classifier((lambda p, x: (x @ p["w"]).cumsum(0), {"w": torch.ones(4, 3)})),
+                ValueError,
+                "depend on the other points of its batch",
+            ),
+            "attention between points": (
+                lambda: classifier(nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, dropout=0.0), net())),
+                ValueError,
+                r"batch_first=True \(not so '0.self_attn'\)",
+            ),
+            "places among points": (
+                lambda: classifier(Wired(lambda m, x: m.head(x) + torch.arange(len(x)).unsqueeze(1))),
+                ValueError,
+                "depend on the other points of its batch",
+            ),
+            "points as steps in a sampler": (
+                lambda: co.sampling.log_posterior(Recurrent(nn.LSTM), "classification", data_size=7).linearize(
+                    Model(Recurrent(nn.LSTM)).theta, (X, Y)
+                ),
                 ValueError,
                 "depend on the other points of its batch",
             ),
@@ -375,7 +424,7 @@ DOORS = [
             "whole numbers": (
                 lambda: select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, []),
                 TypeError,
-                "'steps' is torch.int64; only real floating-point ones",
+                "'steps' is torch.int64; only floating-point ones",
             ),
             "flatten without a name": (
                 lambda: chosen("last_layer").flatten({"head.weight": torch.zeros(2, 3, 1)}),
