@@ -290,7 +290,7 @@ class Model:
         """Call the model and return its result unchecked."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
         if self._differentiates and not torch.is_grad_enabled():
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 outputs = self._call(values, inputs)
             return outputs.detach() if isinstance(outputs, Tensor) else outputs
         if module is None:

@@ -132,6 +132,18 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
     assert agree(*gradients)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_derivatives_of_the_models_own_where_the_caller_records_none(mode: Any) -> None:
+    model, x, _ = field("autograd of marked inputs")
+    lin, expected = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression"), model(x.clone()).detach()
+    post = co.laplace(lin, co.GGN, check_mode=False)
+    with mode():
+        assert agree(lin.predict(x), expected)
+        assert agree(post.predict(x).mean, expected)
+        assert post.functions(x, 2).shape == (2, N, 3)
+    assert not x.requires_grad
+
+
 def test_leaves_that_a_model_makes_do_not_distinguish_its_passes() -> None:
     """Their memory is another one in every pass: networks of one structure were proven anew, each time."""
     passes = [0]
