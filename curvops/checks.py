@@ -148,6 +148,16 @@ def refuse_modes(dtype: torch.dtype, device: torch.device) -> None:
         raise RuntimeError(NO_RULES)
 
 
+def rounds_to_tf32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the user has let matrix products in single precision be rounded to TF32 on this device."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return False
+    try:
+        return bool(torch._C._get_cublas_allow_tf32())
+    except RuntimeError:  # set by the settings of torch 2.9
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def check_flag(name: str, given: object, hint: str = "") -> None:
     """Raise TypeError unless ``given`` is True or False; the ``hint`` is the end of the message."""
     if not isinstance(given, bool):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -127,6 +127,35 @@ def iterations(k: int) -> dict[str, Callable[[int], Any]]:
 def test_an_iteration_waits_at_most_twice(k: int) -> None:
     for name, run in iterations(k).items():
         assert waits_a_step(run) <= 2, name
+
+
+class Precisions(nn.Module):
+    """Notes whether its convolution may be computed in TF32."""
+
+    seen: ClassVar[set[bool]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(1, 2, 3), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Precisions.seen.add(torch.backends.cudnn.allow_tf32)
+        return self.head(self.layer(x).flatten(1))
+
+
+def test_convolutions_are_in_full_precision_and_products_in_less_are_told() -> None:
+    x, y = torch.randn(5, 1, 6, 6, device=CUDA), torch.arange(5, device=CUDA) % 3
+    assert torch.backends.cudnn.allow_tf32
+    model = Precisions().to(CUDA)
+    co.GGN(co.linearize(model, (x, y), "classification")) @ torch.ones(119, device=CUDA)
+    assert Precisions.seen == {False} and torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.warns(UserWarning, match="rounded to TF32, three digits") as caught:
+            co.linearize(model, (x, y), "classification")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert caught[0].filename == __file__
 
 
 STEPS: dict[str, Callable[[Any], Any]] = {

@@ -13,11 +13,20 @@ from torch import nn
 from curvops.matrix_products import fast_products, has_slow_products
 from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
 
-ATTENTION = [
+
+def _has_tf32() -> bool:
+    """Return whether cuDNN rounds convolutions to TF32, torch's own default, which J and its transpose do unequally."""
+    try:
+        return bool(torch._C._get_cudnn_allow_tf32())
+    except RuntimeError:  # set for convolutions and recurrent layers apart: the user knows
+        return False
+
+
+KERNELS = [
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
     for name in ("math", "flash", "mem_efficient", "cudnn", "overrideable")
-]
-"""For each attention kernel: its getter, its setter, and whether it has forward mode."""
+] + [(_has_tf32, torch._C._set_cudnn_allow_tf32, False)]
+"""The getter and the setter of each attention kernel, on if it has forward mode, and of TF32 in convolutions, off."""
 
 
 def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
@@ -42,13 +51,13 @@ def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
-    """Keep attention, which any code may call, on its kernel with forward mode, and enter further settings.
+    """Keep attention on its kernel with forward mode and convolutions in full precision; enter further settings.
 
     This does what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer.
     """
     changed = []
     try:
-        for get, choose, wanted in ATTENTION:
+        for get, choose, wanted in KERNELS:
             if get() != wanted:
                 changed.append((choose, not wanted))
                 choose(wanted)

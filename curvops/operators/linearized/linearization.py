@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from curvops.checks import check_choice, check_flag, check_limits
+from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
@@ -20,6 +21,11 @@ from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.progress import Progress, check_progress
+
+TF32 = (
+    "matrix products are rounded to TF32, three digits, and so are those with this linearisation: solvers, intervals "
+    "and predictions are no better. Set torch.set_float32_matmul_precision('highest') around such calls."
+)
 
 
 class Linearization(TrainedNetwork):
@@ -215,4 +221,6 @@ def linearize(
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
     lin = read(**arguments, progress=progress, compute_dtype=compute_dtype)
     lin.warn_of_rounding()
+    if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
+        warnings.warn(TF32, UserWarning, stacklevel=2)
     return lin

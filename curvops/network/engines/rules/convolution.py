@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from curvops.matrix_products import multiply_each
 from curvops.network.engines.rules.rule import Local, Rule
+from curvops.network.model.fused_kernels import unfused
 
 
 class ConvolutionRule(Rule):
@@ -36,7 +37,8 @@ class ConvolutionRule(Rule):
         if weight is None:
             bias, size = tangents["bias"], self._output_size(layer, kept.shape[2:])
             return bias.view(1, *bias.shape, *(1,) * len(size)).expand(kept.shape[0], *bias.shape, *size)
-        z = torch.convolution(kept, self._wide(layer, weight), None, *self._geometry(layer))
+        with unfused():  # in full precision, as the passes that J is made of
+            z = torch.convolution(kept, self._wide(layer, weight), None, *self._geometry(layer))
         z = z.unflatten(1, (layer.groups, weight.shape[0], -1)).transpose(1, 2).flatten(2, 3)
         return z if bias is None else z + bias.view(1, *bias.shape, *(1,) * (z.ndim - 3))
 
