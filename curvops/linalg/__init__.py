@@ -35,7 +35,6 @@ from curvops.linalg.operators.dense import Dense
 from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.direct_sum import DirectSum
 from curvops.linalg.operators.draws import draw
-from curvops.linalg.operators.function_operator import FunctionOperator, as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.operators.low_rank_approximation import RankTooLow, low_rank
@@ -74,7 +73,6 @@ __all__ = [
     "Estimate",
     "FactoredPreconditioner",
     "FunctionNotConverged",
-    "FunctionOperator",
     "FunctionProduct",
     "Inverse",
     "Kronecker",
@@ -99,7 +97,6 @@ __all__ = [
     "Sum",
     "Transposed",
     "apply_function",
-    "as_operator",
     "as_preconditioner",
     "block_jacobi",
     "cg",

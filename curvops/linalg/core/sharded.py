@@ -510,28 +510,18 @@ def over_ranks(A: Any, layout: RowLayout) -> Any:
     raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
 
 
-@functools.singledispatch
-def adapted(A: Any, like: Any) -> Any:
-    """Return a matrix, or an operator made of a function or of another library's operator; vectors are like `like`."""
-    return A
-
-
 def on_shards(algorithm: Callable[P, R]) -> Callable[P, R]:
-    """Make an algorithm on a matrix, its first argument, accept functions, and DTensors, which it then returns."""
+    """Make an algorithm on a matrix, its first argument, accept vectors as DTensors and return DTensors."""
 
     first = next(iter(inspect.signature(algorithm).parameters))
 
     @functools.wraps(algorithm)
     def call(*args: P.args, **options: P.kwargs) -> R:
         named_matrix = not args and first in options
-        if args and not isinstance(args[0], Tensor):
-            beside = (*args[1:], options.get("B"))
-            like = next((value for value in beside if isinstance(value, Tensor)), None)
-            args = cast(Any, (adapted(args[0], like), *args[1:]))
+        if _inside.get() or "torch.distributed.tensor" not in sys.modules or not (args or named_matrix):
+            return algorithm(*args, **options)
         if named_matrix:
             return cast(Any, call)(options.pop(first), **options)
-        if _inside.get() or "torch.distributed.tensor" not in sys.modules or not args:
-            return algorithm(*args, **options)
         given: list[Sharded] = []
         token = _inside.set(True)
         try:

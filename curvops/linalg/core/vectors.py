@@ -83,8 +83,6 @@ def describe(A: Matrix) -> Description:
     if not isinstance(A, (Tensor, LinearOperator)):
         hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
         hint = "; pass an operator made from it, such as co.GGN(lin)" if hasattr(A, "jacobian") else hint
-        wrap = callable(A) or hasattr(A, "matmat")
-        hint = "; pass co.linalg.as_operator(A, like=v), with a vector v (n,)" if wrap and not hint else hint
         raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}{hint}.")
     if len(A.shape) != 2:
         raise ValueError(f"A must be a single matrix, got shape {tuple(A.shape)}.")
