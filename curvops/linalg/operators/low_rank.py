@@ -97,7 +97,7 @@ class LowRankForm(ClosedForm):
     @cached_property
     def _condition(self) -> float:
         """The largest s/d, on the CPU."""
-        return float((self.base.values.detach().max() / self.shift.detach().min()))
+        return float(self.base.values.detach().max() / self.shift.detach().min())
 
     def _split_solve(self, block: Tensor) -> Tensor:
         """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.

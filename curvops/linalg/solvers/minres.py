@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -177,7 +179,7 @@ class MinimalResiduals(ShortRecurrence):
         r = as_block(system.unit - multiply(system.X) if system.warm and K else system.unit)
         super().__init__(system, norm(r), goal)
         self.origin = as_block(system.X) if system.warm else None
-        self.norm_T = self.asymmetry = 0.0
+        self.norm_T = self.asymmetry = self.gap = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
         self.spoiled: dict[int, float] = {}
@@ -246,10 +248,11 @@ class MinimalResiduals(ShortRecurrence):
         return marked_positions(ended), set()
 
     def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
-        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
+        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, alone and relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
         sound = (self.scalars.started > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
-        gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
-        self.asymmetry = max([self.asymmetry, *gaps])
+        gaps = np.abs(mirrored - beta)[sound]
+        self.gap = max([self.gap, *gaps.tolist()])
+        self.asymmetry = max([self.asymmetry, *(gaps / height[sound]).tolist()])
 
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
@@ -341,8 +344,14 @@ class MinimalResiduals(ShortRecurrence):
         return image, sizes, heights / positive(self.norm_A * sizes)
 
     def stop(self, column: int, reason: Reason) -> None:
-        skewed = self.asymmetry > math.sqrt(self.eps)
-        self.records.stop(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
+        skewed = reason in UNDECIDED and self.asymmetry > math.sqrt(self.eps) and self.gap > self.rounding
+        self.records.stop(column, Reason.NOT_SYMMETRIC if skewed else reason)
+
+    @cached_property
+    def rounding(self) -> float:
+        """The largest `gap` that the measured rounding of products explains."""
+        self.records.matvecs += 3
+        return min(most_explained(rounding_of(self.multiply, part(self.B, 0, 1)), 1), MOST_SKEW * self.norm_A)
 
     def select(self, kept: list[int]) -> None:
         where = torch.tensor(kept, dtype=torch.long)

@@ -26,7 +26,7 @@ from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.symmetry import narrow_root, skew_tolerance
+from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
     Description,
@@ -185,7 +185,7 @@ def eigsh(
             with working(A, memory_budget) as (multiply, _):
                 vectors = lift(S, vectors, generator)
                 values, residuals = rayleigh(vectors, multiply, b)
-        reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
+        reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
         verdict = which, sigma, float(rtol), size, reason
         return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
@@ -289,7 +289,11 @@ class BlockLanczos(Projection):
     @property
     def skewed(self) -> bool:
         """Whether all columns multiplied so far show that A is not symmetric, beyond what rounding explains."""
-        return self.skew > skew_tolerance(self.eps) * self.size * math.sqrt(self.looked)
+        size = self.size * math.sqrt(self.looked)
+        if self.skew <= skew_tolerance(self.eps) * size:
+            return False
+        noise = rounding_of(lambda V: self._in_units(self.multiply(V)), part(self.basis.columns, 0, 1))
+        return self.skew > min(most_explained(noise, self.looked), MOST_SKEW * size)
 
     def step(self) -> None:
         """Multiply the pending block and project, at one product per column of it."""
