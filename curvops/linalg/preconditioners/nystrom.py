@@ -20,10 +20,12 @@ from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.sharded import blockwise, on_shards
 from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
     as_columns,
+    as_matrix,
     axpy,
     combine,
     describe_square,
@@ -98,7 +100,7 @@ class Nystrom(Summarised):
 @on_shards
 @resumable
 def nystrom(
-    A: Matrix,
+    A: Matrix | Given,
     rank: int | None = None,
     *,
     shift: float | int = 0.0,
@@ -139,6 +141,7 @@ def nystrom(
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
     for name, value in (("rank", rank), ("max_rank", max_rank)):

@@ -26,9 +26,11 @@ from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     axpy,
     columns,
     describe_square,
@@ -75,7 +77,7 @@ WATCHED = 6
 
 @on_shards
 def minres(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
     shift: float | int = 0.0,
@@ -90,7 +92,8 @@ def minres(
     """Solve (A + shift I) x = b for every column b of B, by least squares if there is no solution.
 
     Args:
-        A: (n, n), symmetric; it may be indefinite or singular.
+        A: (n, n), symmetric; it may be indefinite or singular. A function V (n, K) -> A V or a SciPy LinearOperator
+            will do, as for all solvers (see `as_operator`).
         B: (n,) or (n, K). The columns share only the block product.
         shift: added to the diagonal, of any sign.
         preconditioner: M⁻¹, symmetric positive definite, as in `cg`.
@@ -116,6 +119,7 @@ def minres(
 
     Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
     """
+    A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)

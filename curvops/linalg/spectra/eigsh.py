@@ -30,9 +30,11 @@ from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root,
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
     Description,
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     columns,
     combine,
     describe,
@@ -64,7 +66,7 @@ INNER = 0.1
 @on_shards
 @resumable
 def eigsh(
-    A: Matrix,
+    A: Matrix | Given,
     k: int,
     which: str = "largest",
     *,
@@ -126,6 +128,7 @@ def eigsh(
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
     checked_number("rtol", rtol, "[0, inf)")

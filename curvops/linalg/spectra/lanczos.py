@@ -16,8 +16,10 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
+    as_matrix,
     column_bytes,
     columns,
     combine,
@@ -84,7 +86,7 @@ def depth_within(steps: int, n: int, vector: int, probes: int, memory_budget: in
 
 @on_shards
 def lanczos(
-    A: Matrix,
+    A: Matrix | Given,
     steps: int,
     *,
     start: Float[Vectors, " n"] | None = None,
@@ -113,6 +115,7 @@ def lanczos(
 
     Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n, _, dtype, device = facts
     checked_whole("steps", steps)
