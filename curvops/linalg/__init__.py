@@ -35,6 +35,7 @@ from curvops.linalg.operators.dense import Dense
 from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.direct_sum import DirectSum
 from curvops.linalg.operators.draws import draw
+from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.operators.low_rank_approximation import RankTooLow, low_rank
@@ -97,6 +98,7 @@ __all__ = [
     "Sum",
     "Transposed",
     "apply_function",
+    "as_operator",
     "as_preconditioner",
     "block_jacobi",
     "cg",

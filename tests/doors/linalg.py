@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 from linear_operator.utils.errors import NotPSDError
+from scipy.sparse import csr_array
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from curvops.linalg import (
     Dense,
@@ -73,6 +75,34 @@ DOORS = [
             "a stack of matrices": (lambda: vectors.describe(torch.ones(2, 3, 4)), ValueError, "single matrix"),
             "whole numbers": (lambda: vectors.describe(torch.ones(2, 2, dtype=torch.int64)), TypeError, "floating"),
             "not square": (lambda: vectors.describe_square(torch.ones(2, 3)), ValueError, "2 x 3"),
+        },
+    ),
+    Door(
+        "a function as A",
+        rows={
+            "no size": (
+                lambda: trace(lambda V: V),
+                TypeError,
+                r"does not tell the size.*as_operator\(function, like=v",
+            ),
+            "no transpose": (lambda: lsmr(lambda V: V, B), TypeError, "lsmr for example, needs products with Aᵀ"),
+            "of vectors": (
+                lambda: cg(lambda v: B * v, B[:, None]),
+                ValueError,
+                r"a tensor \(4, 1\) .* to a tensor \(4, 1\) .*, got \(4, 4\) .*given what B, or like, is: vectors",
+            ),
+            "of arrays": (lambda: cg(lambda V: V.numpy(), B), ValueError, "got a ndarray"),
+            "another dtype": (lambda: cg(lambda V: V.float(), B), ValueError, "float64 to a tensor .* got .*float32"),
+            "b of NumPy": (lambda: cg(lambda V: V, np.ones(4)), TypeError, r"tensor, B or like, got ndarray"),
+            "a class": (lambda: cg(Dense, B), TypeError, "A must be a tensor"),
+            "a module": (lambda: cg(torch.nn.Linear(4, 4), B), TypeError, "A must be a tensor"),
+            "a SciPy operator without rmatvec": (
+                lambda: lsmr(LinearOperator((4, 4), matvec=lambda v: v, dtype=float), B),
+                TypeError,
+                "rmatvec",
+            ),
+            "a complex one": (lambda: cg(aslinearoperator(1j * np.eye(4)), B), TypeError, "real .* complex128"),
+            "a sparse array": (lambda: cg(csr_array(np.eye(4)), B), TypeError, "aslinearoperator"),
         },
     ),
     Door(

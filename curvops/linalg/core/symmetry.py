@@ -1,21 +1,30 @@
 """Symmetry and definiteness of a matrix, by tags and by tests that distinguish a violation from rounding.
 
 Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. k
-random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix shows all of it.
+random vectors show √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F; the formed matrix shows all of it. A difference that the dtype does not
+explain is compared with the rounding of the products themselves, which a deep network may have in any dtype.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.vectors import Vectors, norm
 
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
+ROUNDING_MEASURED = 8.0
+"""A difference of so many measured roundings is rounding,"""
+MOST_SKEW = 0.1
+"""but not if it exceeds this share of the images: products that differ by more are random."""
 IN_PLACE = 512
 """From this many rows on, eigenvectors replace the matrix on a CPU; for fewer a copy costs nothing."""
 TILE = 256
@@ -49,15 +58,36 @@ def skew_tolerance(eps: float) -> float:
     return max(LEAST_SKEW, ROUNDING_UNITS * eps)
 
 
-def require_symmetric(X: Tensor, eps: float, size: Tensor | float | None = None) -> None:
+def require_symmetric(
+    X: Tensor, eps: float, size: Tensor | float | None = None, rounding: Callable[[], float] | None = None
+) -> None:
     """Raise ValueError if a small matrix, or one of a batch, is not symmetric; a non-finite one passes.
 
-    The difference to the transpose is compared with ``size``, by default the Frobenius norm.
+    The difference to the transpose is compared with ``size``, by default the Frobenius norm, and with the ``rounding``
+    of a column, if the dtype does not explain it.
     """
     gap = torch.linalg.matrix_norm(X - X.mT)
     size = torch.linalg.matrix_norm(X) if size is None else size
     if bool((gap > skew_tolerance(eps) * size).any()):
-        raise ValueError(Reason.NOT_SYMMETRIC.value)
+        explained = 0.0 if rounding is None else most_explained(rounding(), X.shape[-1])
+        if bool((gap > (MOST_SKEW * torch.as_tensor(size)).clamp(max=explained)).any()):
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
+
+
+def most_explained(rounding: float, products: int) -> float:
+    """Return the largest difference of XᵀAX and its transpose that products of this measured rounding explain."""
+    return ROUNDING_MEASURED * rounding * math.sqrt(products)
+
+
+def rounding_of(multiply: Multiply, start: Float[Vectors, "n 1"]) -> float:
+    """Measure the rounding of a product with a unit vector as ‖Ax − A(x − s) − As‖ for unit s and x along As.
+
+    It vanishes for every linear map, symmetric or not. Costs three products.
+    """
+    s = start / norm(start).to(start.dtype)
+    image = multiply(s)
+    x = image / norm(image).clamp_min(torch.finfo(image.dtype).tiny).to(image.dtype)
+    return float(norm(multiply(x) - multiply(x - s) - image))
 
 
 def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import singledispatch
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from curvops.checks import check_generator, drawn_seed, in_forward_mode, refuse_
 from curvops.progress import count_products
 
 Matrix: TypeAlias = Tensor | LinearOperator
+Given: TypeAlias = Callable[[Any], Any]
+"""A function V -> A V on blocks, or a SciPy LinearOperator, which can be called, too."""
 NoiseKind: TypeAlias = Literal["rademacher", "gaussian", "separate"]
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 """A function applied to each entry on its own, for example to eigenvalues."""
@@ -72,6 +74,12 @@ class Description(NamedTuple):
 
 
 @singledispatch
+def as_matrix(A: Any, like: Any = None) -> Matrix:
+    """Return a matrix as it is, and a function or a SciPy LinearOperator as an operator (`as_operator`)."""
+    return cast(Matrix, A)
+
+
+@singledispatch
 def describe(A: Matrix) -> Description:
     """Return size, dtype and device of a dense or lazy matrix.
 
@@ -82,6 +90,8 @@ def describe(A: Matrix) -> Description:
     """
     if not isinstance(A, (Tensor, LinearOperator)):
         hint = "; pass torch.as_tensor(A)" if isinstance(A, np.ndarray | list) else ""
+        sparse = type(A).__module__.startswith("scipy.sparse")
+        hint = "; pass scipy.sparse.linalg.aslinearoperator(A)" if sparse else hint
         hint = "; pass an operator made from it, such as co.GGN(lin)" if hasattr(A, "jacobian") else hint
         raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}{hint}.")
     if len(A.shape) != 2:

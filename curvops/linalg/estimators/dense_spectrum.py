@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.symmetry import require_symmetric
+from curvops.linalg.core.symmetry import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import Description, ScalarFunction, check_finite
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, SpectralQuadrature, share, stack
 
@@ -107,7 +107,8 @@ def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> Dens
     n, _, dtype, device = facts
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
     check_finite(dense)
-    require_symmetric(dense, torch.finfo(dtype).eps)
+    start = torch.ones(n, 1, dtype=dtype, device=device)
+    require_symmetric(dense, torch.finfo(dtype).eps, rounding=lambda: rounding_of(multiply, start))
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
 

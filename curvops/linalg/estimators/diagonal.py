@@ -21,7 +21,18 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.vectors import Matrix, by_rows, combine, describe_square, largest, norm, product, unit_blocks
+from curvops.linalg.core.vectors import (
+    Given,
+    Matrix,
+    as_matrix,
+    by_rows,
+    combine,
+    describe_square,
+    largest,
+    norm,
+    product,
+    unit_blocks,
+)
 from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
@@ -33,7 +44,7 @@ XNYSDIAG_INFLATION = 1.5
 
 
 def diagonal(
-    A: Matrix,
+    A: Matrix | Given,
     *,
     method: str = "xdiag",
     rtol: float | None = None,
@@ -63,6 +74,7 @@ def diagonal(
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """
+    A = as_matrix(A)
     describe_square(A)
     families: dict[str, Callable[[Probed], Estimator]] = {
         "xdiag": lambda probed: XDiag(probed, require_finite(product(A.mT))),

@@ -18,7 +18,7 @@ from torch import Tensor
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, probing
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.vectors import Matrix, describe_square, product
+from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square, product
 from curvops.linalg.estimators.brackets import share
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
@@ -26,7 +26,7 @@ from curvops.progress import Progress, at_work
 
 
 def effective_dimension(
-    G: Matrix,
+    G: Matrix | Given,
     prior: float | int | Float[Tensor, ""] | Float[Tensor, " n"],
     *,
     rtol: float = 0.01,
@@ -59,6 +59,7 @@ def effective_dimension(
 
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.
     """
+    G = as_matrix(G)
     facts = describe_square(G)
     limits = Limits(rtol, max_matvecs, memory_budget)
     limits.check(min(LEAST, facts.rows))

@@ -18,8 +18,8 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Probed, ProbeKind
 from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason, caution
-from curvops.linalg.core.symmetry import require_symmetric
-from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, norm
+from curvops.linalg.core.symmetry import require_symmetric, rounding_of
+from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, norm, part
 
 
 class RangeSketch:
@@ -261,7 +261,8 @@ class NystromSketch:
         """
         core, overlap = gram(self.Omega, self.Y), gram(self.Omega, self.Omega)
         size = float(norm(self.Y).square().sum().sqrt()) / math.sqrt(self.facts.rows)
-        require_symmetric(core, self.eps, self.facts.rows * size)
+        n, one = self.facts.rows, part(self.Omega, 0, 1)
+        require_symmetric(core, self.eps, n * size, lambda: n * rounding_of(self.probed.multiply, one))
         core, eye = (core + core.mT) / 2, torch.eye(len(overlap), dtype=torch.float64, device=overlap.device)
         if size == 0:
             return self.Y, torch.zeros_like(eye), overlap, 0.0

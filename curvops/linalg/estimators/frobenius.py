@@ -24,7 +24,9 @@ from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
+    as_matrix,
     axpy,
     combine,
     describe,
@@ -46,7 +48,7 @@ PROBES = 16
 
 
 def frobenius_norm(
-    A: Matrix,
+    A: Matrix | Given,
     *,
     method: str | None = None,
     rtol: float | None = None,
@@ -80,6 +82,7 @@ def frobenius_norm(
 
     Source: after XTrace, Epperly, Tropp & Webber 2024.
     """
+    A = as_matrix(A)
     facts = describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method

@@ -28,7 +28,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.rounding import require_accuracy
-from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
+from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix, describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
@@ -49,7 +49,7 @@ SIZING = 4
 
 
 def logdet(
-    A: Matrix,
+    A: Matrix | Given,
     *,
     shift: float | int | Shaped[Tensor, "*m"] | None = None,
     lower_bound: float | int | Literal["estimate"] | None = None,
@@ -96,6 +96,7 @@ def logdet(
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
             without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
     """
+    A = as_matrix(A)
     describe_square(A)
     with at_work("logdet", max_matvecs, progress, A):
         limits = Limits(rtol, max_matvecs, memory_budget)

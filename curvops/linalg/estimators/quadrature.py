@@ -17,7 +17,16 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.solve_routes import EXACT_SIZE
-from curvops.linalg.core.vectors import Matrix, ScalarFunction, Vectors, describe_square, gram, product
+from curvops.linalg.core.vectors import (
+    Given,
+    Matrix,
+    ScalarFunction,
+    Vectors,
+    as_matrix,
+    describe_square,
+    gram,
+    product,
+)
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, Rules, SpectralQuadrature, log_ratio, positive, rules
 from curvops.linalg.estimators.dense_spectrum import KnownSpectrum, known_spectrum
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
@@ -38,7 +47,7 @@ LEAST_VECTORS = 12
 
 @resumable
 def spectral_quadrature(
-    G: Matrix,
+    G: Matrix | Given,
     *,
     shift: float | int,
     probes: int | None = None,
@@ -76,6 +85,7 @@ def spectral_quadrature(
 
     Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
     """
+    G = as_matrix(G)
     mu, limits, facts = float(positive(shift)), Limits(rtol, max_matvecs, memory_budget), describe_square(G)
     limits.check(LEAST)
     require_accuracy(G, rtol)

@@ -24,7 +24,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.symmetry import is_psd, narrow_root
-from curvops.linalg.core.vectors import Matrix, describe_square
+from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work
 from curvops.summary import Summarised
@@ -73,7 +73,7 @@ class SpectralDensity(Summarised):
 
 
 def spectral_density(
-    A: Matrix,
+    A: Matrix | Given,
     *,
     scale: Scale = "linear",
     probes: int = 10,
@@ -116,6 +116,7 @@ def spectral_density(
 
     Source: Lin, Saad & Yang 2016; Ghorbani, Krishnan & Xiao 2019; the log density as in Papyan 2020.
     """
+    A = as_matrix(A)
     _check(scale, probes, steps, grid_size, bandwidth, level)
     check_limits(memory_budget=memory_budget)
     if threshold is not None:

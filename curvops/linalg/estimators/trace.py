@@ -21,7 +21,7 @@ from torch import Tensor
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
-from curvops.linalg.core.vectors import Matrix, describe_square, inner, norm, unit_blocks
+from curvops.linalg.core.vectors import Given, Matrix, as_matrix, describe_square, inner, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Quantity
 from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
@@ -33,7 +33,7 @@ TraceEstimator: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 
 
 def trace(
-    A: Matrix,
+    A: Matrix | Given,
     *,
     method: str = "xtrace",
     rtol: float | None = None,
@@ -67,6 +67,7 @@ def trace(
 
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     families: dict[str, Callable[[Probed], TraceEstimator]] = {
         "xtrace": XTrace,

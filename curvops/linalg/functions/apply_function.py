@@ -22,10 +22,12 @@ from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     ScalarFunction,
     Vectors,
     as_columns,
+    as_matrix,
     column_bytes,
     describe_square,
     norm,
@@ -48,7 +50,7 @@ SEEN_DEPTH = 10
 
 @on_shards
 def apply_function(
-    A: Matrix,
+    A: Matrix | Given,
     f: ScalarFunction,
     B: Shaped[Vectors, "n *K"],
     *,
@@ -95,6 +97,7 @@ def apply_function(
 
     Source: Lanczos with full reorthogonalisation; the estimate of the error from Ilić, Turner & Simpson 2010.
     """
+    A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     require_accuracy(A, rtol)
     check_callable("callback", callback)

@@ -19,7 +19,7 @@ from jaxtyping import Shaped
 from curvops.checks import check_callable, check_choice, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.vectors import Matrix, Vectors
+from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix
 from curvops.linalg.functions.apply_function import apply_function
 from curvops.linalg.functions.contour import contour
 from curvops.linalg.solvers.verdicts import Callback
@@ -28,7 +28,7 @@ from curvops.progress import Progress, at_work
 
 @on_shards
 def inverse_sqrt(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
     method: Literal["lanczos", "contour"] = "lanczos",
@@ -68,6 +68,7 @@ def inverse_sqrt(
 
     Source: Ilić, Turner & Simpson 2010 (Lanczos); Hale, Higham & Trefethen 2008 and Pleiss et al. 2020 (contour).
     """
+    A = as_matrix(A, B)
     return _root(
         A,
         B,
@@ -85,7 +86,7 @@ def inverse_sqrt(
 
 @on_shards
 def sqrt(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
     method: Literal["lanczos", "contour"] = "lanczos",
@@ -119,6 +120,7 @@ def sqrt(
 
     Source: as `inverse_sqrt`.
     """
+    A = as_matrix(A, B)
     return _root(
         A,
         B,

@@ -17,6 +17,7 @@ from torch import Tensor
 from curvops.checks import carries_graph, check_tensor
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memory
+from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.operators import kronecker_factors
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
@@ -90,9 +91,13 @@ class EigenKroneckerForm(Spectral):
             floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
             if not bool((found > floor).all()):
                 raise not_definite(self.base, float((found - floor).min()))
-        if rounding >= torch.finfo(torch.float32).eps:  # rounding in float64 is reported by estimates only
-            largest = self.values.detach().flatten(1).amax(1, keepdim=True)
-            warn_of_rounding(self.base, float((rounding * largest / found).max()))
+        # Rounding of the eigenvalues in float64 is reported by estimates only. The eigenvectors have the dtype's: a
+        # vector along those of large eigenvalues is seen by those of small ones to eps of its size, squared in xᵀP⁻¹x.
+        eps = torch.finfo(found.dtype).eps
+        error = max(rounding if rounding >= torch.finfo(torch.float32).eps else 0.0, eps**2)
+        if error * largest > ROUNDING_SEEN * least:
+            sizes = self.values.detach().flatten(1).amax(1, keepdim=True)
+            warn_of_rounding(self.base, float((error * sizes / found).max()))
         return self.spectrum
 
     @cached_property

@@ -21,7 +21,7 @@ from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.vectors import as_columns, by_rows, combine, gram, inner, shaped_as
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.solvers.solve import default_rtol
 from curvops.matrix_products import multiply
@@ -72,6 +72,8 @@ class LowRankForm(ClosedForm):
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
         """The LU factors of the capacitance."""
+        if len(self.base.values):  # the difference of two vectors of size 1/d, whose roundings differ in sign
+            warn_of_rounding(self.base, self._condition * torch.finfo(self.base.dtype).eps / self.base.shape[-1] ** 0.5)
         lu, pivots = torch.linalg.lu_factor(self.capacitance)
         return lu, pivots
 
@@ -87,7 +89,15 @@ class LowRankForm(ClosedForm):
             return False
         eps = torch.finfo(base.dtype).eps
         slack = (self._against(self.U) - self._eye).abs().max() / (100 * eps)
-        return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
+        splits = self._condition * eps > default_rtol(base.dtype) and bool(slack <= 1)
+        if splits:  # U, too, is known to eps only, and its error enters xᵀP⁻¹x squared
+            warn_of_rounding(base, self._condition * eps**2)
+        return splits
+
+    @cached_property
+    def _condition(self) -> float:
+        """The largest s/d, on the CPU."""
+        return float(self.base.values.detach().max() / self.shift.detach().min())
 
     def _split_solve(self, block: Tensor) -> Tensor:
         """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U three times.

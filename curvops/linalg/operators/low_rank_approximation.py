@@ -24,7 +24,9 @@ from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
+    Given,
     Matrix,
+    as_matrix,
     check_finite,
     combine,
     describe_square,
@@ -58,7 +60,7 @@ class RankTooLow(UserWarning):
 @on_shards
 @resumable
 def low_rank(
-    op: Matrix,
+    op: Matrix | Given,
     rank: int | None = None,
     rtol: float | None = None,
     method: str = "nystrom",
@@ -99,6 +101,7 @@ def low_rank(
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefinite: Nyström found an eigenvalue clearly below zero.
     """
+    op = as_matrix(op)
     facts = describe_square(op)
     require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
     check_choice("method", method, ("nystrom", "lanczos"))

@@ -13,16 +13,19 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
 from curvops.checks import check_limits, checked_number, checked_whole
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.sharded import blockwise, on_shards
-from curvops.linalg.core.symmetry import is_psd, require_symmetric
+from curvops.linalg.core.symmetry import is_psd, require_symmetric, rounding_of
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
     as_columns,
+    as_matrix,
     axpy,
     combine,
     describe_square,
@@ -97,7 +100,7 @@ class Nystrom(Summarised):
 @on_shards
 @resumable
 def nystrom(
-    A: Matrix,
+    A: Matrix | Given,
     rank: int | None = None,
     *,
     shift: float | int = 0.0,
@@ -138,6 +141,7 @@ def nystrom(
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
     for name, value in (("rank", rank), ("max_rank", max_rank)):
@@ -195,7 +199,7 @@ def grow(
             stop = min(target, Y.shape[1] + KEPT_TOGETHER) if kept else target
             Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
             kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
-        U, values, exhausted = _factor(Omega, Y, known_psd)
+        U, values, exhausted = _factor(Omega, Y, known_psd, probed.multiply)
         history.append([float(Y.shape[1]), float(values[-1]) if len(values) else 0.0])
         if rank is not None or exhausted or target >= limit:
             break
@@ -225,7 +229,7 @@ def negligible_size(eps: float, known_psd: bool) -> float:
     return math.sqrt(eps) if known_psd else 100 * eps
 
 
-def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
+def _factor(Omega: Vectors, Y: Vectors, known_psd: bool, multiply: Multiply) -> tuple[Vectors, Tensor, bool]:
     """Return U, the eigenvalues above rounding, and whether some fell below it, so that the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
@@ -235,7 +239,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
         return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
     core = gram(Omega, Y)
-    require_symmetric(core, torch.finfo(Y.dtype).eps, size)
+    require_symmetric(core, torch.finfo(Y.dtype).eps, size, lambda: rounding_of(multiply, part(Omega, 0, 1)))
     core = (core + core.mT) / 2
     eye = torch.eye(r, dtype=torch.float64, device=Y.device)
     L, info = torch.linalg.cholesky_ex(core + nu * eye)

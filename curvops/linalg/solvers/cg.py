@@ -30,10 +30,12 @@ from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
     as_columns,
+    as_matrix,
     axpy,
     column_bytes,
     columns,
@@ -94,7 +96,7 @@ MOST_ROUNDED = 0.03
 @on_shards
 @resumable
 def cg(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
     preconditioner: Preconditioner | None = None,
@@ -112,7 +114,8 @@ def cg(
     """Solve A x = b for every column b of B; failures are returned as reasons, never as solutions.
 
     Args:
-        A: (n, n), symmetric positive definite.
+        A: (n, n), symmetric positive definite. A function V (n, K) -> A V or a SciPy LinearOperator will
+            do, as for all solvers (see `as_operator`).
         B: (n,) or (n, K). Columns may be zero, dependent, of any scale, or more than n.
         preconditioner: M⁻¹ as an object with ``@``, a matrix, or a function on blocks (n, k).
         rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖; 0 means the best accuracy
@@ -150,6 +153,7 @@ def cg(
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000; conjugation to all directions as for full orthogonalisation in Lanczos' method.
     """
+    A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)

@@ -25,9 +25,11 @@ from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     axpy,
     columns,
     describe,
@@ -61,7 +63,7 @@ VECTORS = 14
 
 @on_shards
 def lsmr(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "m *K"],
     *,
     damp: float | int = 0.0,
@@ -101,6 +103,7 @@ def lsmr(
 
     Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
     """
+    A = as_matrix(A, B)
     facts = describe(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)

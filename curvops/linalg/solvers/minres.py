@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,10 +24,13 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
+from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     axpy,
     columns,
     describe_square,
@@ -73,7 +77,7 @@ WATCHED = 6
 
 @on_shards
 def minres(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
     shift: float | int = 0.0,
@@ -88,7 +92,8 @@ def minres(
     """Solve (A + shift I) x = b for every column b of B, by least squares if there is no solution.
 
     Args:
-        A: (n, n), symmetric; it may be indefinite or singular.
+        A: (n, n), symmetric; it may be indefinite or singular. A function V (n, K) -> A V or a SciPy LinearOperator
+            will do, as for all solvers (see `as_operator`).
         B: (n,) or (n, K). The columns share only the block product.
         shift: added to the diagonal, of any sign.
         preconditioner: M⁻¹, symmetric positive definite, as in `cg`.
@@ -114,6 +119,7 @@ def minres(
 
     Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
     """
+    A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
     require_accuracy(A, rtol)
@@ -177,7 +183,7 @@ class MinimalResiduals(ShortRecurrence):
         r = as_block(system.unit - multiply(system.X) if system.warm and K else system.unit)
         super().__init__(system, norm(r), goal)
         self.origin = as_block(system.X) if system.warm else None
-        self.norm_T = self.asymmetry = 0.0
+        self.norm_T = self.asymmetry = self.gap = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence is near a null vector."""
         self.spoiled: dict[int, float] = {}
@@ -246,10 +252,11 @@ class MinimalResiduals(ShortRecurrence):
         return marked_positions(ended), set()
 
     def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
-        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
+        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, alone and relative to ‖v'‖‖Av‖, over clearly orthogonal v', v."""
         sound = (self.scalars.started > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
-        gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
-        self.asymmetry = max([self.asymmetry, *gaps])
+        gaps = np.abs(mirrored - beta)[sound]
+        self.gap = max([self.gap, *gaps.tolist()])
+        self.asymmetry = max([self.asymmetry, *(gaps / height[sound]).tolist()])
 
     def check(self, positions: list[int], ended: set[int]) -> tuple[list[ColumnCheck], Callable[[list[int]], None]]:
         records, V, index = self.records, self.vectors, torch.tensor(positions)
@@ -341,8 +348,14 @@ class MinimalResiduals(ShortRecurrence):
         return image, sizes, heights / positive(self.norm_A * sizes)
 
     def stop(self, column: int, reason: Reason) -> None:
-        skewed = self.asymmetry > math.sqrt(self.eps)
-        self.records.stop(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
+        skewed = reason in UNDECIDED and self.asymmetry > math.sqrt(self.eps) and self.gap > self.rounding
+        self.records.stop(column, Reason.NOT_SYMMETRIC if skewed else reason)
+
+    @cached_property
+    def rounding(self) -> float:
+        """The largest `gap` that the measured rounding of products explains."""
+        self.records.matvecs += 3
+        return min(most_explained(rounding_of(self.multiply, part(self.B, 0, 1)), 1), MOST_SKEW * self.norm_A)
 
     def select(self, kept: list[int]) -> None:
         where = torch.tensor(kept, dtype=torch.long)

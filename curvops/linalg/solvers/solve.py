@@ -42,8 +42,10 @@ from curvops.linalg.core.sharded import Sharded, on_shards
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     as_columns,
+    as_matrix,
     columns,
     describe,
     empty_block,
@@ -253,7 +255,7 @@ class Request:
 
 @on_shards
 def solve(
-    A: Matrix,
+    A: Matrix | Given,
     B: Shaped[Tensor, "*batch"],
     *,
     method: str = "auto",
@@ -291,6 +293,7 @@ def solve(
             name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
+    A = as_matrix(A, B)
     check_choice("method", method, ("auto", *get_args(Method)))
     check_tensor("A", A)
     check_tensor("B", B)

@@ -26,13 +26,15 @@ from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
 from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.symmetry import narrow_root, skew_tolerance
+from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
     CACHED_CHUNK,
     Description,
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     columns,
     combine,
     describe,
@@ -64,7 +66,7 @@ INNER = 0.1
 @on_shards
 @resumable
 def eigsh(
-    A: Matrix,
+    A: Matrix | Given,
     k: int,
     which: str = "largest",
     *,
@@ -126,6 +128,7 @@ def eigsh(
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
     checked_number("rtol", rtol, "[0, inf)")
@@ -185,7 +188,7 @@ def eigsh(
             with working(A, memory_budget) as (multiply, _):
                 vectors = lift(S, vectors, generator)
                 values, residuals = rayleigh(vectors, multiply, b)
-        reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
+        reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
         verdict = which, sigma, float(rtol), size, reason
         return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
@@ -289,7 +292,11 @@ class BlockLanczos(Projection):
     @property
     def skewed(self) -> bool:
         """Whether all columns multiplied so far show that A is not symmetric, beyond what rounding explains."""
-        return self.skew > skew_tolerance(self.eps) * self.size * math.sqrt(self.looked)
+        size = self.size * math.sqrt(self.looked)
+        if self.skew <= skew_tolerance(self.eps) * size:
+            return False
+        noise = rounding_of(lambda V: self._in_units(self.multiply(V)), part(self.basis.columns, 0, 1))
+        return self.skew > min(most_explained(noise, self.looked), MOST_SKEW * size)
 
     def step(self) -> None:
         """Multiply the pending block and project, at one product per column of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -13,10 +14,12 @@ from curvops.checks import check_limits, check_tensor, checked_whole
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.sharded import on_shards
-from curvops.linalg.core.symmetry import skew_tolerance
+from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
+    Given,
     Matrix,
     Vectors,
+    as_matrix,
     column_bytes,
     columns,
     combine,
@@ -83,7 +86,7 @@ def depth_within(steps: int, n: int, vector: int, probes: int, memory_budget: in
 
 @on_shards
 def lanczos(
-    A: Matrix,
+    A: Matrix | Given,
     steps: int,
     *,
     start: Float[Vectors, " n"] | None = None,
@@ -112,6 +115,7 @@ def lanczos(
 
     Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
     """
+    A = as_matrix(A)
     facts = describe_square(A)
     n, _, dtype, device = facts
     checked_whole("steps", steps)
@@ -209,7 +213,17 @@ class LockStep:
     @property
     def skewed(self) -> bool:
         """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
-        return bool((self.gaps.sqrt() > skew_tolerance(self.eps) * self.images.sqrt()).any())
+        gaps, sizes = self.gaps.sqrt(), self.images.sqrt()
+        if not bool((gaps > skew_tolerance(self.eps) * sizes).any()):
+            return False
+        explained = most_explained(self.rounding, int(self.depths.max()))
+        return bool((gaps > (MOST_SKEW * sizes).clamp(max=explained)).any())
+
+    @cached_property
+    def rounding(self) -> float:
+        """The measured rounding of a product with a unit vector; computed if there is doubt about the symmetry."""
+        self.matvecs += 3
+        return rounding_of(self.multiply, self.vectors(0, 1))
 
     @property
     def skew(self) -> float:
@@ -223,7 +237,7 @@ class LockStep:
         """
         if not self.finite:
             raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-        if self.skewed and self.skew > 1e3 * self.eps * scale:
+        if self.skew > 1e3 * self.eps * scale and self.skewed:
             raise ValueError(Reason.NOT_SYMMETRIC.value)
 
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:

@@ -27,9 +27,11 @@ from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,
+    Given,
     Matrix,
     Vectors,
     as_block,
+    as_matrix,
     columns,
     describe,
     empty_block,
@@ -49,7 +51,7 @@ from curvops.progress import Progress, at_work
 
 @on_shards
 def svds(
-    A: Matrix,
+    A: Matrix | Given,
     k: int,
     which: str = "largest",
     *,
@@ -90,6 +92,7 @@ def svds(
 
     Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
     """
+    A = as_matrix(A)
     facts = describe(A)
     n = min(facts.rows, facts.columns)
     checked_whole("k", k, 1, n)

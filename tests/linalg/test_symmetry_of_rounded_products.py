@@ -1,0 +1,91 @@
+"""Products that round by more than their dtype, as those of deep networks do: no function takes that for asymmetry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvops.linalg import (
+    Operator,
+    Reason,
+    diagonal,
+    effective_dimension,
+    eigsh,
+    inverse_sqrt,
+    lanczos,
+    logdet,
+    low_rank,
+    minres,
+    nystrom,
+    spectral_density,
+    spectral_quadrature,
+    trace,
+)
+
+N, RANK, LEVEL = 600, 300, 1e-3
+
+
+class Rounded(Operator):
+    """The matrix S Sᵀ whose Sᵀv is rounded to three digits of its largest entry, as inside of a network."""
+
+    def _size(self) -> torch.Size:
+        return torch.Size((N, N))
+
+    @property
+    def psd(self) -> bool:
+        return True
+
+    def _product(self, block: Tensor) -> Tensor:
+        (root,) = self._args
+        inner = root.mT @ block
+        unit = LEVEL * inner.abs().amax(0)
+        return root @ ((inner / unit).round() * unit)
+
+
+def matrix() -> Rounded:
+    generator = torch.Generator().manual_seed(7)  # the probes are to share no numbers with it
+    Q = torch.linalg.qr(torch.randn(N, RANK, generator=generator))[0]
+    return Rounded(Q * 10 * torch.arange(1, RANK + 1) ** -0.5)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+b = torch.ones(N)
+CALLS: dict[str, Callable[[Rounded], Any]] = {
+    "logdet": lambda A: logdet(A, shift=1.0, max_matvecs=500, generator=seeded()),
+    "logdet, plain": lambda A: logdet(A, shift=1.0, max_matvecs=500, preconditioner=None, generator=seeded()),
+    "spectral_quadrature": lambda A: spectral_quadrature(A, shift=0.1, max_matvecs=500, generator=seeded()),
+    "effective_dimension": lambda A: effective_dimension(A, 1.0, rtol=0.01, max_matvecs=500, generator=seeded()),
+    "spectral_density": lambda A: spectral_density(A, generator=seeded()),
+    "trace": lambda A: trace(A, method="xnystrace", max_matvecs=60, generator=seeded()),
+    "diagonal": lambda A: diagonal(A, method="xnysdiag", max_matvecs=60, generator=seeded()),
+    "nystrom": lambda A: nystrom(A, 64, generator=seeded()),
+    "low_rank": lambda A: low_rank(A, 20, generator=seeded()),
+    "low_rank, lanczos": lambda A: low_rank(A, 20, method="lanczos", generator=seeded()),
+    "lanczos": lambda A: lanczos(A, 100, generator=seeded()),
+    "eigsh": lambda A: eigsh(A, 3, generator=seeded()),
+    "inverse_sqrt": lambda A: inverse_sqrt(A.add_diagonal(1.0), b, lower_bound=1.0),
+    "minres": lambda A: minres(A.add_diagonal(1.0), b),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_rounding_of_products_is_not_taken_for_asymmetry(call: Callable[[Rounded], Any]) -> None:
+    found = call(matrix())
+    reasons = found.reasons if hasattr(found, "reasons") else (getattr(found, "reason", None),)
+    assert Reason.NOT_SYMMETRIC not in reasons
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_the_interval_of_a_determinant_contains_it_all_the_same(preconditioner: str | None) -> None:
+    A = matrix()
+    (root,) = A._args
+    exact = torch.logdet(root.double() @ root.double().mT + torch.eye(N).double())
+    low, high = logdet(A, shift=1.0, preconditioner=preconditioner, max_matvecs=599, generator=seeded()).interval()
+    assert low <= exact <= high
