@@ -56,6 +56,29 @@ def test_the_diagonal_is_that_of_the_products(name: str, parameters: str | None)
     torch.testing.assert_close(co.GGN(lin).diagonal(), expected, **TIGHT)
 
 
+class Doubled(lik.Categorical):
+    """A subclass of a user, with an H of its own."""
+
+    def hessian_product(self, f: Tensor, u: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+        return 2.0 * super().hessian_product(f, u, y, w)
+
+    def root_product(self, f: Tensor, z: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+        return 2.0**0.5 * super().root_product(f, z, y, w)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+        return 2.0**0.5 * super().root_transpose_product(f, u, y, w)
+
+
+@pytest.mark.parametrize("make", [co.DiagonalGGN, co.KFAC])
+def test_a_subclass_with_another_h_keeps_it(make: Any) -> None:
+    model, x = network(None, LABELS)
+    found, expected = (
+        make(co.linearize(model, (x, LABELS), likelihood, parameters="last_layer")).to_dense()
+        for likelihood in (Doubled(), lik.Categorical())
+    )
+    torch.testing.assert_close(found, 2.0 * expected, **TIGHT)
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("parameters", ["last_layer", "2.weight", None])
 @pytest.mark.parametrize("name", LIKELIHOODS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,13 @@ class Likelihood(ABC):
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "hessian_product" in vars(cls):  # another H: what the class above it knows of its own does not hold
+            for name in ("hessian_parts", "narrow_columns", "narrow_root"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Likelihood, name))
 
     @property
     def always_curved(self) -> bool:
