@@ -9,7 +9,6 @@ from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.bradley_terry import RewardPairs
-from curvops.network.likelihoods.likelihood import HessianParts, Independent
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -37,8 +36,6 @@ __all__ = [
     "EngineChoice",
     "Exact",
     "Group",
-    "HessianParts",
-    "Independent",
     "JacobianRows",
     "Layer",
     "LowerPrecision",

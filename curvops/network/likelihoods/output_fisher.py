@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint
 from curvops.network.data.batches import Batch
-from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, unit_vectors
+from curvops.network.likelihoods.likelihood import HessianParts, Independent, Likelihood, unit_vectors
 
 FisherKind = Literal["exact", "mc", "empirical"]
 
@@ -83,6 +83,11 @@ class Exact(OutputFisher):
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return self.likelihood.root_transpose_product(self.outputs_at(f, batch), u, batch.targets, batch.weights)
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether H is known to be diagonal, whatever the outputs."""
+        return type(self.likelihood.of_position).hessian_parts is Independent.hessian_parts
 
     def hessian_parts(self, f: Tensor, batch: Batch) -> HessianParts | None:
         return self.likelihood.hessian_parts(self.outputs_at(f, batch).double(), batch.targets, batch.weights)

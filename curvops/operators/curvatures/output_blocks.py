@@ -18,7 +18,7 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import DENSE_BLOCK, DENSE_SIZE, FORMED_COPIES
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.direct_sum import DirectSum, DirectSumForm
-from curvops.network import Exact, Independent, OutputFisher
+from curvops.network import Exact, OutputFisher
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
 
@@ -55,8 +55,13 @@ class OutputBlocksForm(DirectSumForm):
         G, lin = self.curvature, self.curvature.lin
         plan, model = lin.passes.engines.plan, lin.model
         exact = type(G)._product is Curvature._product and lin.products is lin.passes and isinstance(G.output, Exact)
-        diagonal = exact and isinstance(lin.likelihood.of_position, Independent)
-        if not (diagonal and plan.is_last_layer and model.selection.index is None and self.shift.ndim < 2):
+        if not (
+            exact
+            and G.output.is_diagonal
+            and plan.is_last_layer
+            and model.selection.index is None
+            and self.shift.ndim < 2
+        ):
             return False
         if carries_graph(G.representation()) or "weight" not in plan.layers[0].names:
             return False

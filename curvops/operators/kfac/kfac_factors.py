@@ -124,7 +124,7 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
         if group.first:
             _add_inputs(block, group, sharing)
         if group.hessian is not None:  # no two positions are coupled, so that both ways of sharing have one factor
-            block.left.add_hessian(group.hessian)
+            block.left.add_hessian(*group.hessian)
             continue
         if sharing == "reduce" and block.tokens is None:
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]

@@ -13,7 +13,7 @@ from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.matrix_products import add_product
-from curvops.network import HessianParts, Passes
+from curvops.network import Passes
 
 # From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
 LEAST_SYMMETRIC = 320
@@ -64,14 +64,14 @@ class OuterSum:
         self._add_kept()
         self._add_rows(rows)
 
-    def add_hessian(self, H: HessianParts) -> None:
-        """Add the sum over all positions of H, given by its parts in float64, by one product."""
+    def add_hessian(self, h: Float[Tensor, "m p"], u: Float[Tensor, "m p"] | None) -> None:
+        """Add the sum over all positions of H, given by its diagonal and −u uᵀ beside it, by one product."""
         self._add_kept()
-        p = H.diagonal.shape[1]
-        total = H.diagonal.new_zeros(1, p, p) if self.total is None else self.total.double()
-        diagonal = total[0].diagonal() + H.diagonal.sum(0)
-        if H.column is not None:
-            total[0].addmm_(H.column.mT, H.column, alpha=-1)
+        p = h.shape[1]
+        total = h.new_zeros(1, p, p) if self.total is None else self.total.double()
+        diagonal = total[0].diagonal() + h.sum(0)
+        if u is not None:
+            total[0].addmm_(u.mT, u, alpha=-1)
         total[0].diagonal().copy_(diagonal)
         self.total = total
 
