@@ -240,7 +240,7 @@ def test_noise_of_sequences_has_gradients() -> None:
     v = normal(sum(p.numel() for p in model.parameters()))
 
     def product(noise: Tensor) -> Tensor:
-        lin = co.linearize(model, (x, REALS), co.likelihoods.Gaussian(noise))
+        lin = co.linearize(model, (x, REALS), co.likelihoods.Gaussian(noise[None]))  # positions are as many
         return (co.GGN(lin) @ v).sin().sum()
 
     assert torch.autograd.gradcheck(product, torch.tensor([0.7, 1.0, 2.0]).double().requires_grad_())
