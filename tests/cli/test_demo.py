@@ -165,7 +165,7 @@ def test_two_processes_give_the_numbers_of_one_and_write_once(alone, tmp_path):
     assert not differing
     one, two = (json.loads((each / "results.json").read_text()) for each in (folder, tmp_path))
     for name in ("settings", "summary", "seeds", "evidence_curve"):
-        assert _near(one[name], two[name]), name
+        assert not _apart(one[name], two[name]), name
     # In single precision a solve of other rounding may take a step more or less.
     for first, second in zip(one["stages"], two["stages"], strict=True):
         assert abs(first["products"] - second["products"]) <= 0.05 * first["products"], first
@@ -192,10 +192,14 @@ def _end_of_tables(lines: list[str]) -> int:
     return next(i for i, line in enumerate(lines) if line.startswith("seed 0"))
 
 
-def _near(one: Any, two: Any) -> bool:
-    """Whether all numbers are equal to the rounding of single precision, and all else."""
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_near(one[name], two[name]) for name in one)
-    if isinstance(one, list):
-        return len(one) == len(two) and all(map(_near, one, two))
-    return one == two or abs(one - two) <= 1e-5 * max(1e-2, abs(one))
+def _apart(one: Any, two: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Return by name the numbers that differ by more than the rounding of single precision, and all else that does."""
+    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+        return [found for name in one for found in _apart(one[name], two[name], f"{path}/{name}")]
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        return [found for i, pair in enumerate(zip(one, two)) for found in _apart(*pair, f"{path}/{i}")]
+    # A score of ranks changes by a pair of points at a time if rounding turns two that are all but equal.
+    most = 2e-4 if "auroc" in path else 1e-5
+    if one == two or (isinstance(one, float) and abs(one - two) <= most * max(1e-2, abs(one))):
+        return []
+    return [(path, one, two)]
