@@ -425,6 +425,8 @@ FACE: dict[str, Callable[[World], Any]] = {
     ),
     # linear algebra
     "cg": lambda w: linalg.cg(w.A, w.b, rtol=1e-12),
+    "cg of a function": lambda w: linalg.cg(lambda V: w.dense @ V, w.b, rtol=1e-12),
+    "as_operator": lambda w: linalg.as_operator(lambda v: w.dense @ v, like=w.b[:, 0]) @ w.b,
     "cg, preconditioned": lambda w: linalg.cg(
         w.A,
         w.b,
