@@ -90,6 +90,7 @@ def install() -> None:
 
     torch.UntypedStorage.clone = clone  # deepcopy's: it asks a build for CUDA for memory
     torch.utils.dlpack.from_dlpack = torch.from_dlpack = from_dlpack
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # a build for CUDA asks its library
     cuda = torch.cuda
     cuda._initialized, cuda._cached_device_count = True, 1
     torch._C._cuda_getDeviceCount = lambda: 1

@@ -35,7 +35,8 @@ def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
     if any(isinstance(part, nn.RNNBase) for part in parts):
-        settings += [_no_mkldnn, _no_cudnn]  # float32 RNNs without forward mode; no backward pass in eval mode
+        # Of RNNs in float32 the one has no forward mode, the other no backward pass in eval mode.
+        settings += [partial(_without, "mkldnn"), partial(_without, "cudnn")]
     return settings
 
 
@@ -74,17 +75,15 @@ def unfused(settings: Sequence[Callable[[], Any]] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_mkldnn() -> Iterator[None]:
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would also set TF32, and warn about it
+def _without(library: str) -> Iterator[None]:
+    """Switch off a library of kernels; the flags of `torch.backends` would also set and look up other things."""
+    get, choose = getattr(torch._C, f"_get_{library}_enabled"), getattr(torch._C, f"_set_{library}_enabled")
+    enabled = get()
+    choose(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-def _no_cudnn() -> Any:
-    return torch.backends.cudnn.flags(enabled=False)
+        choose(enabled)
 
 
 @contextlib.contextmanager
