@@ -380,14 +380,14 @@ def identify(value: Any) -> str:
     """
     try:
         text = _text(value, DEEPEST, {})
-    except _Opaque:
+    except Opaque:
         text = type(value).__qualname__
     return (
         text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     )
 
 
-class _Opaque(Exception):
+class Opaque(Exception):
     """Raised for an object that does not consist of plain values."""
 
 
@@ -413,7 +413,7 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
     if hasattr(value, "__array_interface__"):
         return f"{kind.__qualname__}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
     if depth == 0:
-        raise _Opaque
+        raise Opaque
     if isinstance(value, tuple | list | set | frozenset):
         parts = [_text(part, depth - 1, seen) for part in value]
         return f"{kind.__qualname__}({', '.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
@@ -435,7 +435,7 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
-    """Return by name what an object consists of; raise _Opaque if it shows nothing."""
+    """Return by name what an object consists of; raise Opaque if it shows nothing."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, partial):
@@ -453,7 +453,7 @@ def _parts(value: Any) -> Mapping[Any, Any]:
     slots = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
     held = held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
     if not held and not hasattr(value, "__dict__"):
-        raise _Opaque
+        raise Opaque
     return {name: held[name] for name in sorted(held)}
 
 
@@ -471,7 +471,7 @@ def settings_of(module: nn.Module, depth: int = DEEPEST, seen: dict[int, Any] | 
         own = {}
         for name, held in vars(part).items():
             if name not in COMMON and held is not None:
-                with contextlib.suppress(_Opaque):
+                with contextlib.suppress(Opaque):
                     own[name] = _text(held, depth - 1, seen)
         found[path] = f"{type(part).__qualname__}({part.training}, {hooks}, {tensors}, {own})"
     return found

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import curvops as co
+from curvops.checkpoint import Opaque
 from curvops.network.engines.proofs import Unlike
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not a checkout: the documentation is not here")
-CAUGHT_INSIDE = {Unlike}
+CAUGHT_INSIDE = {Opaque, Unlike}
 ENDINGS = {
     "Reasons of linear algebra": co.linalg.Reason,
     "Endings of a tuning": co.evidence.Ending,

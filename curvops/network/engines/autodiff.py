@@ -144,7 +144,7 @@ class Recorded:
         return self._graph.pull(cotangents)
 
 
-class Formed:
+class KeptRows:
     """The engine of few outputs: the rows of J of one batch, or of Lᵀ J for a root L, as a matrix.
 
     Building it costs a forward pass and a backward pass per row for each point alone. Products then take no pass.

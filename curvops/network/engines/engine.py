@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.freed_memory import give_back_freed
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
-from curvops.network.engines.autodiff import Formed, Recorded, Streamed, record_replay
+from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import (
     MAPPED_BYTES,
     Call,
@@ -172,7 +172,7 @@ class Engines:
         if kind == "layerwise":
             return self._prove_layerwise(inputs, room, root, dtype)
         if kind == "formed":
-            return Formed(self.model, inputs, self.forward_points, root)
+            return KeptRows(self.model, inputs, self.forward_points, root)
         engine = self._autodiff(kind, inputs, room)
         return RootJacobian(engine, root) if root is not IDENTITY else engine
 

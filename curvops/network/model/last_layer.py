@@ -45,7 +45,7 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     if model.module is None:
         found, why, remedy = _of_function(model, inputs), "or of no single product", "parameters='head.*'"
     else:
-        search = _Search(model, inputs)
+        search = _BehindOutputs(model, inputs)
         found, why, remedy = search.names, search.why, search.remedy
     if not found:
         raise ValueError(
@@ -60,11 +60,11 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
 
     The model must be a module. One forward pass.
     """
-    search = _Search(model, inputs)
+    search = _BehindOutputs(model, inputs)
     return None if search.why or search.added else search.layers[0]
 
 
-class _Search:
+class _BehindOutputs:
     """The layers, and other parameters, in which a module's outputs are linear, by one forward pass.
 
     `why` is a sentence on why these are not one layer; empty if they are.

@@ -30,9 +30,9 @@ UNCHANGING = (type, Enum, int, float, complex, str, bytes, fx.Graph, fx.Node, Tr
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
 """The largest depth of nested objects and containers in a configuration."""
-Place = tuple[Any, Any, Tensor]
+HeldTensor = tuple[Any, Any, Tensor]
 """A container or `Attributes`, the key or position there, and the tensor that it holds."""
-State = list[tuple[Any, Any]]
+Entries = list[tuple[Any, Any]]
 """Lists, mappings and `Attributes`, each with a copy of its entries."""
 
 
@@ -60,17 +60,17 @@ def containers_in(module: nn.Module) -> list[Any]:
     return found
 
 
-def state_of(containers: Iterable[Any]) -> State:
+def state_of(containers: Iterable[Any]) -> Entries:
     """Return these containers with their present entries."""
     return [(container, copy(entries_of(container))) for container in containers]
 
 
-def changed_in(state: State) -> list[Any]:
+def changed_in(state: Entries) -> list[Any]:
     """Return the containers of which an entry is another object now."""
     return [container for container, before in state if not _are_same(entries_of(container), before)]
 
 
-def restore(state: State) -> None:
+def restore(state: Entries) -> None:
     """Give the containers back the entries that they had."""
     for container, before in state:
         entries = entries_of(container)
@@ -88,7 +88,7 @@ def _are_same(entries: Any, before: Any) -> bool:
     return entries.keys() == before.keys() and all(value is before[key] for key, value in entries.items())
 
 
-def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[Place]]:
+def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
     """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead.
 
     Also return the places outside `_parameters` and `_buffers` that hold those tensors: entries of lists and mappings,
@@ -107,7 +107,7 @@ class _Copier:
     def __init__(self, held: Iterable[Tensor | None]) -> None:
         self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
         self.held = frozenset(self.memo)
-        self.places: list[Place] = []
+        self.places: list[HeldTensor] = []
         self.alive: list[Any] = []  # otherwise the id of a temporary object could be reused
 
     def of(self, value: Any) -> Any:
