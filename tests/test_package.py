@@ -1,4 +1,7 @@
-"""The package as a whole: its version (`version.py`), what importing it costs, and the habits a reader relies on."""
+"""The package as a whole: its version, what importing it costs, and the habits a reader relies on.
+
+Tests `version.py`.
+"""
 
 from __future__ import annotations
 
