@@ -23,10 +23,13 @@ class Counts:
     multiply_adds: float
 
     def at(self, points: float, other: Counts, more: float) -> Counts:
-        """Return the counts at the number of points `more`, from these at `points` and others at twice as many."""
+        """Return the counts at the number of points `more`, from these at `points` and others at twice as many.
+
+        Launches stay: it is for the caches of a CPU that a product cuts what is large into pieces.
+        """
         steps = (more - points) / points
         return Counts(
-            self.launches + steps * (other.launches - self.launches),
+            min(self.launches, other.launches),
             self.bytes + steps * (other.bytes - self.bytes),
             self.multiply_adds + steps * (other.multiply_adds - self.multiply_adds),
         )

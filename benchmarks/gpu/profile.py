@@ -20,7 +20,7 @@ SHOWN, RUNS, ITERATIONS = 12, 3, 10
 def measure(stage: Stage) -> None:
     """Profile three calls on the MLP, where Python is slow beside the kernels, and on the ResNet-18."""
     for name in ("mlp",) if stage.toy else ("mlp", "resnet"):
-        for what, prepare in CALLS.items():
+        for what, prepare in list(CALLS.items())[: 1 if stage.toy else None]:
 
             def profiled(prepare: Callable[..., Any] = prepare, name: str = name) -> Row:
                 return shares(stage, *prepare(build(name, 10, stage.toy, stage.device)))
@@ -57,25 +57,26 @@ CALLS = {
 
 def shares(stage: Stage, call: Callable[[], object], parts: int) -> Row:
     """Return seconds, launches and busy time of a call (of one of its parts), and the kernels that take most of it."""
-    for _ in range(RUNS):
+    runs = 1 if stage.toy else RUNS
+    for _ in range(runs):
         call()
     cuda = stage.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     seconds, _ = stage.seconds(call)
     with profile(activities=activities) as found:
-        for _ in range(RUNS):
+        for _ in range(runs):
             call()
         stage.clock()
     device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     events = [event for event in found.key_averages() if event.device_type == device]
     busy = {event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6 for event in events}
-    total, each = sum(busy.values()), RUNS * parts
+    total, each = sum(busy.values()), runs * parts
     top = sorted(events, key=lambda event: -busy[event.key])[:SHOWN]
     return {
         "seconds": seconds / parts,
         "launches": sum(event.count for event in events) / each,
         "busy seconds": total / each,
-        "share without work": max(0.0, 1 - total / RUNS / seconds),
+        "share without work": max(0.0, 1 - total / runs / seconds),
         "kernels": [
             {"name": event.key[:120], "count": event.count / each, "seconds": busy[event.key] / each} for event in top
         ],
