@@ -61,7 +61,7 @@ class FromLoss(ByAutograd):
 
     @property
     def identified_by(self) -> Any:
-        """What a checkpoint compares."""
+        """The facts by which a checkpoint tells this apart from others."""
         return self.function
 
     def __repr__(self) -> str:

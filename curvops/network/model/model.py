@@ -146,7 +146,7 @@ class Model:
 
     @property
     def identified_by(self) -> dict[str, Any]:
-        """What a checkpoint compares."""
+        """The facts by which a checkpoint tells this apart from others."""
         return self.facts()
 
     @property

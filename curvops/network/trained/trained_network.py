@@ -539,7 +539,7 @@ class TrainedNetwork(NetworkOnData):
 
     @property
     def identified_by(self) -> dict[str, Any]:
-        """What a checkpoint compares of an operator that holds this linearisation."""
+        """The facts by which a checkpoint tells apart operators that hold this linearisation."""
         return self.facts()
 
     def __repr__(self) -> str:
