@@ -1,4 +1,4 @@
-"""Which features do other packages have? Each line runs the code behind a yes or no in README's feature table.
+"""Which features do other packages have? Each line runs the code behind a yes or no in the table of docs/comparison.md.
 
 `.venv-peers/bin/python -m benchmarks.peer_features`: "yes" if it runs and gives the right result, else the error.
 """

@@ -50,7 +50,7 @@ def products_tables(result: dict[str, Any]) -> str:
 
 
 def speed(result: dict[str, Any]) -> str:
-    """What README says of products: their gradients with ten outputs, beside curvlinops."""
+    """Products in short: their gradients with ten outputs, beside curvlinops."""
     ten = {n["network"]: n for n in result["networks"] if n["outputs"] == 10}
     columns = result["settings"]["columns"]
     routes = {
@@ -187,7 +187,7 @@ def resident_table(result: dict[str, Any], network: str, names: Mapping[str, str
 
 
 def diagonal(parts: Mapping[str, Any]) -> str:
-    """What README says of the exact diagonal and of the tangent kernel, from parts of `benchmarks.operators`."""
+    """In short, the costs of the exact diagonal and of the tangent kernel, from parts of `benchmarks.operators`."""
     names = {"mlp": "the MLP", "cnn": "the CNN"}
     ours, theirs = {}, {}
     for key in names:
@@ -221,7 +221,7 @@ def pages(result: dict[str, Any]) -> dict[str, dict[str, str]]:
     parts = result["parts"]
     found = {PAGE: {f"operators: {name}": part_tables(part) for name, part in parts.items()}}
     if all(parts.get(name, {}).get("times") for name in ("laplace", "kernel")):
-        found["README.md"] = {"diagonal": diagonal(parts)}
+        found[PAGE]["diagonal"] = diagonal(parts)
     return found
 
 

@@ -331,7 +331,7 @@ def test_a_table_of_tasks_says_at_least_where_a_program_was_stopped():
         "quality": {"ours": {"nats": 0.5}, "theirs": {"nats": 0.6}}, "peaks": both, "lines": {"ours": 2, "theirs": 9},
     }  # fmt: skip
     found = {"1": {**machine, "rows": [row, row | {"ended": True}], "failed": ["toy, theirs: the process ended."]}}
-    first, second = tasks.readme_table(found).splitlines()[2:4]
+    first, second = tasks.summary(found).splitlines()[2:4]
     assert [cell.strip() for cell in first.split("|")][2:6] == ["curvlinops", "≥ 10.0", "2 / 3", "2 / 9"]
     assert "≥" not in second
     full = tasks.full_tables(found)

@@ -10,7 +10,7 @@ smallest of the runs, above what was resident before them. A program of another 
 are the statements of the program that a user writes. An answer that is worse than the other's is an error.
 
 Rows are kept one by one: a run that was interrupted goes on, and `--row` measures one again. Figures of one and of two
-threads stand side by side. A row that fails is left out of README's table, and named in the other one.
+threads stand side by side. A row that fails is left out of the first table, and named in the second one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import facts, peer_version, resident
 from benchmarks.report import MEASURED
@@ -31,7 +31,27 @@ from benchmarks.tasks import of_matrices, of_posteriors, of_samplers
 from benchmarks.tasks.task import Task, statements
 from benchmarks.timing import Comparison, Spread
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TASKS: dict[str, Task] = of_posteriors.TASKS | of_matrices.TASKS | of_samplers.TASKS
+SHORT = {
+    "toy": "91 weights: full GGN, prior and noise tuned",
+    "last-layer": "CNN, last layer: KFAC, prior tuned",
+    "kfac": "CNN, 422,000 weights: KFAC, prior tuned",
+    "diagonal": "CNN, 422,000 weights: diagonal",
+    "subnetwork": "CNN, 1,000 largest weights: full GGN",
+    "lora": "LoRA of a GPT-2 small: KFAC",
+    "resnet": "ResNet-18: KFAC",
+    "draws": "64 posterior draws, full GGN",
+    "spectrum": "20 eigenvalues and the spectral density",
+    "logdet": "log det(G + I), full GGN",
+    "sghmc": "10,000 steps of SGHMC",
+    "ekf": "a diagonal EKF",
+}
+"""The tasks in few words, for a chart."""
+OVERSTATED = ("sghmc", "ekf")
+"""Measured when steps on small networks repeated recorded operations, which is no longer done."""
 LONG, PAIRS = 60.0, 9
 """Seconds of a first run of both from which on it counts; the largest number of pairs, which take half of that."""
 OURS, PATIENCE = 600, 900
@@ -153,8 +173,8 @@ def sizes(row: dict[str, Any], what: str, unit: int = 1) -> str:
     return " / ".join(f"{row[what][whose] / unit:,.0f}" for whose in ("ours", "theirs"))
 
 
-def readme_table(found: Any) -> str:
-    """What README says: with one thread, how many times as fast, memory and lines."""
+def summary(found: Any) -> str:
+    """With one thread, how many times as fast, memory and lines: what stands first on the page."""
     one = found["1"]
     heads = ["task", "beside", "times as fast", "MiB, ours / theirs", "lines, ours / theirs"]
     rows = [
@@ -162,6 +182,30 @@ def readme_table(found: Any) -> str:
         for r in one["rows"]
     ]
     return f"{table(heads, rows)}\n\n{machine_line(one)}"
+
+
+def speed_chart(found: Any) -> Figure:
+    """Draw how many times as fast each task is with one thread, as a bar; two rows that overstate are left out."""
+    from curvops.plots import style
+
+    one = [row for row in found["1"]["rows"] if row["name"] not in OVERSTATED]
+    rows = sorted(one, key=lambda row: row["ratio"]["median"], reverse=True)
+    figure, axes = style.panel(9.6, 4.4)
+    times = [1 / row["ratio"]["median"] for row in rows]
+    looks = style.looks(sorted(peer(row) for row in rows))
+    labels = [f"{peer(row)} {row['version']}" for row in rows]
+    for name, look in looks.items():
+        ours = [i for i, row in enumerate(rows) if peer(row) == name]
+        bars = axes.barh(ours, [times[i] for i in ours], 0.7, color=look.color, label=f"beside {labels[ours[0]]}")
+        axes.bar_label(bars, [times_as_fast(rows[i]) for i in ours], padding=4, fontsize=style.SMALL, color=style.INK)
+    axes.axvline(1, color=style.LIGHT, linewidth=1.5)
+    axes.text(1, len(rows) - 0.4, "equally fast", fontsize=style.SMALL, color=style.INK, ha="center", va="bottom")
+    axes.set_yticks(range(len(rows)), [SHORT[row["name"]] for row in rows])
+    axes.set(xlim=(0, 1.12 * max(times)), ylim=(-0.6, len(rows) - 0.4))
+    style.dress(axes, "times as fast, one thread", "")
+    axes.grid(False, axis="y")
+    axes.legend(fontsize=style.SMALL, loc="lower right", framealpha=0.9)
+    return figure
 
 
 def full_tables(found: Any) -> str:
@@ -207,5 +251,6 @@ STUDY = Study(
         "limit": (120, "seconds that another package's program may take"),
         "row": (0, "number of the one row to measure again; 0: all"),
     },
-    elsewhere={"README.md": {"tasks": readme_table}, "docs/benchmarks.md": {"tasks": full_tables}},
+    figures={"tasks": speed_chart},
+    elsewhere={"docs/benchmarks.md": {"tasks, in words": summary, "tasks": full_tables}},
 )
