@@ -55,7 +55,7 @@ figures: .venv/.installed
 	cd docs/figures && OMP_NUM_THREADS=1 ../../$(BIN)/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE \
 	    $$(grep --files-with-matches plots.save ../*.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.front_picture docs/figures/front.png
-	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; f.shrink_large(pathlib.Path("docs/figures"))'
+	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; [f.shrink_large(p := pathlib.Path("docs/figures")), f.thumbnails(p)]'
 
 # The oldest torch, with versions of the rest that fit it.
 oldest: .venv-oldest/.installed

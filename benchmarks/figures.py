@@ -16,6 +16,30 @@ from PIL import Image
 
 from curvops.plots import style
 
+PANELS = {
+    "active-learning": (700, 540),
+    "bayesian-optimisation": (545, 540),
+    "bayesian-optimisation-branin": (550, 540),
+    "calibration": (632, 728),
+    "chains_out_of_distribution": (690, 540),
+    "cold_posterior": (675, 570),
+    "demo-rotation": (770, 603),
+    "double_well": (508, 585),
+    "evidence-trace": (612, 660),
+    "families-trace": (1080, 720),
+    "front": (1010, 660),
+    "infinite_width": (668, 570),
+    "many_points": (735, 570),
+    "online_lora": (645, 568),
+    "sampled": (606, 570),
+    "spectra_of_training": (862, 660),
+    "subnetworks": (715, 425),
+    "subsampled": (703, 570),
+    "tutorial": (632, 755),
+    "wide_networks": (480, 480),
+    "wide_networks_density": (720, 405),
+}
+"""By figure of several panels, the width and the height in pixels of what the gallery shows: its first panels."""
 AXES = {"N": "points N", "D": "parameters D", "C": "outputs C", "K": "vectors K"}
 
 
@@ -60,6 +84,14 @@ def shrink(path: Path, colours: int = 64) -> None:
     with Image.open(path) as image:
         reduced = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     reduced.save(path, optimize=True)
+
+
+def thumbnails(folder: Path) -> None:
+    """Write the first panels of the figures in a folder of PNGs into its folder `thumbs`, large enough to be read."""
+    (folder / "thumbs").mkdir(exist_ok=True)
+    for name, size in PANELS.items():
+        with Image.open(folder / f"{name}.png") as image:
+            image.crop((0, 0, *size)).save(folder / "thumbs" / f"{name}.png", optimize=True)
 
 
 def _short(size: int) -> str:
