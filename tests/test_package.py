@@ -27,10 +27,8 @@ def test_version_is_that_of_the_distribution() -> None:
 
 def test_the_copies_of_the_version_are_that_of_pyproject() -> None:
     """What an editable install says of itself is as old as the installation."""
-    texts = {
-        name: (ROOT / name).read_text("utf-8")
-        for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md")
-    }
+    names = ("pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md", "docs/comparison.md")
+    texts = {name: (ROOT / name).read_text("utf-8") for name in names}
     found = re.search(r'^version = "((\d+\.\d+)\.\d+)"$', texts["pyproject.toml"], re.MULTILINE)
     assert found is not None
     released = re.search(
@@ -38,9 +36,8 @@ def test_the_copies_of_the_version_are_that_of_pyproject() -> None:
     )
     assert released is not None
     assert f"\nversion: {found[1]}\ndate-released: {released[1]}\n" in texts["CITATION.cff"]
-    assert (
-        f"curvops-{found[1]}-py3-none-any.whl" in texts["README.md"] and f"| curvops {found[2]} |" in texts["README.md"]
-    )
+    assert f"curvops-{found[1]}-py3-none-any.whl" in texts["README.md"]
+    assert f"| curvops {found[2]} |" in texts["docs/comparison.md"]
 
 
 def test_import_and_products_add_no_heavy_module_to_torch_and_gpytorch() -> None:

@@ -30,6 +30,8 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.emphasised: list[tuple[str, str]] = []
         """The character before an emphasised text, and the text."""
+        self.letters = 0
+        """How many characters the article has."""
         self.described: list[str] = []
         """The objects whose heading is followed by a signature."""
         self._heading = ""
@@ -52,6 +54,8 @@ class Page(HTMLParser):
 
     def handle_data(self, text: str) -> None:
         self._before = text[-1:]
+        if any(tag == "article" for tag, _ in self._open):
+            self.letters += len(" ".join(text.split()))
         for depth in range(1, len(self._open) + 1):
             self._text[depth].append(text)
 
@@ -108,6 +112,13 @@ def test_links_and_pictures_are_there(pages) -> None:
             if not there.exists() or (anchor and there in pages and anchor not in pages[there].ids):
                 dead.append(f"{path.parent.name}: {link}")
     assert not dead, "\n".join(dead)
+
+
+def test_a_page_of_the_reference_is_read_in_five_screens(pages) -> None:
+    """Of 1,280 by 900 pixels: lists of parameters have at least 1,600 characters on each."""
+    long = {path.parent.name: page.letters for path, page in pages.items() if "reference" in path.parts}
+    assert len(long) > 60
+    assert {name: letters for name, letters in long.items() if letters > 8000} == {}
 
 
 def test_each_figure_is_shown_in_the_gallery() -> None:

@@ -236,11 +236,20 @@ def test_a_network_is_linearised_for_the_figures_of_operators():
     assert co.DiagonalGGN(diagonal.linearized(build("tiny"))).diagonal().isfinite().all()
 
 
-def test_no_figure_of_readme_is_written_by_hand():
+def test_no_figure_of_speed_in_readme_is_written_by_hand():
+    """They stand in the chart, which is drawn from the raw results."""
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     speed = readme.partition("\n## Speed\n")[2].partition("\n## ")[0]
-    by_hand, sections = re.subn(r"<!-- (.+) -->\n.*\n<!-- end \1 -->", "", speed, flags=re.DOTALL)
-    assert sections >= 2 and re.findall(r"\d+\.\d+|\d+ times", by_hand) == []
+    assert "figures/tasks.png" in speed and re.findall(r"\d+\.\d+|\d+ times", speed) == []
+
+
+def test_the_chart_of_tasks_has_a_bar_for_each_but_those_that_overstate():
+    found = study_page.measured("tasks")["found"]
+    (axes,) = tasks.speed_chart(found).axes
+    lengths = sorted(bar.get_width() for bar in axes.patches)
+    rows = [row for row in found["1"]["rows"] if row["name"] not in tasks.OVERSTATED]
+    assert lengths == pytest.approx(sorted(1 / row["ratio"]["median"] for row in rows))
+    assert set(tasks.SHORT) == set(tasks.TASKS) and len(lengths) == 10
 
 
 def test_an_additive_fisher_counts_every_episode_once():
