@@ -24,7 +24,7 @@ from curvops.network.engines.layerwise import (
     owners_of,
     record,
 )
-from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
+from curvops.network.engines.plan import EngineChoice, EngineKind, Plan, rates_of
 from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
 from curvops.network.engines.self_check import Checked, bypassed, mismatches, random_root, wrong_layers
@@ -371,6 +371,7 @@ class Engines:
             routes=self._routes_of(names),
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
+            rates=rates_of(self.model.theta.device),
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )
