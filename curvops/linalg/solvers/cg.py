@@ -22,7 +22,6 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import check_flag, checked_whole
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, keep, memories_of
 from curvops.linalg.core.orthogonal import independent_basis
@@ -37,7 +36,6 @@ from curvops.linalg.core.vectors import (
     as_columns,
     as_matrix,
     axpy,
-    column_bytes,
     columns,
     combine,
     describe_square,
@@ -427,7 +425,6 @@ class ConjugateGradients:
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
-        give_back_freed(column_bytes(x))  # most vectors are in memory here, and no pass of the network needs any
         records.matvecs += len(positions)
         sizes = norm(x)
         growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()

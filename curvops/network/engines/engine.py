@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from curvops.freed_memory import give_back_freed
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
@@ -34,8 +33,6 @@ from curvops.network.model.parameters import Blocks
 
 # The least number of bytes of sensitivities used at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
-# The bytes of an engine from which on memory freed by its checks and its build is given back.
-BUILT_BYTES = 16 * 2**20
 # The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
@@ -188,8 +185,6 @@ class Engines:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self._prove_on_few(inputs, whole=root is IDENTITY)
-        if num_points(inputs) * self.plan.layerwise_bytes >= BUILT_BYTES:
-            give_back_freed()
         if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs, dtype)):
             return found
         if self.plan.layers:
@@ -297,8 +292,6 @@ class Engines:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
         while (routes := self._routes_of(names)).recordable:
             replay = record_replay(self.model, inputs, names) if routes.replayed else None
-            if num_points(inputs) * routes.recorded_bytes >= BUILT_BYTES:
-                give_back_freed()
             if routes.replayed is (replay is not None):
                 engine = Recorded(self.model, inputs, names, replay)
                 if names in self._recorded_verified or proves_itself(engine):

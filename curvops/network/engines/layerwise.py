@@ -27,8 +27,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvops.freed_memory import give_back_freed
-from curvops.matrix_products import multiply
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
@@ -43,8 +41,6 @@ COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
-LONG_PASS_BYTES = 2**26
-"""Bytes of δ of a backward pass from which on what it frees is given back to the system: a few per cent of its time."""
 CACHED_BYTES = 2**22
 """Bytes of δ that a product reads at a time on a CPU, few enough to be in a cache when it multiplies by them again."""
 WIDENED_BYTES = 2**20
@@ -228,12 +224,12 @@ class Slopes(FactoredCall):
         dtype = self.weight.dtype
         z = self.layer.rule.push(self.layer.module, converted(self.kept, dtype), tangents)
         through = (z * self.slopes.to(dtype).unsqueeze(1)).flatten(0, 1)
-        return multiply(through, self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
+        return (through @ self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
         dtype = self.weight.dtype
         u = cotangents.transpose(0, 1)
-        s = multiply(u.flatten(0, 1), self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.to(dtype).unsqueeze(1))
+        s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.to(dtype).unsqueeze(1))
         return self.layer.rule.pull(self.layer.module, converted(self.kept, dtype), s, tuple(self.layer.names))
 
     def _parts(self, block: Tensor) -> list[slice]:
@@ -286,12 +282,12 @@ class Rows:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
-        rows = [multiply(v, rows.flatten(0, 1).mT) for _, rows in widened_pieces(self.jacobian, v.dtype)]
+        rows = [v @ rows.flatten(0, 1).mT for _, rows in widened_pieces(self.jacobian, v.dtype)]
         return concatenate(rows, 1).unflatten(1, self.jacobian.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         pieces = widened_pieces(self.jacobian, cotangents.dtype)
-        first, *others = (multiply(cotangents[:, points].flatten(1), rows.flatten(0, 1)) for points, rows in pieces)
+        first, *others = (cotangents[:, points].flatten(1) @ rows.flatten(0, 1) for points, rows in pieces)
         return self._layout.named(sum(others, first))
 
     def named_rows(self) -> Blocks:
@@ -609,8 +605,6 @@ def _parts(
         into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
         run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
         deltas = model.holding(leaves, run)
-        if len(cotangents) * bytes_of_one(calls, outputs.element_size()) >= LONG_PASS_BYTES:
-            give_back_freed()  # before rows are made beside δ and the pass's graph
         for i in range(len(deltas)):
             delta, deltas[i] = deltas[i], None  # freed once it is used, and before the next pass
             reached[i] |= delta is not None
