@@ -26,7 +26,6 @@ from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, keep, memories_of
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Given,
@@ -154,7 +153,6 @@ def cg(
     A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     check_flag("block", block)
@@ -210,7 +208,6 @@ def recycling_cg(
     """
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, None, memory_budget)
-    require_accuracy(A, rtol)
     for memory in memories_of(A):
         memory.expect_many()  # one engine is used from the first product on, so that the solution depends on A and B
 

@@ -106,9 +106,6 @@ class Passes(JacobianRows):
     multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's lock.
     """
 
-    product_error = 0.0
-    """The relative error of products beyond rounding; see `RoundedPasses`."""
-
     def __init__(
         self,
         model: Model,
@@ -128,7 +125,7 @@ class Passes(JacobianRows):
         self._engines: Engines | None = None
         self._few = few
         self._fisher: OutputFisher | None = None
-        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root or rounds
+        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
         self._forget()
         self._engines = engines  # set after registering: type checks read `wanted_bytes`, which probes
 
