@@ -38,8 +38,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
 from curvops.summary import Table, Tabular
@@ -99,8 +97,6 @@ class Plan(Tabular):
     half_base: bool = False  # frozen tensors round more coarsely than the selected parameters' dtype
     unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
-    compute_dtype: torch.dtype | None = None  # of the tensors that layers keep, if not the weights' dtype
-    product_error: float | None = None  # the relative error of products that it causes, as measured
 
     @cached_property
     def forward(self) -> int:
@@ -154,8 +150,6 @@ class Plan(Tabular):
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
-        if self.compute_dtype is not None:  # other engines would multiply by a different, unrounded J
-            return ("layerwise",)
         formed: tuple[EngineKind, ...] = ("formed",) if self.engine == "auto" and self.others else ()
         if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded, *formed)
@@ -240,7 +234,7 @@ class Plan(Tabular):
 
     def _bytes(self, layer: Layer) -> int:
         numbers = self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
-        return numbers * (self.itemsize if self.compute_dtype is None else self.compute_dtype.itemsize)
+        return numbers * self.itemsize
 
     def _read(self, layer: Layer) -> int:
         """Return the numbers per point that a product reads: δ, slopes or the layer's Jacobian; none for the last."""
@@ -281,11 +275,6 @@ class Plan(Tabular):
         if self.routes.why:
             serves = "the layerwise engine, from first derivatives only" if self.prefers_layerwise else "rows of J"
             lines.append(f"{self.routes.why}: products with J by {serves}.")
-        if self.product_error is not None:
-            lines.append(
-                f"compute_dtype={self.compute_dtype} for products of curvatures: relative error "
-                f"{self.product_error:.1e} on the first points."
-            )
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
         now = f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"
         return [*lines, now]
