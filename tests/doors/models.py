@@ -24,7 +24,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def classifier(model: Any) -> co.Linearization:
+def classifier(model: Any) -> co.operators.Linearization:
     return co.linearize(model, (X, Y), "classification")
 
 
@@ -44,11 +44,11 @@ class Keywords(nn.Linear):
         return super().forward(x) * mask
 
 
-def called_with(inputs: Any) -> co.Linearization:
+def called_with(inputs: Any) -> co.operators.Linearization:
     return co.linearize(Keywords(4, 3), (inputs, Y), "classification")
 
 
-def lower(dtype: Any, model: Any = None, **options: Any) -> co.Linearization:
+def lower(dtype: Any, model: Any = None, **options: Any) -> co.operators.Linearization:
     return co.linearize(net() if model is None else model, (X, Y), "classification", compute_dtype=dtype, **options)
 
 

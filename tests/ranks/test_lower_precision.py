@@ -16,7 +16,9 @@ from tests.ranks.processes import run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, N, data
 
 
-def linearise(lower: Any, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0) -> co.Linearization:
+def linearise(
+    lower: Any, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0
+) -> co.operators.Linearization:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3)).double()
     own, (x, y) = slice(sum(shards[:rank]), sum(shards[: rank + 1])), data("labels")
@@ -25,7 +27,7 @@ def linearise(lower: Any, shards: tuple[int, ...] = (N,), group: Any = None, ran
         return co.linearize(model, (x[own], y[own]), "classification", compute_dtype=lower, process_group=group)
 
 
-def products(lin: co.Linearization) -> dict[str, np.ndarray]:
+def products(lin: co.operators.Linearization) -> dict[str, np.ndarray]:
     B = torch.linspace(-1, 1, 2 * lin.num_parameters, dtype=DOUBLE).view(-1, 2)
     curvatures = {"GGN": co.GGN(lin), "empirical Fisher": co.EmpiricalFisher(lin)}
     found = {name: A @ B for name, A in curvatures.items()}

@@ -810,7 +810,7 @@ class Operator(LinearOperator):
         if self._is_small or method == "symeig":
             return self._symeig(eigenvectors=True)
         m = min(self.shape[-1], self._root_decomposition_size())
-        pairs = eigsh(self, m, "magnitude", rtol=default_rtol(self.dtype)).raise_if_failed()
+        pairs = eigsh(self, m, "LM", rtol=default_rtol(self.dtype)).raise_if_failed()
         return pairs.values.to(self.dtype), to_linear_operator(pairs.vectors)
 
     def _symeig(

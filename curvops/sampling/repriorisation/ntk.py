@@ -213,7 +213,7 @@ def _by_quadrature(
 ) -> Estimate:
     """Estimate log|det(I + H)| by quadrature of I + H if that is positive definite, otherwise of its square."""
     for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
-        lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
+        lowest = eigsh(operator, 1, which="SA", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
         if bound > 0:
             options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}

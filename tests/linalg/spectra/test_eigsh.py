@@ -100,7 +100,7 @@ def test_restarts_reach_the_same_with_a_small_basis(name):
 @pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e12])
 def test_condition_numbers(kappa, dtype):
     A = symmetric(torch.logspace(0, -math.log10(kappa), 90, dtype=torch.float64)).to(dtype)
-    pairs = eigsh(A, 6, "both", generator=generator())
+    pairs = eigsh(A, 6, "BE", generator=generator())
     size = 50 * torch.finfo(dtype).eps
     expected = ends(torch.linalg.eigvalsh(A.double()).flip(0), "both", 6)
     torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=size)
@@ -153,7 +153,7 @@ def test_a_start_without_the_best_vector_is_found_out():
 def test_tiny_and_huge_operators(size, dtype):
     values = torch.linspace(-1, 2, 60, dtype=torch.float64)
     A = (symmetric(values) * size).to(dtype)
-    pairs = eigsh(A, 4, "magnitude", generator=generator())
+    pairs = eigsh(A, 4, "LM", generator=generator())
     eps = torch.finfo(dtype).eps
     expected = values.flip(0)[:4] * size
     torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
@@ -175,7 +175,7 @@ def test_the_smallest_of_a_singular_laplacian_at_any_scale(ring, scale, dtype, c
     step = torch.tensor([0, 1, 1] if ring else [0, 0.5, 1], dtype=torch.float64)
     exact = (2 - 2 * torch.cos(2 * math.pi * step / n)) * -float(A[0, 1])
     memory = budget(columns, n, itemsize=A.element_size())
-    pairs = eigsh(A, k, "smallest", generator=generator(), memory_budget=memory)
+    pairs = eigsh(A, k, "SA", generator=generator(), memory_budget=memory)
     assert set(pairs.reasons) <= EXACT and pairs.accepted
     assert dtype == torch.float32 or pairs.reasons[1:] == (Reason.CONVERGED,) * (k - 1)
     torch.testing.assert_close(pairs.values, exact, rtol=0, atol=4 * eps * 4 * scale)
@@ -230,7 +230,7 @@ def test_nan_in_a_product(spoil):
 def test_products_are_counted_and_limited():
     log = []
     A = Counted(symmetric(SPECTRA["kappa 1e8"]), log=log)
-    pairs = eigsh(A, 4, "smallest", max_matvecs=50, generator=generator())
+    pairs = eigsh(A, 4, "SA", max_matvecs=50, generator=generator())
     assert sum(log) == pairs.matvecs <= 50
     assert set(pairs.reasons) == {Reason.ITERATION_LIMIT}
     assert_honest(A.tensor, pairs, 1e-6)
@@ -246,7 +246,7 @@ def test_iterations_are_limited_but_k_products_are_made():
 
 def test_a_memory_budget_that_was_too_small_is_the_reason():
     A = symmetric(SPECTRA["kappa 1e8"])
-    pairs = eigsh(A, 4, "smallest", memory_budget=budget(10, 120), maxiter=60, generator=generator())
+    pairs = eigsh(A, 4, "SA", memory_budget=budget(10, 120), maxiter=60, generator=generator())
     assert set(pairs.reasons) == {Reason.RANK_CAPPED}
     with pytest.raises(RuntimeError, match="4 of 4 pairs did not converge; .*\nRANK_CAPPED"):
         pairs.raise_if_failed()
@@ -308,11 +308,11 @@ def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
     values = torch.linspace(0.2, 5, 30, dtype=torch.float64)
     A = Dense(symmetric(values))
     for sigma, solver in ((0.1, cg), (0.1, None), (2.01, None)):
-        pairs = A.eigsh(3, "interior", sigma=sigma, solver=solver, generator=generator())
+        pairs = A.eigsh(3, sigma=sigma, solver=solver, generator=generator())
         expected = values[(values - sigma).abs().argsort()][:3]
         torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=0)
         assert set(pairs.reasons) == FLAWLESS
-    inside = A.eigsh(3, "interior", sigma=2.01, solver=cg, generator=generator())
+    inside = A.eigsh(3, sigma=2.01, solver=cg, generator=generator())
     assert set(inside.reasons) <= {Reason.NOT_POSITIVE_DEFINITE, Reason.UNVERIFIED}
 
 

@@ -110,9 +110,9 @@ def test_nan_budgets_and_limits_are_reasons():
     bad[3, 5] = math.nan
     broken = svds(bad, 2)
     assert set(broken.reasons) == {Reason.NON_FINITE} and broken.values.isnan().all() and broken.residuals.isinf().all()
-    short = svds(A, 3, "smallest", max_matvecs=60, generator=generator())
+    short = svds(A, 3, "SM", max_matvecs=60, generator=generator())
     assert set(short.reasons) == {Reason.ITERATION_LIMIT} and short.matvecs <= 60
-    capped = svds(A, 3, "smallest", maxiter=30, memory_budget=18 * 250 * 8, generator=generator())
+    capped = svds(A, 3, "SM", maxiter=30, memory_budget=18 * 250 * 8, generator=generator())
     assert set(capped.reasons) == {Reason.RANK_CAPPED}
 
 

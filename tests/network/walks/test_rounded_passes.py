@@ -47,7 +47,9 @@ def mixed(dtype: torch.dtype = F64) -> nn.Module:
         return Mixed().to(dtype)
 
 
-def linearized(dtype: torch.dtype = F64, lower: torch.dtype | None = BF16, **options: Any) -> co.Linearization:
+def linearized(
+    dtype: torch.dtype = F64, lower: torch.dtype | None = BF16, **options: Any
+) -> co.operators.Linearization:
     options = {"data": (X.to(dtype), LABELS), "likelihood": "classification"} | options
     return co.linearize(mixed(dtype), compute_dtype=lower, **options)
 
