@@ -309,7 +309,7 @@ def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Quest
         yield f"large: logdet {type(prior)}", lambda P=P: linalg.logdet(on.over(P), generator=seeded()).value
         yield f"large: root {type(prior)}", lambda P=P, B=B: linalg.inverse_sqrt(P, B, rtol=1e-12).value
     H = co.Hessian(lin)
-    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "both", rtol=1e-12, generator=seeded()).values
+    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "BE", rtol=1e-12, generator=seeded()).values
 
 
 def peak_of_sketch(mesh: Any = None) -> int:
