@@ -398,7 +398,7 @@ DOORS = [
     Door(
         "log_prob",
         rows={
-            "a module": (lambda: post().log_prob(nn.Linear(4, 3)), TypeError, "named_parameters"),
+            "another model": (lambda: post().log_prob(nn.Linear(4, 3)), ValueError, "lacks '0.weight'"),
             "a missing name": (lambda: post().log_prob({"0.weight": torch.zeros(6, 4).double()}), ValueError, "0.bias"),
             "another length": (
                 lambda: post().log_prob(torch.zeros(2, 3).double()),
@@ -423,7 +423,13 @@ DOORS = [
                 ValueError,
                 "bias='joint' and 'separate'",
             ),
-            "a module": (lambda: post().penalty(nn.Linear(2, 2)), TypeError, "named_parameters"),
+            "another model": (lambda: post().penalty(nn.Linear(2, 2)), ValueError, "lacks '0.weight'"),
+            "a model of another size": (
+                lambda: post().penalty(nn.Sequential(nn.Linear(2, 6))),
+                ValueError,
+                "'0.weight' has shape",
+            ),
+            "the parameters": (lambda: post().penalty(nn.Linear(2, 2).parameters()), TypeError, "must be the model"),
             "a missing name": (lambda: post().penalty({"0.weight": torch.zeros(6, 4)}), ValueError, "0.bias"),
             "another length": (lambda: post().penalty(torch.zeros(3)), ValueError, "51"),
             "rows": (lambda: post().penalty(post().mean.expand(2, 51)), ValueError, r"\(51,\), got shape \(2, 51\)"),

@@ -44,7 +44,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import iterations_allowed
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
 
@@ -116,9 +116,8 @@ def svds(
         start = random_block(describe(tall), b, "gaussian", generator)
         process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
         most_steps = iterations_allowed(n, maxiter)
-        search = Search(
-            process, "LA" if which == "LM" else "SA", k, float(rtol), capacity, capped, most_steps, most, callback
-        )
+        end: Which = "LA" if which == "LM" else "SA"  # singular values are not negative
+        search = Search(process, end, k, float(rtol), capacity, capped, most_steps, most, callback)
         reason = search.run(random_start=True)
         found = _certify(process, k, which, float(rtol), reason, search.history)
     return replace(found, U=found.V, V=found.U) if facts.rows < facts.columns else found

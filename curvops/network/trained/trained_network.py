@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
@@ -410,9 +410,9 @@ class TrainedNetwork(NetworkOnData):
         if total is not None and count == sum(self.data.sizes):
             known["log likelihood"] = self.passes.add_up([total])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Return named tensors as one vector, in the order of the selection."""
-        return self.model.selection.flatten(tensors)
+    def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
+        """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors_of(tensors) if isinstance(tensors, nn.Module) else tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
         """Return one vector as named tensors, the inverse of `flatten`, if whole tensors are selected.
