@@ -36,6 +36,7 @@ __all__ = [
     "FewDrawsWarning",
     "InertWeightsWarning",
     "LowerPrecisionWarning",
+    "ManyProductsWarning",
     "MaxStepsWarning",
     "MemoryBudgetWarning",
     "ModeWarning",
@@ -144,6 +145,10 @@ class InertWeightsWarning(UserWarning):
 
 class LowerPrecisionWarning(UserWarning):
     """A warning that a curvature is multiplied in a lower precision, with the relative error of its products."""
+
+
+class ManyProductsWarning(UserWarning):
+    """A warning that a call is about to make more than 1,000 products with an operator; it names a cheaper one."""
 
 
 class MaxStepsWarning(UserWarning):

@@ -496,7 +496,7 @@ FACE: dict[str, Callable[[World], Any]] = {
         w.A.trace(generator=w.generator()),
         w.A.svds(2, generator=w.generator()).values,
         w.A.spectral_density(steps=5, probes=3, generator=w.generator()).density,
-        w.A.stochastic_logdet(generator=w.generator()),
+        w.A.logdet(),
         w.A.logdet(),
         w.A.inv_quad_logdet(w.b, logdet=True),
         w.A.diagonalization(),

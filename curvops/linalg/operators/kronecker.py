@@ -187,6 +187,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
+    _shown = ()
     symmetric = True
 
     @property
@@ -231,6 +232,7 @@ class Kronecker(_GroupedBlocks):
         ValueError: the factors do not fit each other.
     """
 
+    _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
@@ -427,6 +429,7 @@ class EigenKronecker(_GroupedBlocks):
         of_rows: the largest error of their roots, relative to the root of their sum.
     """
 
+    _shown = ("left_vectors", "right_vectors", "values")
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(

@@ -42,6 +42,13 @@ from curvops.storage import WRITTEN_BY
 from curvops.summary import name_of
 
 N = TypeVar("N", bound="TrainedNetwork")
+SHOWN = (
+    *("model", "data", "likelihood", "num_parameters", "num_data", "num_outputs", "output_shape", "compute_dtype"),
+    *("theta", "predict", "outputs", "log_likelihood", "gradient", "gradients", "hessian_product", "jacobian"),
+    *("flatten", "unflatten", "unflatten_weights", "unflatten_tangent", "with_likelihood", "restrict", "cast"),
+    *("plan", "memory", "memory_budget"),
+)
+"""The names of a linearisation that `dir` shows."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,10 @@ class TrainedNetwork(NetworkOnData):
     is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
     everywhere, position by position.
     """
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls; the other methods serve operators and posteriors."""
+        return list(SHOWN)
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
     """Dataclasses that identify data and weights; operators and records store them in place of both."""

@@ -27,6 +27,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
+    _shown = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -103,6 +104,8 @@ class CurvatureRoot(NetworkOperator):
 
     S Z and Sᵀ V each cost half a product of the curvature.
     """
+
+    _shown = ()
 
     # The stored form has θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced`
     # to Lᵀ J.

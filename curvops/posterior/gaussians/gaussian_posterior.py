@@ -35,6 +35,9 @@ from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, rec
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 
+INTERNAL = ("cache", "prior", "prior_error", "prior_for", "terms")
+"""Names of a posterior that other functions of the library use, and that `dir` does not show."""
+
 
 class GaussianWeights(Predictive):
     """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation; the base class of all posteriors."""
@@ -42,6 +45,10 @@ class GaussianWeights(Predictive):
     temperature: float
     precision: Any
     """The precision P, (D, D), whatever the temperature."""
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in INTERNAL]
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
@@ -280,8 +287,7 @@ class GaussianPosterior(GaussianWeights):
             )
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
-        estimate = known._logdet_estimate if isinstance(known, Operator) else partial(logdet, known)
-        return estimate(rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
+        return logdet(known, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
     def prior_for(
         self,
