@@ -47,7 +47,7 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
 
 def known_diagonal(A: Matrix) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None:
     """Return the diagonal of an operator that knows it without products, and the change of its entries by rounding."""
-    if getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
+    if isinstance(A, Tensor) or getattr(A, "diagonal_matvecs", None) != 0 or A.ndim > 2:
         return None
     return A._diagonal(), A._diagonal_error()
 

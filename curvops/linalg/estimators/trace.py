@@ -82,7 +82,8 @@ def trace(
     limits = Limits(rtol, max_matvecs, memory_budget)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)
-        return Estimate.rounded(*(part.double().sum() for part in known), limits.tolerated)
+        diagonal, error = known
+        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
     method = "xtrace" if method is None else method
     found, family = Quantity("trace", families, _exact).estimate(A, method, limits, generator, progress)
 

@@ -187,7 +187,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
-    _shown = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
     @property
