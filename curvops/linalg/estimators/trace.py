@@ -43,7 +43,7 @@ def trace(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Estimate tr A from products; of an operator that knows its diagonal, return the exact trace without one.
+    """Estimate tr A from products; of an operator that knows its diagonal, return the exact trace without any.
 
     `A.trace()` is the same for an operator of curvops.
 

@@ -80,6 +80,10 @@ class Curvature(UserOperator, NetworkOperator):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
 
+    @property
+    def diagonal_matvecs(self) -> int:
+        return self.shape[-1] if carries_graph(self._args[1:]) else 0
+
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at the cost of one pull of J per draw.
 

@@ -64,15 +64,15 @@ def test_more_than_a_thousand_products_are_told(call: str) -> None:
     for width, told in ((1000, True), (999, False)):
         data = torch.ones(2, width), torch.ones(2, 1)
         lin = co.linearize(nn.Linear(width, 1), data, co.likelihoods.Gaussian(1.0))
-        G = co.GGN(lin)
+        G, H = co.GGN(lin), co.Hessian(lin)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            getattr(G, call)()
-            co.DiagonalGGN(lin).diagonal(), (G + G).trace(), co.linalg.diagonal(G)
+            getattr(H, call)()
+            G.diagonal(), (G + G).trace(), H.trace(), co.linalg.diagonal(H)
         found = [each for each in caught if each.category is co.errors.ManyProductsWarning]
         assert len(found) == told
         if told:
-            assert "of this GGN takes 1,001 products: " in str(found[0].message)
+            assert "of this Hessian takes 1,001 products: " in str(found[0].message)
 
 
 def test_the_warning_comes_before_the_first_product() -> None:
