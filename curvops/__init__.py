@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from curvops import errors, evidence, gp, linalg, sampling
-from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import RewardPairs, likelihoods
+from curvops import errors, evidence, gp, linalg, metrics, operators, posterior, sampling
+from curvops.linalg import low_rank
+from curvops.network import likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -16,28 +16,12 @@ from curvops.operators import (
     Gradients,
     Hessian,
     Jacobian,
-    Linearization,
-    ShardedLinearization,
     Subnetwork,
     TangentKernel,
     linearize,
     subsample,
 )
-from curvops.posterior import (
-    Deviations,
-    GaussianPosterior,
-    Laplace,
-    LinearMode,
-    Predictions,
-    SampledNormal,
-    StochasticDescent,
-    Uncertainty,
-    laplace,
-    load,
-    save,
-    select,
-    wasserstein,
-)
+from curvops.posterior import laplace, load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -56,26 +40,13 @@ __all__ = [
     "GGN",
     "KFAC",
     "BlockDiagonal",
-    "Damped",
-    "Deviations",
     "DiagonalGGN",
     "EmpiricalFisher",
-    "GaussianPosterior",
     "Gradients",
     "Hessian",
     "Jacobian",
-    "Laplace",
-    "LinearMode",
-    "Linearization",
-    "LowRank",
-    "Predictions",
-    "RewardPairs",
-    "SampledNormal",
-    "ShardedLinearization",
-    "StochasticDescent",
     "Subnetwork",
     "TangentKernel",
-    "Uncertainty",
     "errors",
     "evidence",
     "gp",
@@ -85,9 +56,17 @@ __all__ = [
     "linearize",
     "load",
     "low_rank",
+    "metrics",
+    "operators",
+    "posterior",
     "sampling",
     "save",
     "select",
     "subsample",
     "wasserstein",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: modules that only curvops imports are not shown."""
+    return [*__all__, "__version__", "plots"]

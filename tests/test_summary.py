@@ -71,7 +71,12 @@ def test_an_operator_says_its_size_its_parts_its_dtype_and_its_device_without_a_
 
 
 def test_the_table_has_every_public_operator() -> None:
-    public = {thing for face in (co, linalg) for name in face.__all__ if is_operator(thing := getattr(face, name))}
+    public = {
+        thing
+        for face in (co, co.operators, linalg)
+        for name in face.__all__
+        if is_operator(thing := getattr(face, name))
+    }
     shown = {kind for name in OPERATORS for kind in type(made(name)).__mro__}
     assert public - shown == set()
 
@@ -152,7 +157,7 @@ def things() -> Iterator[tuple[str, Any, str]]:
     vector = co.laplace(lin, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
     yield "vector", vector, "prior precision float32 (14,), temperature 0.5"
     yield "operator prior", post.with_prior(linalg.Dense(torch.eye(14), psd=True)), "prior precision Dense"
-    gaussian = co.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
+    gaussian = co.posterior.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
     yield "Gaussian", gaussian, "GaussianPosterior(14 weights, covariance Diagonal, float32, cpu)"
     draws = {
         name: value.unsqueeze(0).unsqueeze(0).repeat(2, 3, *[1] * value.ndim)
@@ -173,7 +178,7 @@ def things() -> Iterator[tuple[str, Any, str]]:
     preconditioned = co.sampling.sgld(log_posterior, 0.1, preconditioner=torch.ones(8))
     yield "preconditioned", preconditioned, "D=Diagonal(8 × 8, float32, cpu)"
     yield "own density", co.sampling.sgld(lambda params, batch: 0.0, 0.1, data_size=3), "density=<lambda>"
-    yield "descent", co.StochasticDescent(), "StochasticDescent("
+    yield "descent", co.posterior.StochasticDescent(), "StochasticDescent("
     yield "preconditioner", low_rank().add_diagonal(1.0).preconditioner(2), "Preconditioner("
     yield "closed form", linalg.as_preconditioner(low_rank().add_diagonal(1.0)), "operator=Damped(7 × 7"
     yield "block Jacobi", linalg.block_jacobi(torch.eye(9), 3), "EqualBlocks(positions=int64 (3, 3), vectors=float32"

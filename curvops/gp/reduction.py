@@ -63,9 +63,9 @@ class Reduction:
 class ReducedPosterior(Laplace):
     """A Laplace posterior whose curvature acts only on K features; `co.gp.reduced_posterior` makes it.
 
-    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
-    bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
-    the posterior without these bounds: `co.load` returns a `Laplace`.
+    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.posterior.Laplace`. The number
+    `remainder` bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A
+    file keeps the posterior without these bounds: `co.load` returns a `Laplace`.
     """
 
     reduction: Reduction | None = None

@@ -15,17 +15,17 @@ DOUBLE = torch.float64
 
 
 @cache
-def linear() -> tuple[co.Laplace, Tensor, Tensor]:
+def linear() -> tuple[co.posterior.Laplace, Tensor, Tensor]:
     """The linear problem, made once for all rows."""
     return linear_problem()
 
 
-def post() -> co.Laplace:
+def post() -> co.posterior.Laplace:
     return linear()[0]
 
 
 @cache
-def other() -> co.Laplace:
+def other() -> co.posterior.Laplace:
     """Of fewer points and weights."""
     x = torch.linspace(-1, 1, 15, dtype=DOUBLE).view(5, 3)
     lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, x[:, :1]), co.likelihoods.Gaussian(1.0))
@@ -33,7 +33,7 @@ def other() -> co.Laplace:
 
 
 @cache
-def network(likelihood: object = 0.3) -> co.Laplace:
+def network(likelihood: object = 0.3) -> co.posterior.Laplace:
     """Of two layers and two outputs; a number is the noise of a Gaussian."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()

@@ -40,7 +40,7 @@ def of_two_tensors() -> co.gp.LaplaceModel:
     return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
 
 
-def of_sequences() -> co.Laplace:
+def of_sequences() -> co.posterior.Laplace:
     data = torch.ones(3, 4, 2, dtype=DOUBLE), torch.ones(3, 4, 1, dtype=DOUBLE)
     return co.laplace(co.linearize(nn.Linear(2, 1).double(), data, "regression"), check_mode=False)
 

@@ -30,7 +30,7 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(30, 4).double(), torch.randn(30, 3).double()
 
 
-def linearized(noise: float | Tensor = 0.3) -> co.Linearization:
+def linearized(noise: float | Tensor = 0.3) -> co.operators.Linearization:
     model, x, y = problem()
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
 

@@ -119,7 +119,9 @@ def definition(model: nn.Module, x: Tensor, likelihood: Any, y: Tensor, each: Te
     return value, torch.einsum("ncd,nc->d", J, r), torch.einsum("ncd,nce,nef->df", J, H, J)
 
 
-def linearised(model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any) -> co.Linearization:
+def linearised(
+    model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any
+) -> co.operators.Linearization:
     given, _, y, w, _ = CASES[case]
     data: Any = (x, y) if w is None else (x, y, w)
     if batches:

@@ -253,7 +253,7 @@ def test_scaled_curvatures_and_sums_are_of_their_data_or_refused(halves, name):
 @pytest.mark.parametrize("name", PICKLED)
 def test_a_small_curvature_keeps_no_data(halves, name):
     a = halves[0]
-    lin = co.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
+    lin = co.operators.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
     gone, curvature = weakref.ref(lin), KINDS[name](lin)
     del lin
     gc.collect()

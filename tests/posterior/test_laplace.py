@@ -45,7 +45,7 @@ def test_predictive_equals_the_dense_definition(classification):
 
 def test_nothing_is_solved_before_the_covariance_is_used(classification, monkeypatch):
     _, post, x, _ = classification
-    monkeypatch.setattr(co.Damped, "solve_to", lambda *args: pytest.fail("a solve ran"))
+    monkeypatch.setattr(co.linalg.Damped, "solve_to", lambda *args: pytest.fail("a solve ran"))
     predicted = post.predict(x[:2])
     assert predicted.mean.shape == (2, 3)
 

@@ -14,7 +14,8 @@ from curvops.checks import checked_whole, shown
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
-from curvops.operators import KNOWN_OF_SHARDS, Linearization, ShardedLinearization
+from curvops.operators import Linearization, ShardedLinearization
+from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS
 
 
 def checked_count(k: Any) -> int:

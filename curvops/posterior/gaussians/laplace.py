@@ -176,10 +176,10 @@ class Laplace(GaussianWeights):
             method: "cg" solves for all draws in one block, preconditioned if that pays off. "dual" solves in function
                 space, where vectors are shorter if there are fewer outputs in all than weights, with more products (GGN
                 and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and reaches few digits;
-                `co.StochasticDescent()` has its options. "closed form", for structured curvatures, gives draws that the
-                other methods do not reproduce from the same noise. None uses the closed form if there is one. Otherwise
-                it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if memory has room
-                only for its far shorter vectors.
+                `co.posterior.StochasticDescent()` has its options. "closed form", for structured curvatures, gives
+                draws that the other methods do not reproduce from the same noise. None uses the closed form if there is
+                one. Otherwise it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if
+                memory has room only for its far shorter vectors.
             x0: initial guess (k, D), such as the draws under a neighbouring prior precision.
             rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
             generator: the source of the noise.
