@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from curvops import errors, evidence, gp, linalg, sampling
+from curvops.defaults import laplace
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import RewardPairs, likelihoods
 from curvops.operators import (
@@ -32,7 +33,6 @@ from curvops.posterior import (
     SampledNormal,
     StochasticDescent,
     Uncertainty,
-    laplace,
     load,
     save,
     select,

@@ -20,13 +20,30 @@ from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
 from curvops.posterior.predictions.held_out import targets_by_position
 from curvops.posterior.predictions.split_points import split_points
 
-COARSE = tuple(10.0**power for power in range(-4, 5))
-"""Factors of the current value that a search tries before it refines the best one."""
+COARSE = 4
+"""A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""
+FURTHEST = 8
+"""The power of ten up to which a search goes on while the value at the end of those tried is the best."""
+GAIN = 1e-4
+"""A search ends, too, where a further decade gains no more nats per point than this."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
+AT_EDGE = {
+    ("scalar", True): "held-out data are predicted best without averaging over the weights: the larger the prior "
+    "precision, the better, and at {value:.3g}, which the returned posterior has, predictions are those of the network "
+    "itself. If its uncertainties are needed, too, give a prior_precision (weight decay × N of training).",
+    ("scalar", False): "held-out data are predicted the better, the smaller the prior precision is, down to {value:.3g}, "
+    "which the returned posterior has: they do not determine it. Pass more of them, or give a prior_precision.",
+    ("noise", True): "held-out data are predicted the better, the larger the noise is, up to {value:.3g}, which the "
+    "returned posterior has: check that their targets are in the units of the training data.",
+    ("noise", False): "held-out data are predicted the better, the smaller the noise is, down to {value:.3g}, which the "
+    "returned posterior has: the network predicts them exactly. Check that they were not used for training.",
+}
+"""The warnings of a search that ends at a largest (True) or a smallest value."""
 
 
 def validate(
@@ -42,7 +59,8 @@ def validate(
 ) -> Laplace:
     """Find the hyperparameters of largest log-likelihood of held-out data, with the weights held fixed.
 
-    The search tries factors from 1e-4 to 1e4 of the current value, a decade apart, and then refines the best one.
+    The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
+    more than 1e-4 nats per point), and then refines the best one.
 
     Args:
         post: a posterior from `co.laplace`.
@@ -104,7 +122,7 @@ def validate(
             search.along(part, xtol)
         if len(parts) > 1:
             search.together(xtol)
-        return search.result()
+        return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
 
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
@@ -158,18 +176,19 @@ class _Search:
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
         move = _moves(self.best if self.trials else self.post)[part]
-        scores = [self.score(move(factor)) for factor in COARSE]
-        best = max(range(len(COARSE)), key=scores.__getitem__)
-        if best in (0, len(COARSE) - 1):
-            what = "prior precision" if part == "scalar" else "noise"
+        scores = {power: self.score(move(10.0**power)) for power in range(-COARSE, COARSE + 1)}
+        for step in (-1, 1):
+            end = step * COARSE
+            while abs(end) < FURTHEST and scores[end] > scores[end - step] + GAIN and scores[end] == max(scores.values()):
+                end += step
+                scores[end] = self.score(move(10.0**end))
+        best = max(scores, key=scores.__getitem__)
+        if best in (min(scores), max(scores)):
             warnings.warn(
-                f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
-                "value, which the returned posterior has, is at the edge of those tried.",
-                UndeterminedWarning,
-                stacklevel=4,
+                AT_EDGE[part, best > 0].format(value=_value(self.best, part)), UndeterminedWarning, stacklevel=4
             )
             return
-        span = math.log(COARSE[best - 1]), math.log(COARSE[best + 1])
+        span = math.log(10) * (best - 1), math.log(10) * (best + 1)
         options = {"xatol": xtol}
         minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
 
@@ -194,12 +213,12 @@ class _Search:
                 stacklevel=3,
             )
 
-    def result(self) -> Laplace:
-        """Return the best posterior, with the record of all trials."""
+    def result(self, by: str = "held-out data") -> Laplace:
+        """Return the best posterior, with the record of all trials and what chose its prior."""
         post, (posts, scores, stderrs) = self.best, zip(*self.trials)
         precisions = tuple(_precision(each.prior.diagonal) for each in posts)
         noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None
-        return replace(post, tuning=Validation(precisions, noises, scores, stderrs))
+        return tell_choice(replace(post, tuning=Validation(precisions, noises, scores, stderrs)), by)
 
 
 def _precision(A: Tensor | None) -> float:
@@ -207,6 +226,10 @@ def _precision(A: Tensor | None) -> float:
     if A is None:
         return math.nan
     return float(A.double().log().mean().exp() if A.ndim else A)
+
+
+def _value(post: Laplace, part: str) -> float:
+    return _precision(post.prior.diagonal) if part == "scalar" else _noise(post)
 
 
 def _noise(post: Laplace) -> float:

@@ -17,6 +17,11 @@ from curvops.posterior.predictions.uncertainty import LABELS, NUMBERS
 LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
 
 
+def default_link(likelihood: Likelihood, chosen_by: str = "") -> str:
+    """Return the link of probabilities for which none is given; `chosen_by` is what chose the prior precision."""
+    return "bridge" if chosen_by == "the evidence" and isinstance(likelihood, Categorical) else "probit"
+
+
 def check_link(link: str, likelihood: Likelihood) -> None:
     """Raise ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities."""
     check_choice("link", link, LINKS)

@@ -181,7 +181,7 @@ class Predictive(ABC):
     def probabilities(
         self,
         x: Any,
-        link: str = "probit",
+        link: str | None = None,
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
@@ -190,7 +190,8 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            link: "probit" scales the logits by their variances (under `BradleyTerry`, the difference of the two
+            link: None is "bridge" for classes if the evidence chose the prior precision, and otherwise "probit".
+                "probit" scales the logits by their variances (under `BradleyTerry`, the difference of the two
                 rewards by its own variance); "mc" averages over draws of the logits (from `samples` of the weights,
                 otherwise 1000 from each point's covariance); "bridge" is the Laplace bridge, and "bridge_norm" the
                 same with normalised variances, which is better if they are large (classes only); "network" averages
@@ -260,6 +261,10 @@ class Predictive(ABC):
             TypeError, ValueError: the likelihood cannot score the targets, or there is not exactly one for each point.
         """
         return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator)
+
+    def _default_link(self) -> str:
+        """Return the link of probabilities for which none is given."""
+        return links.default_link(self._target())
 
     def _target(self) -> Likelihood:
         """Return the likelihood of one position's target."""
@@ -336,9 +341,10 @@ class Predictions:
             found = outputs.functions()
         return split.given(found, 1)
 
-    def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
+    def probabilities(self, link: str | None = None, generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
         likelihood = self.posterior._target()
+        link = self.posterior._default_link() if link is None else link
         links.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
