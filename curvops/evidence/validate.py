@@ -36,11 +36,17 @@ AT_EDGE = {
     ("scalar", True): "held-out data are predicted best without averaging over the weights: the larger the prior "
     "precision, the better, and at {value:.3g}, which the returned posterior has, predictions are those of the network "
     "itself. If its uncertainties are needed, too, give a prior_precision (weight decay × N of training).",
-    ("scalar", False): "held-out data are predicted the better, the smaller the prior precision is, down to {value:.3g}, "
+    (
+        "scalar",
+        False,
+    ): "held-out data are predicted the better, the smaller the prior precision is, down to {value:.3g}, "
     "which the returned posterior has: they do not determine it. Pass more of them, or give a prior_precision.",
     ("noise", True): "held-out data are predicted the better, the larger the noise is, up to {value:.3g}, which the "
     "returned posterior has: check that their targets are in the units of the training data.",
-    ("noise", False): "held-out data are predicted the better, the smaller the noise is, down to {value:.3g}, which the "
+    (
+        "noise",
+        False,
+    ): "held-out data are predicted the better, the smaller the noise is, down to {value:.3g}, which the "
     "returned posterior has: the network predicts them exactly. Check that they were not used for training.",
 }
 """The warnings of a search that ends at a largest (True) or a smallest value."""
@@ -179,7 +185,9 @@ class _Search:
         scores = {power: self.score(move(10.0**power)) for power in range(-COARSE, COARSE + 1)}
         for step in (-1, 1):
             end = step * COARSE
-            while abs(end) < FURTHEST and scores[end] > scores[end - step] + GAIN and scores[end] == max(scores.values()):
+            while (
+                abs(end) < FURTHEST and scores[end] > scores[end - step] + GAIN and scores[end] == max(scores.values())
+            ):
                 end += step
                 scores[end] = self.score(move(10.0**end))
         best = max(scores, key=scores.__getitem__)

@@ -33,13 +33,13 @@ def posterior(likelihood, outputs=3, target=None):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
     x = torch.randn(30, 4, dtype=DOUBLE)
     y = target(x) if target else x[:, :outputs].sin()
-    return co.laplace(co.linearize(model, (x, y), likelihood), prior_precision=2.0, check_mode=False)
+    return co.laplace(co.linearize(model, (x, y), likelihood), co.GGN, prior_precision=2.0, check_mode=False)
 
 
 @pytest.fixture(scope="module")
 def classes():
     model, x, y = problem()
-    return co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=1.0)
+    return co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior_precision=1.0)
 
 
 @pytest.fixture(scope="module")

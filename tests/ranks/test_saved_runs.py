@@ -29,7 +29,7 @@ Run = Callable[[co.Linearization, Any], torch.Tensor]
 
 
 def posterior(lin: co.Linearization, prior: Any = 3.0) -> co.Laplace:
-    return co.laplace(lin, prior_precision=prior, check_mode=False)
+    return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
 def solved(lin: co.Linearization, folder: Any) -> torch.Tensor:
