@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.checks import check_accuracy, check_flag, drawn_seed
+from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
@@ -24,6 +24,7 @@ from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
 from curvops.posterior.predictions.held_out import targets_by_position
 from curvops.posterior.predictions.split_points import split_points
+from curvops.posterior.predictions.uncertainty import LABELS
 
 COARSE = 4
 """A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""
@@ -33,23 +34,17 @@ GAIN = 1e-4
 """A search ends, too, where a further decade gains no more nats per point than this."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 AT_EDGE = {
-    ("scalar", True): "held-out data are predicted best without averaging over the weights: the larger the prior "
-    "precision, the better, and at {value:.3g}, which the returned posterior has, predictions are those of the network "
-    "itself. If its uncertainties are needed, too, give a prior_precision (weight decay × N of training).",
-    (
-        "scalar",
-        False,
-    ): "held-out data are predicted the better, the smaller the prior precision is, down to {value:.3g}, "
-    "which the returned posterior has: they do not determine it. Pass more of them, or give a prior_precision.",
-    ("noise", True): "held-out data are predicted the better, the larger the noise is, up to {value:.3g}, which the "
-    "returned posterior has: check that their targets are in the units of the training data.",
-    (
-        "noise",
-        False,
-    ): "held-out data are predicted the better, the smaller the noise is, down to {value:.3g}, which the "
-    "returned posterior has: the network predicts them exactly. Check that they were not used for training.",
+    "scalar": (
+        "the smaller the prior precision is: these data do not determine it",
+        "the larger the prior precision is: averaging over the weights does not improve them, and predictions are now "
+        "those of the network itself",
+    ),
+    "noise": (
+        "the smaller the noise is: were they used for training?",
+        "the larger the noise is: are the targets in the units of training?",
+    ),
 }
-"""The warnings of a search that ends at a largest (True) or a smallest value."""
+"""What a search that ends at the smallest, or at the largest, value says."""
 
 
 def validate(
@@ -60,6 +55,7 @@ def validate(
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,
     joint: bool = False,
+    link: str = "probit",
     xtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Laplace:
@@ -78,6 +74,9 @@ def validate(
             "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
+        link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
+            the link that will predict, since a precision that suits one may harm the other. Numbers have no link, nor
+            have pairs.
         xtol: the relative accuracy of the maximum for these draws.
         generator: the source of the draws; all values are scored with the same ones.
 
@@ -98,6 +97,7 @@ def validate(
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
     check_flag("joint", joint)
+    check_choice("link", link, ("probit", "mc"))
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
@@ -109,12 +109,12 @@ def validate(
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
         raise ValueError(
             "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
-            "data that were left out of training, or choose by the evidence, co.evidence.maximize(post), "
-            "which needs none."
+            "data that were left out of training; if there are none, co.laplace(lin) chooses without them."
         )
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
-    search = _Search(post, x, y, joint, generator, split.is_split)
+    by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
+    search = _Search(post, x, y, joint, "mc" if by_draws else link, generator, split.is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -155,6 +155,7 @@ class _Search:
     x: Any
     y: Tensor
     joint: bool
+    link: str
     generator: torch.Generator | None
     gather: bool
     trials: list[_Trial] = field(default_factory=list)
@@ -166,7 +167,7 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws, gather=self.gather)
+        found = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
         value, count = float(found.value.mean()), found.value.numel()
         error = float(torch.as_tensor(found.stderr).norm()) / count
         self.trials.append(_Trial(post, value, error))
@@ -192,8 +193,12 @@ class _Search:
                 scores[end] = self.score(move(10.0**end))
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
+            value = _precision(self.best.prior.diagonal) if part == "scalar" else _noise(self.best)
             warnings.warn(
-                AT_EDGE[part, best > 0].format(value=_value(self.best, part)), UndeterminedWarning, stacklevel=4
+                f"held-out data are predicted the better, {AT_EDGE[part][best > 0]}. The returned posterior has the "
+                f"last value tried, {value:.3g}.",
+                UndeterminedWarning,
+                stacklevel=4,
             )
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
@@ -234,10 +239,6 @@ def _precision(A: Tensor | None) -> float:
     if A is None:
         return math.nan
     return float(A.double().log().mean().exp() if A.ndim else A)
-
-
-def _value(post: Laplace, part: str) -> float:
-    return _precision(post.prior.diagonal) if part == "scalar" else _noise(post)
 
 
 def _noise(post: Laplace) -> float:

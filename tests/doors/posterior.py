@@ -29,6 +29,15 @@ def small() -> co.Linearization:
 
 
 @cache
+def numbers() -> co.Linearization:
+    """A regression of 26 weights, far from a mode."""
+    x, _ = TRAINING
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return co.linearize(model, (x, 9 * x[:, :2]), co.likelihoods.Gaussian(1.0))
+
+
+@cache
 def small_post() -> co.Laplace:
     return co.laplace(small(), co.GGN, 1.0, check_mode=False)
 
@@ -123,12 +132,12 @@ DOORS = [
                 "training data",
             ),
             "a curvature without data, and no prior": (
-                lambda: co.laplace(small(), 0 * co.GGN(small())),
+                lambda: co.laplace(numbers(), 0 * co.GGN(numbers())),
                 ValueError,
                 r"left out.*validation=\(x, y\).*likelihood of the curvature",
             ),
             "a Hessian, and no prior": (
-                lambda: co.laplace(small(), "hessian"),
+                lambda: co.laplace(numbers(), "hessian"),
                 ValueError,
                 r"left out.*indefinite.*Pass a prior_precision",
             ),
@@ -429,6 +438,28 @@ DOORS = [
             "x again": (lambda: post().at(X).predict(X), TypeError, "joint"),
             "x as a link": (lambda: post().at(X).probabilities(X), (TypeError, ValueError), "link"),
             "another link": (lambda: post().at(X).probabilities("logit"), ValueError, "'bridge_norm', 'network'"),
+            "a score by another link": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'mc', 'probit', got 'bridge'",
+            ),
+            "pairs by probit": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), True, link="probit"),
+                ValueError,
+                "joint=True, need link='mc'",
+            ),
+            "numbers by probit": (
+                lambda: co.laplace(numbers(), co.GGN, 1.0, check_mode=False).log_likelihood(
+                    TWO, TWO[:, :2], link="probit"
+                ),
+                ValueError,
+                "no class probabilities",
+            ),
+            "held-out data by another link": (
+                lambda: co.evidence.validate(post(), X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'probit', 'mc', got 'bridge'",
+            ),
             "a seed": (lambda: post().at(X).uncertainty(0), TypeError, "manual_seed"),
             "functions without draws": (lambda: post().at(X).functions(), ValueError, "samples=post.sample"),
             "one target too many": (

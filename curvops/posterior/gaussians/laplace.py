@@ -46,7 +46,6 @@ from curvops.posterior.gaussians.updating import (
 from curvops.posterior.log_evidence.determinants import count_parameters, log_determinant
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
-from curvops.posterior.predictions.links import default_link
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
@@ -298,9 +297,6 @@ class Laplace(GaussianWeights):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         self.cache.require_gradients()
         return DrawnOutputs(self.lin, weights)
-
-    def _default_link(self) -> str:
-        return default_link(self._target(), self.prior.chosen_by)
 
     def _learned(self) -> list[Tensor]:
         A, tensors = self.terms.A, [tensor for _, tensor in self.cache._learned()]
