@@ -114,6 +114,11 @@ def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Quest
         yield f"{name}: draws", lambda p=post: p.sample(3, seeded(), rtol=1e-12)
         yield f"{name}: effective parameters", lambda p=post: p.effective_parameters(generator=seeded()).value
         yield f"{name}: penalty", lambda p=post: p.penalty(lin.theta + 1)
+    held_out = x, x[:, :2] if lin.likelihood.hyperparameters else torch.arange(6) % 3
+    for curvature in (None, co.GGN):
+        yield f"chosen prior, {curvature}", lambda c=curvature: co.laplace(lin, c, check_mode=False).prior_precision
+    # The search for the best score is sensitive to rounding, and this score is not.
+    yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=held_out).tuning.scores))
     post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     source = {} if lin.likelihood.hyperparameters else {"generator": seeded()}
     yield "functions", lambda: post.functions(x, 3, generator=seeded())
