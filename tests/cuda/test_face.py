@@ -221,6 +221,7 @@ def posterior(curvature: Any) -> Callable[[World], Any]:
             "weights": post.effective_parameters(generator=w.generator()),
             "penalty": post.penalty(w.params),
             "log_likelihood": post.log_likelihood(w.x, w.labels[:5], generator=w.generator()),
+            "probit's log_likelihood": post.log_likelihood(w.x, w.labels[:5], link="probit"),
             "precision": post.precision @ w.V,
         }
 
@@ -364,6 +365,8 @@ FACE: dict[str, Callable[[World], Any]] = {
     "observation_noise": lambda w: co.laplace(w.regression, co.GGN, 1.0).predict(w.x, noise=True),
     "samples": lambda w: w.post.predict(w.x, samples=w.post.sample(8, w.generator())),
     "temperature": lambda w: co.laplace(w.lin, co.GGN, 1.0, temperature=0.3).predict(w.x),
+    "chosen prior": lambda w: [co.laplace(lin, check_mode=False).prior_precision for lin in (w.lin, w.regression)],
+    "held-out prior": lambda w: co.laplace(w.lin, validation=(w.x + 0.1, w.labels[:5])).prior_precision,
     "laplace_gp": lambda w: function_space(w, 1.0),
     "laplace_gp, streamed": lambda w: function_space(w, {"0.*": 2.0, "2.*": 3.0}, streamed=True),
     "LinearizedGP": lambda w: co.gp.LinearizedGP(w.regression, prior_precision=2.0).eval()(w.x),
