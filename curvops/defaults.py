@@ -52,9 +52,12 @@ def laplace(
 ) -> Laplace:
     """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 
-        lin = co.linearize(model, (x, y), "classification")
-        post = co.laplace(lin, validation=(x_held_out, y_held_out))
-        post.probabilities(x_new)
+        >>> import torch, curvops as co
+        >>> x, y = torch.linspace(-1, 1, 40).view(20, 2), torch.arange(20) // 10
+        >>> lin = co.linearize(torch.nn.Linear(2, 2), (x, y), "classification")
+        >>> post = co.laplace(lin, validation=(x + 0.1, y))
+        >>> post.probabilities(x).shape, post.prior.chosen_by
+        (torch.Size([20, 2]), 'held-out data')
 
     Args:
         lin: the linearisation, from `co.linearize`.
