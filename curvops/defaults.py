@@ -55,9 +55,9 @@ def laplace(
         >>> import torch, curvops as co
         >>> x, y = torch.linspace(-1, 1, 40).view(20, 2), torch.arange(20) // 10
         >>> lin = co.linearize(torch.nn.Linear(2, 2), (x, y), "classification")
-        >>> post = co.laplace(lin, validation=(x + 0.1, y))
+        >>> post = co.laplace(lin)                     # or validation=(x_held_out, y_held_out)
         >>> post.probabilities(x).shape, post.prior.chosen_by
-        (torch.Size([20, 2]), 'held-out data')
+        (torch.Size([20, 2]), 'the variance of the logits')
 
     Args:
         lin: the linearisation, from `co.linearize`.
