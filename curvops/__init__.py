@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from curvops import errors, evidence, gp, linalg, metrics, operators, posterior, sampling
+from curvops.defaults import laplace
 from curvops.linalg import low_rank
 from curvops.network import likelihoods
 from curvops.operators import (
@@ -21,7 +22,7 @@ from curvops.operators import (
     linearize,
     subsample,
 )
-from curvops.posterior import laplace, load, save, select, wasserstein
+from curvops.posterior import load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:

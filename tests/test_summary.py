@@ -40,10 +40,12 @@ OPERATORS: dict[str, Callable[[], Any]] = {
         *[linalg.Diagonal(torch.ones(1))] * 9, positions=[range(i, i + 1) for i in range(9)]
     ),
     "joint covariance": lambda: (
-        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3), joint=True).lazy_covariance_matrix
+        co.laplace(linearized(), co.GGN, 1.0, check_mode=False)
+        .predict(torch.ones(2, 3), joint=True)
+        .lazy_covariance_matrix
     ),
     "point covariance": lambda: (
-        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
+        co.laplace(linearized(), co.GGN, 1.0, check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
     ),
 }
 """By name, how each kind of operator is made."""
@@ -154,7 +156,7 @@ def things() -> Iterator[tuple[str, Any, str]]:
     log_posterior = co.sampling.log_posterior(nn.Linear(3, 2), "classification", data_size=6)
     yield "lin", lin, "Linearization(14 weights, 6 points, 2 outputs, Categorical, float32, cpu)"
     yield "posterior", post, "Laplace(14 weights, KFAC(2 blocks, on 6 points), prior precision 2, float32, cpu)"
-    vector = co.laplace(lin, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
+    vector = co.laplace(lin, co.GGN, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
     yield "vector", vector, "prior precision float32 (14,), temperature 0.5"
     yield "operator prior", post.with_prior(linalg.Dense(torch.eye(14), psd=True)), "prior precision Dense"
     gaussian = co.posterior.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
@@ -201,7 +203,7 @@ def test_everything_else_says_what_it_is_on_one_line() -> None:
 
 @functools.cache
 def posterior() -> Any:
-    return co.laplace(linearized(), prior_precision=2.0, check_mode=False)
+    return co.laplace(linearized(), co.GGN, prior_precision=2.0, check_mode=False)
 
 
 TABLES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {

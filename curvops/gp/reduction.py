@@ -30,8 +30,10 @@ from curvops.linalg.core.vectors import combine, gram, part
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
-from curvops.posterior import GaussianPosterior, Laplace, laplace
+from curvops.posterior import GaussianPosterior, Laplace
 from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.laplace import make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
@@ -213,7 +215,8 @@ def reduced_posterior(
     )
     with torch.no_grad():
         reduction = of.reduce(points)
-    whole = laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature, check_mode)
+    made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
+    whole = checked_posterior(made, check_mode)
     return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
 
 

@@ -81,7 +81,7 @@ def dense_kernel(lin: co.operators.Linearization, x: Tensor, x2: Tensor, kernel:
 def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
     lin, x, y = linearized(name)
     gp, likelihood, targets = process(lin, x, y, **PRIORS[prior])
-    post = co.laplace(lin, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
     new = torch.randn(4, *x.shape[1:], dtype=DOUBLE)
 
     gp.train()

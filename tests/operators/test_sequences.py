@@ -190,7 +190,7 @@ def test_draws_and_conversion_follow() -> None:
 
 def test_a_posterior_counts_a_sequence_as_points() -> None:
     model, x = pointwise()
-    post = co.laplace(linearised(model, x, "mask"), check_mode=False)
+    post = co.laplace(linearised(model, x, "mask"), co.GGN, 1.0, check_mode=False)
     P = co.GGN(post.lin).to_dense() + torch.eye(post.lin.num_parameters).double()
     J = dense_jacobian(model, x).flatten(0, 1)
     expected = J @ torch.linalg.solve(P, J.mT)
