@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 from jaxtyping import Bool, Float
 from linear_operator.utils.errors import NotPSDError
-from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import checked_number
@@ -306,6 +305,8 @@ class Estimate(Summarised):
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
         """
+        from scipy.special import stdtrit  # a slow import that few calls need
+
         checked_number("level", level, "(0, 1)")
         half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
         if self.samples == 1:

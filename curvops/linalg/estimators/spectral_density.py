@@ -15,7 +15,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
-from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import check_choice, check_limits, checked_number, checked_whole
@@ -179,6 +178,8 @@ def _less(depth: int) -> int:
 
 
 def _half_width(each: Float[Tensor, "P G"], level: float) -> Float[Tensor, " G"]:
+    from scipy.special import stdtrit  # a slow import that few calls need
+
     count = len(each)
     if count == 1:
         return torch.full_like(each[0], math.inf)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from jaxtyping import Float
-from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
@@ -167,6 +166,8 @@ class Validation(Summarised, Tabular):
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
+    from scipy.special import chdtri  # a slow import that few calls need
+
     checked_number("level", level, "(0, 1)")
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))

@@ -14,7 +14,6 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
-from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
@@ -121,6 +120,8 @@ class SampledNormal(Normal):
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
         """Return the exact interval of each variance from quantiles of χ²; `level` is in (0, 1)."""
+        from scipy.special import chdtri  # a slow import that few calls need
+
         checked_number("level", level, "(0, 1)")
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
