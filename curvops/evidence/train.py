@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
-from curvops.errors import MaxStepsWarning, ModeWarning
+from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
@@ -127,12 +127,11 @@ def train(
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
     if (gap := post.mode_gap) > MODE_TOLERANCE:
-        warnings.warn(
+        warn(
             "training ended away from a mode of the posterior: the gradient of the log posterior is "
             f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
             "epochs, larger batches, or an optimizer with a smaller learning rate.",
             ModeWarning,
-            stacklevel=2,
         )
     if not record:
         return post

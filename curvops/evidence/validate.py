@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvops.checks import check_accuracy, check_flag, drawn_seed
-from curvops.errors import MaxStepsWarning, UndeterminedWarning
+from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
@@ -162,11 +161,10 @@ class _Search:
         best = max(range(len(COARSE)), key=scores.__getitem__)
         if best in (0, len(COARSE) - 1):
             what = "prior precision" if part == "scalar" else "noise"
-            warnings.warn(
+            warn(
                 f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
                 "value, which the returned posterior has, is at the edge of those tried.",
                 UndeterminedWarning,
-                stacklevel=4,
             )
             return
         span = math.log(COARSE[best - 1]), math.log(COARSE[best + 1])
@@ -187,11 +185,10 @@ class _Search:
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
-            warnings.warn(
+            warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
                 "xtol: continue from the returned posterior, or raise xtol.",
                 MaxStepsWarning,
-                stacklevel=3,
             )
 
     def result(self) -> Laplace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from curvops.errors import (
     NotPositiveDefiniteError,
     NotPositiveSemidefiniteError,
     PrecisionWarning,
+    warn,
 )
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.vectors import Vectors
@@ -188,7 +188,7 @@ class Solution(Summarised, Reasoned):
 def accept(solution: Solution, rtol: float) -> Vectors:
     """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionWarning, stacklevel=3)
+        warn(Reason.PRECISION_LIMIT.value, PrecisionWarning)
     return solution.raise_if_failed(rtol).x
 
 

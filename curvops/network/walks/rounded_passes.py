@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from typing import Any
 
 import torch
 
-from curvops.errors import LowerPrecisionWarning
+from curvops.errors import LowerPrecisionWarning, warn
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.engine import Engine
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
@@ -56,12 +55,11 @@ class RoundedPasses(Passes):
 
     def warn(self) -> None:
         """Warn of the error."""
-        warnings.warn(
+        warn(
             f"products with curvatures use tensors kept in {self.dtype}: their relative error on the first points is "
             f"{self.product_error:.1e}. Results computed from them inherit this error, solutions of systems multiplied "
             "by the condition number. Gradients, log-likelihoods, diagonals and Kronecker factors are not affected.",
             LowerPrecisionWarning,
-            stacklevel=4,
         )
 
     @torch.no_grad()

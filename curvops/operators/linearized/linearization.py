@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
+from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.gradients import Gradients
@@ -222,5 +222,5 @@ def linearize(
     lin = read(**arguments, progress=progress, compute_dtype=compute_dtype)
     lin.warn_of_rounding()
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
-        warnings.warn(TF32, UserWarning, stacklevel=2)
+        warn(TF32, UserWarning)
     return lin

@@ -8,7 +8,6 @@ output depends on have the largest variance of all; if only such weights are sel
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
-from curvops.errors import InertWeightsWarning
+from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS
@@ -188,12 +187,11 @@ def _warn_of_inert(given: Ingredients, chosen: Tensor, score: str) -> None:
     inert = curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()
     if bool(inert.any()):
         share = float(inert.double().mean())
-        warnings.warn(
+        warn(
             f"{share:.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no training output "
             "depends on them): their posterior is the prior, and they add nothing to predictions. Use "
             "score='predictive', which leaves them out.",
             InertWeightsWarning,
-            stacklevel=3,
         )
 
 

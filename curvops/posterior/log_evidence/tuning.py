@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.errors import MaxStepsWarning
+from curvops.errors import MaxStepsWarning, warn
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 
@@ -131,15 +130,15 @@ class Tuning(Summarised, Tabular):
         }
         return [by_columns_of(of_steps, [f"{self.method}, {self.ending.name}: {self.ending.value}"])]
 
-    def warn_of_ending(self, what: str, stacklevel: int) -> None:
+    def warn_of_ending(self, what: str) -> None:
         """Warn with `MaxStepsWarning` unless the tuning converged; `what` begins the message."""
         if self.converged:
             return
         faster = " update='mackay' needs fewer than update='em'." if self.method == "em" else ""
-        warnings.warn(f"{what}{self.ending.value}{faster}", MaxStepsWarning, stacklevel=stacklevel + 1)
+        warn(f"{what}{self.ending.value}{faster}", MaxStepsWarning)
 
     def _warn_of_intervals(self) -> None:
-        self.warn_of_ending("the interval is around values at which the tuning has not converged. ", stacklevel=3)
+        self.warn_of_ending("the interval is around values at which the tuning has not converged. ")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
-from curvops.errors import UnsettledWarning
+from curvops.errors import UnsettledWarning, warn
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
@@ -202,7 +201,7 @@ class Variational(Optimizer):
         check_linearization(lin)
         covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
         if ending is not FitEnding.SETTLED:
-            warnings.warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning, stacklevel=2)
+            warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning)
         return GaussianPosterior.of(lin, covariance, precision)
 
 

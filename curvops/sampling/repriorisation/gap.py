@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import FewDrawsWarning
+from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
 from curvops.summary import Summarised
@@ -61,10 +60,9 @@ def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
     """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
     effective = effective_draws(ratios)
     if effective < FEWEST:
-        warnings.warn(
+        warn(
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
             f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
             "a sampler.",
             FewDrawsWarning,
-            stacklevel=4,
         )
