@@ -35,7 +35,7 @@ class Grid(list[Evidence], Tabular):
     def _tables(self) -> list[Table]:
         columns = {
             "prior precision": [summary(value) for value in self.prior_precisions],
-            "log evidence": [f"{float(one):.6g} ± {float(one.stderr):.2g}" for one in self],
+            "log evidence": [one.number for one in self],
             "log likelihood": [f"{float(one.log_likelihood):.6g}" for one in self],
             "scatter": [f"{float(one.scatter):.6g}" for one in self],
             "log determinant ratio": [f"{float(one.log_determinant_ratio.value):.6g}" for one in self],

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, check_tensor, checked_whole
-from curvops.summary import Summarised
+from curvops.summary import Table, Tabular
 
 __all__ = [
     "ReliabilityBins",
@@ -96,7 +96,7 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReliabilityBins(Summarised):
+class ReliabilityBins(Tabular):
     """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points."""
 
     edges: Float[Tensor, " B1"]
@@ -107,6 +107,17 @@ class ReliabilityBins(Summarised):
     """Fraction of correct predictions in each bin."""
     count: Int[Tensor, " B"]
     """Number of points in each bin."""
+
+    __repr__ = Tabular.as_text
+
+    def _tables(self) -> list[Table]:
+        columns = self.edges[:-1], self.edges[1:], self.count, self.confidence, self.accuracy
+        rows = [
+            (f"{low:.3g} to {high:.3g}", f"{n:,}", f"{confidence:.4g}", f"{accuracy:.4g}")
+            for low, high, n, confidence, accuracy in zip(*(each.tolist() for each in columns))
+            if n
+        ]
+        return [Table(("confidence", "points", "mean confidence", "accuracy"), rows)]
 
 
 def reliability_bins(

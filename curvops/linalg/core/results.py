@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from curvops.errors import (
 )
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.vectors import Vectors
-from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of
+from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of, summary
 
 
 class Reason(Enum):
@@ -155,12 +155,12 @@ class Solution(Summarised, Reasoned):
 
     x: Vectors
     reasons: tuple[Reason, ...]
-    converged: Bool[Tensor, " K"]
+    converged: Bool[Tensor, " K"] = field(repr=False)
     relative_residuals: Float[Tensor, " K"]
     backward_errors: Float[Tensor, " K"]
     iterations: int
     matvecs: int
-    history: Float[Tensor, "steps K"]
+    history: Float[Tensor, "steps K"] = field(repr=False)
     normal_residuals: Float[Tensor, " K"] | None = None
     exact_matvecs: int = 0
     groups: int = 1
@@ -267,13 +267,24 @@ class Estimate(Summarised):
         return float(self.value)
 
     def __repr__(self) -> str:
-        if self.value.ndim:
+        if self.value.ndim and self.samples:
             return super().__repr__()
+        if not self.samples:
+            bound = float(torch.as_tensor(self.bias_bound).max()) if self.value.numel() else 0.0
+            exact = f"error at most {bound:.2g}" if bound else "exact"
+            number = summary(self.value) if self.value.ndim else self.number
+            return f"Estimate({number}, {exact}, matvecs={self.matvecs}, {self.reason.name})"
         low, high = self.interval()
         return (
-            f"Estimate({float(self.value):.6g} ± {float(self.stderr):.2g}, 95 % in [{float(low):.6g}, "
-            f"{float(high):.6g}], samples={self.samples}, matvecs={self.matvecs}, {self.reason.name})"
+            f"Estimate({self.number}, 95 % in [{float(low):.6g}, {float(high):.6g}], samples={self.samples}, "
+            f"matvecs={self.matvecs}, {self.reason.name})"
         )
+
+    @property
+    def number(self) -> str:
+        """The value of a single number as text, with its standard error if it has one."""
+        error = f" ± {float(self.stderr):.2g}" if float(self.stderr) else ""
+        return f"{float(self.value):.6g}{error}"
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return the interval of Student's t with samples − 1 degrees of freedom, widened, plus the bias bound.
@@ -375,7 +386,7 @@ class Eigenpairs(Summarised, Pairs):
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
-    history: Float[Tensor, "looks k"]
+    history: Float[Tensor, "looks k"] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -392,7 +403,7 @@ class SingularTriplets(Summarised, Pairs):
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
-    history: Float[Tensor, "looks k"]
+    history: Float[Tensor, "looks k"] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

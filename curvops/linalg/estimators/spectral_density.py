@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -53,10 +53,10 @@ class SpectralDensity(Summarised):
 
     grid: Float[Tensor, " G"]
     density: Float[Tensor, " G"]
-    lower: Float[Tensor, " G"]
-    upper: Float[Tensor, " G"]
-    nodes: Float[Tensor, "P m"]
-    weights: Float[Tensor, "P m"]
+    lower: Float[Tensor, " G"] = field(repr=False)
+    upper: Float[Tensor, " G"] = field(repr=False)
+    nodes: Float[Tensor, "P m"] = field(repr=False)
+    weights: Float[Tensor, "P m"] = field(repr=False)
     scale: Scale
     bandwidth: float
     level: float

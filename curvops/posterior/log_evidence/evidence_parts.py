@@ -64,10 +64,10 @@ class Evidence(Estimate, Tabular):
     def _tables(self) -> list[Table]:
         ratio = self.log_determinant_ratio
         parts = [
-            ("log evidence", f"{float(self.value):.6g} ± {float(self.stderr):.2g}"),
+            ("log evidence", self.number),
             ("log likelihood", f"{float(self.log_likelihood):.6g}"),
             ("scatter", f"{float(self.scatter):.6g}"),
-            ("log determinant ratio", f"{float(ratio.value):.6g} ± {float(ratio.stderr):.2g}"),
+            ("log determinant ratio", ratio.number),
         ]
         return [Table(("", "nats"), parts, [f"At the weights of mode={self.mode!r}; {self.reason.name}."])]
 

@@ -48,7 +48,7 @@ class TuningStep(Summarised):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tuning(Summarised, Tabular):
+class Tuning(Tabular):
     """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return."""
 
     method: str
@@ -121,6 +121,8 @@ class Tuning(Summarised, Tabular):
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
+    __repr__ = Tabular.as_text
+
     def _tables(self) -> list[Table]:
         of_steps = {
             "prior precision": [summary(step.prior_precision) for step in self.steps],
@@ -142,7 +144,7 @@ class Tuning(Summarised, Tabular):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Validation(Summarised, Tabular):
+class Validation(Tabular):
     """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
 
     prior_precisions: tuple[float, ...]
@@ -153,6 +155,8 @@ class Validation(Summarised, Tabular):
     """Mean held-out log-likelihood per point (or pair), in nats."""
     stderrs: tuple[float, ...]
     """Standard errors of the scores from the posterior's draws alone; those from the held-out sample are larger."""
+
+    __repr__ = Tabular.as_text
 
     def _tables(self) -> list[Table]:
         noises = {} if self.noises is None else {"noise": list(map(summary, self.noises))}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvops.checks import checked_number
 from curvops.linalg import Dense
+from curvops.summary import FIRST
 
 
 class Normal(MultivariateNormal):
@@ -33,6 +34,14 @@ class Normal(MultivariateNormal):
         """Return the mean less and plus two standard deviations, with its gradient."""
         spread = 2 * self.stddev
         return self.mean - spread, self.mean + spread
+
+    def __repr__(self) -> str:
+        if self.mean.ndim != 2 or isinstance(self, MultitaskMultivariateNormal):
+            return super().__repr__()
+        count, few = len(self.mean), zip(self.mean[:FIRST].tolist(), self.stddev[:FIRST].tolist())
+        rows = [", ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(*each)) for each in few]
+        more = [f"… {count} points"] if count > FIRST else []
+        return f"{type(self).__name__}({'; '.join([*rows, *more])})"
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of values (..., *event), in nats; raise ValueError for values of another shape."""

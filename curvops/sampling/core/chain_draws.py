@@ -38,7 +38,7 @@ class Chain(Summarised):
     acceptance: Float64[Tensor, "k steps"] | None
     energy_error: Float64[Tensor, "k steps"] | None
     thin: int
-    state: State
+    state: State = field(repr=False)
     sampler: Any
     spread: Spread | None = field(default=None, repr=False)
     """The position of these chains among those of other ranks, if they are this rank's alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,8 +27,8 @@ class State(Summarised):
 
     theta: Float[Tensor, "*k d"]
     step: Int[Tensor, ""]
-    random: UInt8[Tensor, "*k bytes"]
-    structure: Structure
+    random: UInt8[Tensor, "*k bytes"] = field(repr=False)
+    structure: Structure = field(repr=False)
 
     @property
     def params(self) -> Any:

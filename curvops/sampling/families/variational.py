@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -58,9 +58,9 @@ class VariationalState(OptimizerState):
     """
 
     spread: dict[str, Tensor]
-    average: dict[str, Tensor]
-    square: dict[str, Tensor]
-    centre: dict[str, Tensor]
+    average: dict[str, Tensor] = field(repr=False)
+    square: dict[str, Tensor] = field(repr=False)
+    centre: dict[str, Tensor] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -21,7 +21,7 @@ Slots = dict[str, dict[str, dict[str, Any]]]
 class OptimizerState(State):
     """The state of an optimiser, with its slots for each tensor of each chain, {chain: {tensor: {name: value}}}."""
 
-    slots: Slots
+    slots: Slots = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
