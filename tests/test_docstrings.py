@@ -1,4 +1,4 @@
-"""Public docstrings: parameters are described, and what is returned and raised is said where there is something."""
+"""Public docstrings: parameters are described, what is returned and raised is said, and an example runs."""
 
 from __future__ import annotations
 
@@ -100,3 +100,9 @@ def test_a_docstring_without_a_parameter_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(CALLS, "curvops.laplace", (call, text.replace("    lin:", "    line:").replace("Returns:", "")))
     assert {"no parameter line", "lin is not described"} <= set(gaps("curvops.laplace"))
     assert raises(likelihoods.as_likelihood) and not raises(co.linalg.trace)
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    """Which runs, as every `>>>` in the package does."""
+    lacking = [name for name, value in public().items() if ">>> " not in (inspect.getdoc(value) or "")]
+    assert not lacking, lacking

@@ -23,6 +23,11 @@ class Grid(list[Evidence], Tabular):
     Args:
         evidences: the log evidences.
         prior_precisions: the prior precision of each.
+
+    Examples:
+        >>> grid = co.evidence.grid(post, [0.1, 1.0, 10.0])
+        >>> grid.prior_precisions, [evidence.reason.name for evidence in grid]
+        ((0.1, 1.0, 10.0), ['CONVERGED', 'CONVERGED', 'CONVERGED'])
     """
 
     def __init__(self, evidences: Iterable[Evidence], prior_precisions: Sequence[float | Tensor]) -> None:
@@ -69,6 +74,12 @@ def grid(
     Raises:
         TypeError: `post` is not a posterior, or prior_precisions is not a sequence of numbers.
         ValueError: a precision is not positive and finite, or the sequence is empty.
+
+    Examples:
+        >>> grid = co.evidence.grid(post, [0.1, 1.0, 10.0])
+        >>> best = max(range(3), key=lambda i: float(grid[i]))
+        >>> best
+        0
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)

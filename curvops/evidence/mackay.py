@@ -105,6 +105,12 @@ def mackay(
     `MaxStepsWarning` if the steps ran out before the hyperparameters stopped changing.
 
     Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
+
+    Examples:
+        >>> noisy = co.linearize(nn.Linear(2, 1), (x, x.sum(1, keepdim=True) + 0.3 * y[:, None]), "regression")
+        >>> prior = co.laplace(noisy, co.GGN, prior_precision=1.0, check_mode=False)
+        >>> co.evidence.mackay(prior, samples=None, steps=100).tuning.ending.name
+        'CONVERGED'
     """
     check_posterior(post, "mackay")
     check_accuracy(rtol, generator)

@@ -92,6 +92,12 @@ def train(
     Warns with `co.errors.ModeWarning` if training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
+
+    Examples:
+        >>> optimizer = lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
+        >>> post = co.evidence.train(nn.Linear(2, 2), (x, y), "classification", epochs=4, every=2, optimizer=optimizer)
+        >>> post.tuning.groups
+        ('weight', 'bias')
     """
     for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
         if number is not None:

@@ -69,6 +69,11 @@ def validate(
     Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
     which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
     reached its accuracy.
+
+    Examples:
+        >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
+        >>> float(tuned.prior_precision) in (0.5, 1.0, 2.0)
+        True
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")

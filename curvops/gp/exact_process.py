@@ -45,6 +45,12 @@ class LinearizedGP(ExactGP):
         ValueError: the likelihood of `lin` is not Gaussian with one noise (`co.gp.laplace_gp` takes any), gpytorch's
             is for another number of outputs, points have weights, or the kernel or mean belongs to a network linearised
             at other weights.
+
+    Examples:
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), "regression")
+        >>> process = co.gp.LinearizedGP(lin).eval()
+        >>> process(x).mean.shape
+        torch.Size([8])
     """
 
     def __init__(

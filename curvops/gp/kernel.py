@@ -61,6 +61,11 @@ class LinearizedKernel(OperatorKernel):
             lengths; `last_dim_is_batch`, which has no meaning for a network.
 
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
+
+    Examples:
+        >>> kernel = co.gp.LinearizedKernel(lin, prior_precision=2.0)
+        >>> kernel(x).shape
+        torch.Size([16, 16])
     """
 
     parameters_by_batch = False

@@ -32,6 +32,10 @@ class LinearizedMean(Mean):
     Raises:
         TypeError, ValueError: `lin` is not a linearisation; the prior mean is of another kind or size; inputs do not
             fit the network.
+
+    Examples:
+        >>> co.gp.LinearizedMean(lin)(x).shape
+        torch.Size([8, 2])
     """
 
     def __init__(self, lin: Linearization, prior_mean: Any = 0.0, *, outputs: str = "joint") -> None:

@@ -66,6 +66,11 @@ class ReducedPosterior(Laplace):
     It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
     bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
     the posterior without these bounds: `co.load` returns a `Laplace`.
+
+    Examples:
+        >>> reduced = co.gp.reduced_posterior(lin, 4, prior_precision=1.0, check_mode=False)
+        >>> reduced.predict(x).mean.shape
+        torch.Size([8, 2])
     """
 
     reduction: Reduction | None = None
@@ -202,6 +207,11 @@ def reduced_posterior(
     with one vector each, and leading features 1.5 K products with G, and as many for g. Memory: three arrays of as many
     vectors (D); for random features one array of the candidates and two of K; for inducing points also two of K vectors
     (N·C). A prediction takes C backward passes and a product of J with K vectors.
+
+    Examples:
+        >>> reduced = co.gp.reduced_posterior(lin, 4, prior_precision=1.0, check_mode=False)
+        >>> reduced.probabilities(x).shape
+        torch.Size([8, 2])
     """
     check_linearization(lin)
     check_generator(generator)

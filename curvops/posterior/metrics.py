@@ -47,6 +47,11 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.posterior.metrics.accuracy(p, labels)
+        tensor(0.6667)
     """
     _check(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
@@ -70,6 +75,11 @@ def nll(
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.posterior.metrics.nll(p, labels)
+        tensor(0.5108)
     """
     _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
@@ -89,6 +99,11 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.posterior.metrics.brier(p, labels)
+        tensor(0.3600)
     """
     _check(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
@@ -97,7 +112,16 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReliabilityBins(Tabular):
-    """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points."""
+    """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> bins = co.posterior.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins
+        confidence   points  mean confidence  accuracy
+        0.5 to 0.75  1       0.7              0
+        0.75 to 1    2       0.85             1
+    """
 
     edges: Float[Tensor, " B1"]
     """Bin edges from 0 to 1, one more than bins; a bin contains lower < confidence <= upper."""
@@ -135,6 +159,12 @@ def reliability_bins(
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> bins = co.posterior.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins.count
+        tensor([0, 0, 1, 2])
     """
     _check(probabilities, labels)
     checked_whole("bins", bins)
@@ -167,6 +197,11 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.posterior.metrics.ece(p, labels, bins=4)
+        tensor(0.3333)
     """
     table = reliability_bins(probabilities, labels, bins=bins)
     gap = (table.accuracy - table.confidence).abs().nan_to_num(0.0)
@@ -188,6 +223,11 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     Raises:
         TypeError: the numbers are not in a tensor.
         ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
+
+    Examples:
+        >>> scores, positive = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([True, False, True, False])
+        >>> co.posterior.metrics.auroc(scores, positive)
+        tensor(0.7500)
     """
     check_tensor("scores", scores)
     check_tensor("positive", positive)
@@ -221,6 +261,10 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities.
+
+    Examples:
+        >>> co.posterior.metrics.predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
     """
     _check_probabilities(probabilities)
     pointwise: Tensor = torch.special.entr(probabilities)
@@ -242,6 +286,11 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities of at least two draws.
+
+    Examples:
+        >>> p = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two draws that contradict each other
+        >>> co.posterior.metrics.mutual_information(p)
+        tensor([0.6931])
     """
     check_tensor("samples", samples)
     if samples.ndim != 3 or samples.shape[0] < 2:
@@ -282,6 +331,11 @@ def temperature(
     Raises:
         TypeError, ValueError: the arguments are not finite logits and labels of these shapes, the logits are
             probabilities, there are no points, or the bounds are not 0 < least < greatest.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), torch.tensor([0, 1, 1])
+        >>> co.posterior.metrics.temperature(logits, labels) > 1  # overconfident
+        tensor(True)
     """
     _check_shapes(logits, labels)
     if not torch.isfinite(logits).all():

@@ -151,6 +151,12 @@ class Solution(Summarised, Reasoned):
     ``groups`` is the number of groups of columns, solved one after another, into which the memory budget split them.
     ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products for least-squares problems (lsmr; minres for columns that
     are SINGULAR, NaN otherwise): if they are at rounding level, r is as small as possible.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 2.0]))
+        >>> solution = co.linalg.cg(A, torch.ones(2))
+        >>> solution.x, solution.reasons[0].name, bool(solution.relative_residuals[0] < 1e-6)
+        (tensor([0.2500, 0.5000]), 'CONVERGED', True)
     """
 
     x: Vectors
@@ -222,6 +228,12 @@ class Estimate(Summarised):
     (`caution`), for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape.
     ``matvecs`` counts products of the operator with one vector. ``reason`` is CONVERGED if rtol was met or the value is
     exact, otherwise the limit that ended the sampling, with its remedy.
+
+    Examples:
+        >>> trace = co.linalg.trace(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])))
+        >>> float(trace), trace.samples, trace.reason.name
+        (10.0, 0, 'CONVERGED')
+        >>> low, high = trace.interval()
     """
 
     value: Float[Tensor, "*shape"]
@@ -379,6 +391,12 @@ class Eigenpairs(Summarised, Pairs):
 
     ``history`` holds the recursion's residuals of the wanted pairs, best first, one row per check until all were found
     (in the interior, the residuals of the inverse), with inf for pairs that the space did not yet contain.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> pairs = co.linalg.eigsh(A, 2)
+        >>> pairs.values.round(decimals=6), pairs.reasons[0].name
+        (tensor([4., 3.], dtype=torch.float64), 'CONVERGED')
     """
 
     values: Float[Tensor, " k"]
@@ -395,6 +413,12 @@ class SingularTriplets(Summarised, Pairs):
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ;
     ``history`` is as in `Eigenpairs`.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0]).double())
+        >>> triplets = co.linalg.svds(A, 2)
+        >>> triplets.values.round(decimals=6), triplets.U.shape
+        (tensor([4., 3.], dtype=torch.float64), torch.Size([3, 2]))
     """
 
     U: Float[Vectors, "m k"]
@@ -412,6 +436,12 @@ class FunctionProduct(Summarised, Reasoned):
 
     ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``
     if neither can be estimated. ``reasons`` has one per column; ``matvecs`` counts products of A with one vector.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 9.0]).double())
+        >>> product = co.linalg.sqrt(A, torch.ones(2).double())
+        >>> product.value.round(decimals=6), product.reasons[0].name
+        (tensor([2., 3.], dtype=torch.float64), 'CONVERGED')
     """
 
     value: Vectors

@@ -49,6 +49,11 @@ class SpectralDensity(Summarised):
     weights sums to 1, and padding has weight 0.
     ``reason`` is CONVERGED if that change is small compared with the band, and ITERATION_LIMIT or RANK_CAPPED if
     ``steps`` or the memory budget ended the depth first.
+
+    Examples:
+        >>> density = co.linalg.spectral_density(torch.diag(torch.linspace(0, 1, 50)), probes=2)
+        >>> density.scale, density.grid.shape, round(density.integral(), 2)
+        ('linear', torch.Size([1024]), 1.0)
     """
 
     grid: Float[Tensor, " G"]
@@ -114,6 +119,12 @@ def spectral_density(
             scale), or an option is out of range, such as a bandwidth finer than the grid.
 
     Source: Lin, Saad & Yang 2016; Ghorbani, Krishnan & Xiao 2019; the log density as in Papyan 2020.
+
+    Examples:
+        >>> A = torch.diag(torch.linspace(0, 1, 50))
+        >>> density = co.linalg.spectral_density(A, probes=2, generator=torch.Generator().manual_seed(0))
+        >>> bool(density.lower.max() <= density.density.max() <= density.upper.max())
+        True
     """
     A = as_matrix(A)
     _check(scale, probes, steps, grid_size, bandwidth, level)

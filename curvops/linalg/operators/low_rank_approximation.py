@@ -96,6 +96,12 @@ def low_rank(
             tensor in A requires a gradient (Â has none), or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefiniteError: Nyström found an eigenvalue clearly below zero.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 0.0, 0.0]).double())
+        >>> approximation = co.linalg.low_rank(A, rank=2, generator=torch.Generator().manual_seed(0))
+        >>> approximation.values.round(), approximation.vectors.shape
+        (tensor([100.,  50.], dtype=torch.float64), torch.Size([4, 2]))
     """
     op = as_matrix(op)
     facts = describe_square(op)

@@ -129,6 +129,12 @@ def eigsh(
         OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> pairs = co.linalg.eigsh(A, 2)
+        >>> pairs.values.round(decimals=6), pairs.vectors.shape
+        (tensor([4., 3.], dtype=torch.float64), torch.Size([4, 2]))
     """
     A = as_matrix(A)
     facts = describe_square(A)

@@ -91,6 +91,11 @@ def svds(
         ValueError: k is not in 1..min(m, n), ``which`` is unknown, or the budget is too small for k triplets.
 
     Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
+
+    Examples:
+        >>> A = torch.tensor([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]).double()
+        >>> co.linalg.svds(A, 2).values.round(decimals=6)
+        tensor([3., 2.], dtype=torch.float64)
     """
     A = as_matrix(A)
     facts = describe(A)

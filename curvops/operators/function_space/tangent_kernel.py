@@ -49,6 +49,11 @@ class TangentKernel(UserOperator, Operator):
     Raises:
         TypeError, ValueError: the prior is of another kind or size, or not positive, or `lin.jacobian` rejects the
             inputs.
+
+    Examples:
+        >>> K = co.TangentKernel(lin)
+        >>> K.shape, co.TangentKernel(lin, x=x[:2]).shape
+        (torch.Size([16, 16]), torch.Size([4, 4]))
     """
 
     CARRIED = True  # the kernel does not depend on the likelihood

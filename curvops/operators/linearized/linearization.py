@@ -46,6 +46,11 @@ class Linearization(TrainedNetwork):
         token: the fingerprint of data and weights, if it is known.
         engines: engines shared with another linearisation of the same data.
         compute_dtype: the dtype of stored layer tensors, as in `co.linearize`.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin.num_parameters, lin.num_data, lin.output_shape
+        (17, 8, torch.Size([2]))
     """
 
     @property
@@ -199,6 +204,13 @@ def linearize(
     classifier returns probabilities or their logarithms, and with `LowerPrecisionWarning` of the error that
     compute_dtype makes. Costs one pass over the data and a few passes over two to four points, about twenty for the
     first network of a structure; its derivatives are then known to be right, and are not checked again.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> x, y = torch.rand(8, 2), torch.arange(8) % 2
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin
+        Linearization(17 weights, 8 points, 2 outputs, Categorical, float32, cpu)
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)

@@ -57,7 +57,13 @@ NORMALISATION = re.compile(r"Norm(\d+d)?$")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Laplace(GaussianWeights):
-    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one."""
+    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one.
+
+    Examples:
+        >>> post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
+        >>> post.probabilities(x).shape, post.predict(x).variance.shape, post.sample(5).shape
+        (torch.Size([8, 2]), torch.Size([8, 2]), torch.Size([5, 17]))
+    """
 
     lin: Linearization
     curvature: LinearOperator
@@ -463,6 +469,11 @@ def laplace(
     cost nothing here.
 
     Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
+
+    Examples:
+        >>> post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
+        >>> post.probabilities(x).shape, post.uncertainty(x).unit
+        (torch.Size([8, 2]), 'nats')
     """
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)

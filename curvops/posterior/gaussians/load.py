@@ -40,6 +40,13 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
         TypeError: an argument is of another kind; to save a posterior, use post.save(path).
 
     Gradients are not saved. Cost: writing as many numbers as the operator has.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> co.save(co.KFAC(lin), folder, lin)
+        >>> co.load(folder, model, (x, y))
+        KFAC(17 × 17, 2 blocks, on 8 points, float32, cpu)
     """
     if not isinstance(operator, LinearOperator):
         hint = "; to save a posterior, use post.save(path)" if hasattr(operator, "save") else ""
@@ -92,6 +99,13 @@ def load(
 
     Nothing in the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one pass over these.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> post.save(folder)
+        >>> co.load(folder, model, (x, y)).prior_precision
+        tensor(1.)
     """
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)

@@ -148,6 +148,11 @@ def select(
     "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
+
+    Examples:
+        >>> indices = co.select(lin, 5, "variance")
+        >>> len(indices), len(indices.unique())
+        (5, 5)
     """
     check_linearization(lin)
     check_generator(generator)
@@ -229,6 +234,11 @@ def wasserstein(
             repeated.
 
     Source: Daxberger et al. 2021.
+
+    Examples:
+        >>> few = co.select(lin, 5)
+        >>> float(co.wasserstein(post, few)) > float(co.wasserstein(post, torch.arange(17)))
+        True
     """
     check_posterior(post, "wasserstein")
     check_generator(generator)

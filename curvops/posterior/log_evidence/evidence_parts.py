@@ -26,6 +26,12 @@ class Evidence(Estimate, Tabular):
 
     It is an `Estimate` with the error bar of the log-determinants; the other parts are exact. Sums with a constant and
     multiples have no such parts, and are plain Estimates.
+
+    Examples:
+        >>> evidence = post.log_evidence()
+        >>> parts = evidence.log_likelihood - 0.5 * (evidence.scatter + evidence.log_determinant_ratio.value)
+        >>> torch.allclose(evidence.value, parts)
+        True
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)

@@ -33,6 +33,11 @@ class TuningStep(Summarised):
 
     Tensors have an entry for each group of weights with its own precision. If every single weight is a group, they
     have one entry: the geometric mean of the precisions and the sum of the counts.
+
+    Examples:
+        >>> tuning = co.evidence.maximize(post, "layers", steps=50).tuning
+        >>> tuning.steps[0].prior_precision
+        tensor([1., 1.], dtype=torch.float64)
     """
 
     prior_precision: Float[Tensor, " G"]
@@ -49,7 +54,13 @@ class TuningStep(Summarised):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tuning(Tabular):
-    """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return."""
+    """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return.
+
+    Examples:
+        >>> tuning = co.evidence.maximize(post, "layers", steps=50).tuning
+        >>> tuning.groups, tuning.converged
+        (('0', '2'), True)
+    """
 
     method: str
     groups: tuple[str, ...]
@@ -145,7 +156,13 @@ class Tuning(Tabular):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Validation(Tabular):
-    """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
+    """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns.
+
+    Examples:
+        >>> validation = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0]).tuning
+        >>> validation.prior_precisions, len(validation.scores)
+        ((0.5, 1.0, 2.0), 3)
+    """
 
     prior_precisions: tuple[float, ...]
     """The prior precisions: the geometric mean of a vector's entries, NaN for an operator."""

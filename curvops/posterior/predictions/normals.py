@@ -85,6 +85,12 @@ class SampledNormal(Normal):
         covariance_matrix: the covariances, one for each point or a joint one.
         validate_args: as in gpytorch.
         draws: k, the number of draws of the weights.
+
+    Examples:
+        >>> found = post.predict(x, samples=post.sample(200))
+        >>> low, high = found.variance_interval()
+        >>> bool((low < found.variance).all())
+        True
     """
 
     def __init__(

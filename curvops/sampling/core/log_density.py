@@ -50,6 +50,11 @@ class LogPosterior:
 
     For a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
     batch, all of its shard or what `co.sampling.minibatches` gives. All ranks have equal values and gradients.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> density
+        LogPosterior(17 weights, 8 points, prior 1)
     """
 
     model: Model
@@ -335,6 +340,11 @@ def log_posterior(
             are checked in the first batch.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", prior_precision=1.0, data_size=8)
+        >>> density(density.params, (x, y)).shape
+        torch.Size([])
     """
     if isinstance(model, ShardedLinearization):
         raise TypeError(

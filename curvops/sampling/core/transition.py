@@ -34,6 +34,13 @@ class Transition(Summarised, ABC):
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
     posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension. spread:
     the position of the chains among those of all ranks, if ranks share them.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> state, info = sampler.update(sampler.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> int(state.step)
+        1
     """
 
     density: Evaluation

@@ -52,6 +52,12 @@ def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Esti
     Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
 
     Source: Liu, Lee & Jordan 2016; Gorham & Mackey 2017.
+
+    Examples:
+        >>> draws = torch.randn(1, 100, 2, generator=torch.Generator().manual_seed(0))
+        >>> scores = -draws  # of the density N(0, I)
+        >>> float(co.sampling.diagnostics.stein_discrepancy(draws, scores)) < 0.1
+        True
     """
     points, slopes = checked_draws(draws), checked_draws(scores, "scores")
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):
@@ -161,6 +167,12 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
         ValueError: the batches do not contain all N points, and `part` is False.
 
     Cost: a gradient for each draw, many draws together if `torch.vmap` can run the model.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> chain = co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, [(x, y)], steps=5)
+        >>> co.sampling.diagnostics.scores(density, chain, [(x, y)])["0.bias"].shape
+        torch.Size([1, 5, 3])
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(

@@ -28,6 +28,12 @@ class RandomProjections(Summarised):
     single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain separately, summed up to the first
     negative ρ̂ (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect
     a disagreement between chains. ``series`` (chains, draws, p) are the projections.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
+        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> found.ess.shape
+        torch.Size([2, 10])
     """
 
     r_squared: Float[Tensor, " p"] | None
@@ -55,6 +61,12 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
     Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
 
     Source: Hron et al. 2022.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
+        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> found.series.shape
+        torch.Size([2, 100, 10])
     """
     count = checked_count(count)
     check_generator(generator)

@@ -29,6 +29,11 @@ def to_inference_data(draws: Any) -> Any:
         TypeError, ValueError: draws are of another kind, or not finite.
 
     Tensors on the CPU are not copied.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.diagnostics.to_inference_data(draws).posterior.sizes["chain"]
+        2
     """
     return _dataset(checked_draws(draws))
 
@@ -47,6 +52,11 @@ def rhat(draws: Any) -> dict[str, Tensor]:
             per chain.
 
     Cost: about a millisecond for each entry; for many weights use `random_projections`.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> bool((co.sampling.diagnostics.rhat(draws)["x"] < 1.1).all())
+        True
     """
     checked = checked_draws(draws, chains=2, each=LEAST_DRAWS)
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
@@ -67,6 +77,11 @@ def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
         ImportError, TypeError, ValueError: as `to_inference_data`, for fewer than four draws, and for another kind.
 
     Cost: as for `rhat`.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.diagnostics.ess(draws)["x"].shape
+        torch.Size([3])
     """
     check_choice("kind", kind, ("bulk", "tail"))
     checked = checked_draws(draws, each=LEAST_DRAWS)

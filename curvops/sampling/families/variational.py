@@ -55,6 +55,12 @@ class VariationalState(OptimizerState):
 
     average and square: averages over steps of the misfits of mean and covariance (zero at the optimum) and of their
     squares; centre: averages of the tensors themselves. All averages give the last steps the largest weight.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.vi(density).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.theta.shape, list(state.spread)
+        (torch.Size([17]), ['log_scale'])
     """
 
     spread: dict[str, Tensor]
@@ -65,14 +71,30 @@ class VariationalState(OptimizerState):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class VariationalInfo(Info):
-    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point."""
+    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> bool(info.nelbo.isfinite())
+        True
+    """
 
     nelbo: Float[Tensor, ""] | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Variational(Optimizer):
-    """Variational inference as an optimiser of the mean and the covariance of a normal distribution."""
+    """Variational inference as an optimiser of the mean and the covariance of a normal distribution.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, lr=1e-2)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> info.nelbo.shape
+        torch.Size([])
+    """
 
     family: GaussianFamily
     draws: int
@@ -251,6 +273,12 @@ def vi(
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
     p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per
     draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, "diagonal", lr=1e-2)
+        >>> co.sampling.run(method, density.params, [(x, y)], steps=20).state.step
+        tensor(20)
     """
     check_choice("family", family, FAMILIES)
     check_flag("stick_the_landing", stick_the_landing)

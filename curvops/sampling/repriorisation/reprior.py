@@ -45,6 +45,12 @@ class Reprior:
 
     form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
     data_size: N.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.readout
+        ('2.weight', '2.bias')
     """
 
     form: Form
@@ -328,6 +334,12 @@ def reprior(
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.noise
+        0.5
     """
     if form is not None:
         check_choice("form", form, get_args(Form))

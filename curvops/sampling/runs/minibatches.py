@@ -20,6 +20,12 @@ class Minibatches:
         size: the number of points of a minibatch.
         seed: the seed of the order.
         shared: whether the ranks share the points.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4)
+        >>> type(batches).__name__
+        'Minibatches'
     """
 
     def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
@@ -63,6 +69,12 @@ def minibatches(
         RanksDifferError: seeds or sizes differ.
 
     Cost: no messages after this call; the order of N points on each rank.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(

@@ -75,6 +75,12 @@ def run(
         TypeError, ValueError: arguments are of another kind, batches can be read only once or change their structure,
             or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=20, warmup=5, thin=2).theta.shape
+        torch.Size([1, 10, 17])
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
@@ -340,6 +346,12 @@ def chains(
         RankFailedError: in `run`, another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.chains(co.sampling.sgld(density, 1e-3), 3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([3, 5, 17])
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")

@@ -69,6 +69,12 @@ def baoa(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw with its root; four vectors of memory.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.baoa(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     return BAOA(**(shared | friction(alpha, sigma)))

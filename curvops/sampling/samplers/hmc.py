@@ -105,6 +105,12 @@ def hmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: L gradients (and one if the batch has changed), L + 1 products with D, a solve, a draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.hmc(density, 0.05, leapfrog_steps=3)
+        >>> bool(co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.mean() > 0.5)
+        True
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     steps = checked_whole("leapfrog_steps", leapfrog_steps)
@@ -145,6 +151,12 @@ def lmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient (two if the batch has changed), two products with D, a solve, a draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.lmc(density, 0.05)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.shape
+        torch.Size([1, 5])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     share = checked_number("refreshment", refreshment, "(0, 1]")

@@ -92,6 +92,12 @@ def pcn(
         TypeError, ValueError: an argument is of another kind or out of range, or there is no covariance.
 
     Cost: a value of log_posterior, a draw by the root of C and a solve with C.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.pcn(density, 0.1)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.shape
+        torch.Size([1, 5])
     """
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):

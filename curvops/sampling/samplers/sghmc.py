@@ -148,6 +148,12 @@ def sghmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; four vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sghmc(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     check_flag("momentum_first", momentum_first)
@@ -191,6 +197,12 @@ def sgnht(
         TypeError, ValueError: an argument is of another kind or out of range, or τ is 0, at which it would diverge.
 
     Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgnht(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}

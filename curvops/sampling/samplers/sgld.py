@@ -59,6 +59,12 @@ def sgld(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; three vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     return SGLD(**shared, beta=checked_number("beta", beta, "[0, inf)"))

@@ -101,6 +101,12 @@ def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **
             (LBFGS).
 
     Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.optimizer(torch.optim.Adam, density, lr=1e-2)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     if not callable(make) or isinstance(make, torch.optim.Optimizer):
         raise TypeError(f"optimizer needs a class, such as torch.optim.AdamW, and its options, got {make!r}.")
