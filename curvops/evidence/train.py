@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
+from curvops.argument_types import CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
 from curvops.errors import MaxStepsWarning, ModeWarning, warn
@@ -35,14 +36,14 @@ Parameters = Iterable[nn.Parameter]
 
 def train(
     model: nn.Module,
-    data: Any,
-    likelihood: Any,
+    data: Data,
+    likelihood: LikelihoodChoice,
     *,
     epochs: int,
     every: int = 5,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     over: str | Sequence[str] = "layers",
-    curvature: Any = KFAC,
+    curvature: CurvatureChoice = KFAC,
     batch_size: int | None = None,
     optimizer: Callable[[Parameters], torch.optim.Optimizer] = torch.optim.Adam,
     steps: int = 3,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_flag, drawn_seed
 from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
@@ -30,8 +31,8 @@ PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 
 def validate(
     post: Laplace,
-    x: Any,
-    y: Any = None,
+    x: Points,
+    y: Tensor | None = None,
     over: str | Sequence[str] = "scalar",
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,

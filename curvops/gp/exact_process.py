@@ -13,6 +13,7 @@ from gpytorch.models import ExactGP
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import LikelihoodChoice
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.mean import LinearizedMean
 from curvops.gp.points import as_points
@@ -56,7 +57,7 @@ class LinearizedGP(ExactGP):
     def __init__(
         self,
         lin: Linearization,
-        likelihood: Any = None,
+        likelihood: LikelihoodChoice | None = None,
         kernel: Kernel | None = None,
         mean: Mean | None = None,
         **options: Any,

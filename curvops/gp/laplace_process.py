@@ -12,6 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import carries_graph, check_accuracy, checked_whole
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
@@ -164,8 +165,8 @@ class LaplaceProcess(Summarised, Predictive):
 
 def laplace_gp(
     lin: Linearization,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     *,
     rtol: float | None = None,
     maxiter: int = 50,

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.memory import columns_at_a_time
@@ -165,8 +166,8 @@ class ReducedPosterior(Laplace):
 def reduced_posterior(
     lin: Linearization,
     rank: int | None = None,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     temperature: float = 1.0,
     *,
     features: str = "inducing",

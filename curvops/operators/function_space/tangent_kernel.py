@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import carries_graph
 from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.sharded import RowLayout, Sharded
@@ -59,7 +60,9 @@ class TangentKernel(UserOperator, Operator):
     CARRIED = True  # the kernel does not depend on the likelihood
     _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 
-    def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
+    def __init__(
+        self, lin: Linearization, prior: PriorPrecision = 1.0, x: Points | None = None, x2: Points | None = None
+    ) -> None:
         scale = read_precision("prior", prior, lin.model)
         left = _jacobian(lin, x)
         super().__init__(left, left if x2 is None else _jacobian(lin, x2), scale)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
 from curvops.errors import warn
@@ -63,7 +64,7 @@ class Linearization(TrainedNetwork):
         """The keywords by which operators made of tensors record the weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
-    def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
+    def jacobian(self, x: Points | None = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
         With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
@@ -118,15 +119,15 @@ class Linearization(TrainedNetwork):
 
 
 def linearize(
-    model: Any,
-    data: Any,
-    likelihood: Any,
-    parameters: Any = None,
+    model: Network,
+    data: Data,
+    likelihood: LikelihoodChoice,
+    parameters: ParameterChoice | None = None,
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
     compute_dtype: torch.dtype | None = None,
-    weights: Any = False,
+    weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
 ) -> Linearization:

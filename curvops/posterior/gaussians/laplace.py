@@ -15,6 +15,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
@@ -116,7 +117,7 @@ class Laplace(GaussianWeights):
         """
         return mode_gap(self.terms)
 
-    def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
+    def with_prior(self, prior_precision: PriorPrecision, prior_mean: PriorMean | None = None) -> Laplace:
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
 
         Args:
@@ -392,7 +393,7 @@ class Laplace(GaussianWeights):
     def update(
         self,
         lin: Linearization,
-        curvature: Any = None,
+        curvature: CurvatureChoice | None = None,
         rank: int | None = None,
         generator: torch.Generator | None = None,
         check_mode: bool = True,
@@ -430,9 +431,9 @@ class Laplace(GaussianWeights):
 
 def laplace(
     lin: Linearization,
-    curvature: Any = GGN,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    curvature: CurvatureChoice = GGN,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     temperature: float = 1.0,
     check_mode: bool = True,
 ) -> Laplace:

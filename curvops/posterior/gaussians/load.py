@@ -10,6 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops import storage
+from curvops.argument_types import Data, LikelihoodChoice, Network, Points
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator
@@ -23,7 +24,9 @@ OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""
 
 
-def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
+def save(
+    operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Points | None = None
+) -> None:
     """Write an operator into a folder, from which `co.load(path, model)` reads it again, as `post.save` does.
 
     Args:
@@ -64,9 +67,9 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
 
 def load(
     path: str | os.PathLike[str],
-    model: Any,
-    data: Any = None,
-    likelihood: Any = None,
+    model: Network,
+    data: Data | None = None,
+    likelihood: LikelihoodChoice | None = None,
     *,
     memory_budget: int | None = None,
     progress: Progress = None,

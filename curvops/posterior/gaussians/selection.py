@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
 from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
@@ -109,9 +110,9 @@ def select(
     k: int,
     score: str = "variance",
     *,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     modules: str | Sequence[str] | None = None,
-    x: Any = None,
+    x: Points | None = None,
     snapshots: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " k"]:

@@ -374,7 +374,7 @@ class Predictions:
                 found = outputs.uncertainty_of_numbers(likelihood)
         return split.of(found)
 
-    def log_likelihood(self, y: Any, joint: bool = False, generator: torch.Generator | None = None) -> Estimate:
+    def log_likelihood(self, y: Tensor, joint: bool = False, generator: torch.Generator | None = None) -> Estimate:
         """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)
         check_generator(generator)

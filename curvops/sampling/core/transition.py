@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.errors import DivergenceError
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
@@ -105,7 +106,7 @@ class Transition(Summarised, ABC):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def update(self, state: Any, batch: Any = None, inplace: bool = False) -> tuple[Any, Info]:
+    def update(self, state: Any, batch: GivenBatch = None, inplace: bool = False) -> tuple[Any, Info]:
         """Take one step from this state with this batch.
 
         Args:
@@ -132,17 +133,17 @@ class Transition(Summarised, ABC):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def advance(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+    def advance(self, state: Any, batch: GivenBatch, noise: NoiseSource) -> Info:
         """Take one step in place, as `update` does; the source of noise is that of the state, and stays open."""
         info = self._step(state, batch, noise)
         state.step.add_(1)
         return info
 
-    def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
+    def with_preconditioner(self: AnyTransition, preconditioner: Preconditioning) -> AnyTransition:
         """Return this sampler with another D, such as one of more recent curvature; states stay valid."""
         return replace(self, metric=as_metric(preconditioner))
 
-    def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
+    def with_step_size(self: AnyTransition, step_size: StepSizes) -> AnyTransition:
         """Return this sampler with another step size or schedule; states stay valid."""
         return replace(self, step_size=as_schedule("step_size", step_size))
 

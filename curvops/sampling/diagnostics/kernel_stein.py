@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checks import checked_number
 from curvops.linalg import Estimate
 from curvops.sampling.core.chain_draws import Chain, checked_draws
@@ -25,7 +26,7 @@ AT_A_TIME = 2**22
 
 
 @torch.no_grad()
-def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Estimate:
+def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Estimate:
     """Estimate the squared kernel Stein discrepancy between draws and a target, by a U-statistic.
 
     It is E u(θ, θ') over pairs of draws, zero if the draws come from the target, with
@@ -146,7 +147,7 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
 
 
 @torch.no_grad()
-def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False) -> Any:
+def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], *, part: bool = False) -> Any:
     """Compute ∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
 
     It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches weighted by their

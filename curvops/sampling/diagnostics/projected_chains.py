@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checkpoint import digest
 from curvops.checks import check_generator
 from curvops.posterior.core.arguments import checked_count
@@ -42,7 +42,7 @@ class RandomProjections(Summarised):
 
 
 @torch.no_grad()
-def random_projections(draws: Any, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
+def random_projections(draws: Draws, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
     """Compute R̂² and effective sample sizes of random projections of the weights, or of functions.
 
     Args:
@@ -71,7 +71,7 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
     count = checked_count(count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
-    checked = checked_draws(draws if spread is None else draws.params, each=2)
+    checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, each=2)
     series = project(checked, count, generator, spread)
     within = series.var(1, correction=0)
     if not bool((within > 0).all()):

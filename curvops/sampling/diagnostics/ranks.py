@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checks import check_choice
 from curvops.sampling.core.chain_draws import checked_draws
 
@@ -15,7 +16,7 @@ LEAST_DRAWS = 4
 """The smallest number of draws for which a chain can be split into halves."""
 
 
-def to_inference_data(draws: Any) -> Any:
+def to_inference_data(draws: Draws) -> Any:
     """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
 
     Args:
@@ -38,7 +39,7 @@ def to_inference_data(draws: Any) -> Any:
     return _dataset(checked_draws(draws))
 
 
-def rhat(draws: Any) -> dict[str, Tensor]:
+def rhat(draws: Draws) -> dict[str, Tensor]:
     """Compute the rank-normalised split R̂ of each entry; above 1.01, chains have not mixed (Vehtari et al. 2021).
 
     Args:
@@ -62,7 +63,7 @@ def rhat(draws: Any) -> dict[str, Tensor]:
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
 
 
-def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
+def ess(draws: Draws, kind: str = "bulk") -> dict[str, Tensor]:
     """Compute the effective sample size of each entry, over all chains together (Vehtari et al. 2021).
 
     Args:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import StepSizes
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
@@ -209,7 +210,7 @@ def ekf(
     *,
     fisher: str = "ggn",
     transition_noise: float = 0.0,
-    lr: Any = 1.0,
+    lr: StepSizes = 1.0,
     rank: int | None = None,
 ) -> ExtendedKalmanFilter:
     """Build the extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, GivenBatch, StepSizes
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.errors import UnsettledWarning, warn
 from curvops.operators import Linearization
@@ -174,7 +175,7 @@ class Variational(Optimizer):
         return FitEnding.SETTLED if near else FitEnding.SCATTERED
 
     def gradients(
-        self, state: VariationalState, batch: Any, numbers: Float[Tensor, "k m"]
+        self, state: VariationalState, batch: GivenBatch, numbers: Float[Tensor, "k m"]
     ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
         """Return the NELBO for these standard normal numbers, its gradients in mean and spread, and residuals.
 
@@ -228,7 +229,7 @@ class Variational(Optimizer):
 
 
 def vi(
-    log_posterior: Any,
+    log_posterior: Density,
     family: str = "diagonal",
     *,
     optimizer: Any = torch.optim.Adam,
@@ -236,7 +237,7 @@ def vi(
     rank: int | None = None,
     stick_the_landing: bool = True,
     initial_scale: float = 0.05,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     **options: Any,
 ) -> Variational:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
 from curvops.network import Blocks
@@ -283,15 +284,15 @@ class Reprior:
 
 
 def reprior(
-    model: Any,
-    data: Any,
+    model: Network,
+    data: Data,
     noise: float | None = None,
     reg: float | None = None,
     form: Form | None = None,
     last: str | None = None,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     *,
-    likelihood: Any = None,
+    likelihood: LikelihoodChoice | None = None,
     weights: bool = False,
 ) -> Reprior:
     """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checks import check_accuracy, check_choice
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -105,7 +106,7 @@ class EmpiricalOutputs(DrawnOutputs):
         return decompose_drawn_numbers(likelihood, self.functions(), self.error)
 
 
-def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:
+def empirical(lin: Linearization, draws: Draws, through: str = "network") -> EmpiricalPosterior:
     """Make the empirical posterior from draws of the weights, such as those from `co.sampling.run`.
 
     Args:

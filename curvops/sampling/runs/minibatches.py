@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from curvops.argument_types import Data
 from curvops.checks import checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.core.log_density import LogPosterior, Share
@@ -46,7 +47,7 @@ class Minibatches:
 
 
 def minibatches(
-    log_posterior: LogPosterior, data: Any, size: int, generator: torch.Generator | None = None
+    log_posterior: LogPosterior, data: Data, size: int, generator: torch.Generator | None = None
 ) -> Minibatches:
     """Shuffle the points of all ranks anew in each pass, and cut them into minibatches; each rank gets its own part.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvops.argument_types import GivenBatch, SamplingMethod
 from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.process_group import Ranks
@@ -32,9 +33,9 @@ TRACES = ("log_posterior", "acceptance", "energy_error")
 
 @resumable
 def run(
-    sampler: Any,
+    sampler: SamplingMethod,
     start: Any,
-    batches: Any = None,
+    batches: Iterable[GivenBatch] | None = None,
     *,
     steps: int,
     warmup: int = 0,
@@ -311,7 +312,7 @@ class StepSizeSearch:
 
 
 def chains(
-    sampler: Any,
+    sampler: SamplingMethod,
     k: int,
     *,
     vectorized: bool | None = None,

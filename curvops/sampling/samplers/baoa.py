@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.sghmc import MomentumSampler, friction
@@ -34,14 +35,14 @@ class BAOA(MomentumSampler):
 
 
 def baoa(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> BAOA:
     """Build BAOA (Leimkuhler & Matthews 2015), stochastic-gradient Langevin dynamics with errors of second order in ε.
 

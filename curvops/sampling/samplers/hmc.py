@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import checked_number, checked_whole
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.structure import long_dot
@@ -71,14 +72,14 @@ class Leapfrog(Metropolis):
 
 
 def hmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     leapfrog_steps: int = 10,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> Leapfrog:
     """Build Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), which is exact, on all data in each step.
 
@@ -118,14 +119,14 @@ def hmc(
 
 
 def lmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     refreshment: float = 0.1,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> Leapfrog:
     """Build underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
 

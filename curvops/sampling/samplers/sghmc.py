@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import check_flag, checked_number
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -107,16 +108,16 @@ class SGNHT(MomentumSampler):
 
 
 def sghmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
     momentum_first: bool = False,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGHMC:
     """Build stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014; order of Duffield et al. 2024).
 
@@ -162,15 +163,15 @@ def sghmc(
 
 
 def sgnht(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGNHT:
     """Build the stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import checked_number
 from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -27,13 +28,13 @@ class SGLD(Transition):
 
 
 def sgld(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGLD:
     """Build stochastic-gradient Langevin dynamics (Welling & Teh 2011).
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Density
 from curvops.sampling.core.schedules import Schedule, as_schedule, at
 from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -82,7 +83,7 @@ class Optimizer(Transition):
         held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 
-def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **options: Any) -> Optimizer:
+def optimizer(make: Any, log_posterior: Density, *, data_size: int | None = None, **options: Any) -> Optimizer:
     """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
