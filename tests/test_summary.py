@@ -235,7 +235,8 @@ def test_results_print_values_not_shapes() -> None:
     table = repr(co.posterior.metrics.reliability_bins(p, torch.tensor([0, 1, 0]), bins=4))
     assert table.splitlines()[1].split() == ["0.5", "to", "0.75", "1", "0.7", "0"] and len(table.splitlines()) == 3
     post = posterior()
-    assert re.fullmatch(r"Normal\((-?[\d.]+ ± [\d.]+, -?[\d.]+ ± [\d.]+; ){5}… 6 points\)", repr(post.predict(torch.ones(6, 3))))
+    printed = repr(post.predict(torch.ones(6, 3)))
+    assert re.fullmatch(r"Normal\((-?[\d.]+ ± [\d.]+, -?[\d.]+ ± [\d.]+; ){5}… 6 points\)", printed)
     assert "Tuning" not in repr(co.evidence.maximize(post, steps=30).tuning)
 
 
