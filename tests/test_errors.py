@@ -77,10 +77,6 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
         "NoCurvatureWarning",
         lambda: co.linearize(nn.Linear(3, 1), (X, torch.ones(8, 1) * 9), nn.L1Loss()),
     ),
-    "lower precision": (
-        "LowerPrecisionWarning",
-        lambda: co.linearize(MODEL, (X, LABELS), "classification", compute_dtype=torch.bfloat16),
-    ),
     "no mode": ("ModeWarning", lambda: co.laplace(linearization(), co.GGN, prior_precision=1.0)),
     "a few steps of maximize": ("MaxStepsWarning", lambda: co.evidence.maximize(posterior(), "layers", steps=1)),
     "a few steps of mackay": ("MaxStepsWarning", lambda: co.evidence.mackay(posterior(), steps=1)),
