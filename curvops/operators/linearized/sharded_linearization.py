@@ -37,7 +37,7 @@ class ShardedLinearization(ShardedNetwork):
 
     Examples:
         >>> lin = co.linearize(model, (x, y), "classification")
-        >>> isinstance(lin, co.Linearization)  # a ShardedLinearization, if fully_shard has sharded the model
+        >>> isinstance(lin, co.operators.Linearization)  # a ShardedLinearization, if fully_shard has sharded the model
         True
     """
 

@@ -53,7 +53,7 @@ class StochasticDescent:
         clip: the largest allowed gradient of a draw, as a multiple of the length of its right-hand side.
 
     Examples:
-        >>> method = co.StochasticDescent(epochs=50, batch_size=4)
+        >>> method = co.posterior.StochasticDescent(epochs=50, batch_size=4)
         >>> method.momentum
         0.9
     """

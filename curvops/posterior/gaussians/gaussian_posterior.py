@@ -209,7 +209,7 @@ class GaussianPosterior(GaussianWeights):
 
     Examples:
         >>> variances = torch.full((17,), 0.1)
-        >>> fit = co.GaussianPosterior(lin, co.linalg.Diagonal(variances), co.linalg.Diagonal(1 / variances))
+        >>> fit = co.posterior.GaussianPosterior(lin, co.linalg.Diagonal(variances), co.linalg.Diagonal(1 / variances))
         >>> fit.predict(x).mean.shape
         torch.Size([8, 2])
     """
