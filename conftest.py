@@ -1,7 +1,7 @@
 """Names that examples in docstrings use without defining them: `torch`, `nn`, `co`, and a small network.
 
-`model` maps points `x` (8, 2) to the logits of two classes, and `y` are their labels; `lin` is its linearisation with
-17 weights, `post` its Laplace posterior. Pages define all that they use.
+The docstring of `curvops` shows them to readers. `model` maps points `x` (8, 2) to the logits of two classes, and `y`
+are their labels; `lin` is its linearisation with 17 weights, `post` its Laplace posterior. Pages define all they use.
 """
 
 from __future__ import annotations
