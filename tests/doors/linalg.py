@@ -742,7 +742,11 @@ DOORS = [
             "a number to start from": (lambda: lanczos(MATRIX, 2, start=1.0), TypeError, "start must be a tensor"),
             "a word to start from": (lambda: eigsh(MATRIX, 2, start="x"), TypeError, "start must be a tensor"),
             "a word for a tolerance": (lambda: eigsh(MATRIX, 2, rtol="small"), TypeError, "rtol must be a number"),
-            "a word for a tolerance of triplets": (lambda: svds(MATRIX, 2, rtol="small"), TypeError, "rtol must be a number"),
+            "words for the tolerance of triplets": (
+                lambda: svds(MATRIX, 2, rtol="x"),
+                TypeError,
+                "rtol must be a number",
+            ),
             "an infinite block": (lambda: eigsh(MATRIX, 2, block_size=math.inf), TypeError, "block_size must be"),
             "a word for a budget": (lambda: trace(MATRIX, max_matvecs="x"), TypeError, "max_matvecs must be a number"),
             "a word for memory": (lambda: low_rank(MATRIX, memory_budget="x"), TypeError, "memory_budget must be"),
