@@ -1,4 +1,15 @@
-"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
+"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C).
+
+The examples of functions and classes go on from these lines:
+
+>>> import torch
+>>> from torch import nn
+>>> import curvops as co
+>>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+>>> x, y = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(8) % 2
+>>> lin = co.linearize(model, (x, y), "classification")
+>>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

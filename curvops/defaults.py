@@ -15,6 +15,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch.utils._pytree import tree_map
 
+from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag
 from curvops.errors import UndeterminedWarning
 from curvops.evidence.maximize import maximize
@@ -42,13 +43,13 @@ POINTS, ROWS, DRAWS = 20, 2000, 32
 
 def laplace(
     lin: Linearization,
-    curvature: Any = None,
-    prior_precision: Any = None,
-    prior_mean: Any = 0.0,
+    curvature: CurvatureChoice | None = None,
+    prior_precision: PriorPrecision | None = None,
+    prior_mean: PriorMean = 0.0,
     temperature: float = 1.0,
     check_mode: bool = True,
     *,
-    validation: Any = None,
+    validation: Data | None = None,
 ) -> Laplace:
     """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 

@@ -75,6 +75,11 @@ def maximize(
     changing.
 
     Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is a different point.
+
+    Examples:
+        >>> tuned = co.evidence.maximize(post, "layers")
+        >>> float(tuned.log_evidence()) > float(post.log_evidence())
+        True
     """
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)

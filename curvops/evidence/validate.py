@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
-from curvops.errors import MaxStepsWarning, UndeterminedWarning
+from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
@@ -49,8 +49,8 @@ AT_EDGE = {
 
 def validate(
     post: Laplace,
-    x: Any,
-    y: Any = None,
+    x: Points,
+    y: Tensor | None = None,
     over: str | Sequence[str] = "scalar",
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,
@@ -93,6 +93,11 @@ def validate(
     Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
     which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
     reached its accuracy.
+
+    Examples:
+        >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
+        >>> float(tuned.prior_precision) in (0.5, 1.0, 2.0)
+        True
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
@@ -194,11 +199,10 @@ class _Search:
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
             value = _precision(self.best.prior.diagonal) if part == "scalar" else _noise(self.best)
-            warnings.warn(
+            warn(
                 f"held-out data are predicted the better, {AT_EDGE[part][best > 0]}. The returned posterior has the "
                 f"last value tried, {value:.3g}.",
                 UndeterminedWarning,
-                stacklevel=4,
             )
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
@@ -219,11 +223,10 @@ class _Search:
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
-            warnings.warn(
+            warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
                 "xtol: continue from the returned posterior, or raise xtol.",
                 MaxStepsWarning,
-                stacklevel=3,
             )
 
     def result(self, by: str = "held-out data") -> Laplace:

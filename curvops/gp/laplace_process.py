@@ -12,6 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import carries_graph, check_accuracy, checked_whole
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
@@ -55,6 +56,11 @@ class LaplaceProcess(Summarised, Predictive):
 
     It predicts as the posterior N(θ̄, (JᵀHJ + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
     the likelihood's Fisher at the linear model's outputs there. Immutable.
+
+    Examples:
+        >>> process = co.gp.laplace_gp(lin, prior_precision=1.0)
+        >>> process.predict(x).mean.shape, process.reason.name
+        (torch.Size([8, 2]), 'CONVERGED')
     """
 
     lin: Linearization
@@ -159,8 +165,8 @@ class LaplaceProcess(Summarised, Predictive):
 
 def laplace_gp(
     lin: Linearization,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     *,
     rtol: float | None = None,
     maxiter: int = 50,
@@ -198,6 +204,11 @@ def laplace_gp(
     passes over the data per iteration; predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
+
+    Examples:
+        >>> process = co.gp.laplace_gp(lin, prior_precision=1.0)
+        >>> process.probabilities(x).shape
+        torch.Size([8, 2])
     """
     check_linearization(lin)
     rtol = default_rtol(lin.theta.dtype) if rtol is None else rtol

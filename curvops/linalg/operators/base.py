@@ -111,6 +111,11 @@ class Operator(LinearOperator):
     `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
 
     Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), psd=True)
+        >>> A @ torch.ones(2), A.mT.shape, A.add_diagonal(1.0).to_dense().diagonal()
+        (tensor([3., 4.]), torch.Size([2, 2]), tensor([3., 4.]))
     """
 
     @cached_property

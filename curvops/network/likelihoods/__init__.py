@@ -99,6 +99,10 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     Raises:
         TypeError: `spec` is anything else, or a function whose signature does not show how many arguments it takes.
         ValueError: an option has no counterpart.
+
+    Examples:
+        >>> co.likelihoods.as_likelihood("classification"), co.likelihoods.as_likelihood(nn.MSELoss())
+        (Categorical(weight=None, ignore_index=-100, label_smoothing=0), Gaussian(noise=0.5))
     """
     if isinstance(spec, Likelihood):
         return spec

@@ -31,6 +31,12 @@ class Gaussian(Independent):
     Raises:
         TypeError: the noise is neither a number nor a tensor.
         ValueError: the noise is not positive and finite.
+
+    Examples:
+        >>> likelihood = co.likelihoods.Gaussian(noise=0.1)  # the variance
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), likelihood)
+        >>> lin.likelihood
+        Gaussian(noise=0.1)
     """
 
     def __init__(self, noise: float | int | Tensor | np.ndarray = 1.0) -> None:

@@ -38,7 +38,13 @@ class HessianParts(NamedTuple):
 
 
 class Likelihood(ABC):
-    """A distribution p(y | f) of a target given the network's C outputs; immutable, and copies share their tensors."""
+    """A distribution p(y | f) of a target given the network's C outputs; immutable, and copies share their tensors.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> isinstance(lin.likelihood, co.likelihoods.Likelihood), lin.likelihood
+        (True, Categorical(weight=None, ignore_index=-100, label_smoothing=0))
+    """
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -12,8 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
+from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.gradients import Gradients
@@ -44,6 +45,11 @@ class Linearization(TrainedNetwork):
         progress: as in `co.linearize`.
         token: the fingerprint of data and weights, if it is known.
         engines: engines shared with another linearisation of the same data.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin.num_parameters, lin.num_data, lin.output_shape
+        (17, 8, torch.Size([2]))
     """
 
     @property
@@ -56,7 +62,7 @@ class Linearization(TrainedNetwork):
         """The keywords by which operators made of tensors record the weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
-    def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
+    def jacobian(self, x: Points | None = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
         With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
@@ -111,14 +117,14 @@ class Linearization(TrainedNetwork):
 
 
 def linearize(
-    model: Any,
-    data: Any,
-    likelihood: Any,
-    parameters: Any = None,
+    model: Network,
+    data: Data,
+    likelihood: LikelihoodChoice,
+    parameters: ParameterChoice | None = None,
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
-    weights: Any = False,
+    weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
 ) -> Linearization:
@@ -187,6 +193,13 @@ def linearize(
     classifier returns probabilities or their logarithms. Costs one pass over the data and a few passes over two to four
     points, about twenty for the first network of a structure; its derivatives are then known to be right, and are not
     checked again.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> x, y = torch.rand(8, 2), torch.arange(8) % 2
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin
+        Linearization(17 weights, 8 points, 2 outputs, Categorical, float32, cpu)
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
@@ -208,5 +221,5 @@ def linearize(
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
     lin = read(**arguments, progress=progress)
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
-        warnings.warn(TF32, UserWarning, stacklevel=2)
+        warn(TF32, UserWarning)
     return lin

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
@@ -57,7 +58,13 @@ NORMALISATION = re.compile(r"Norm(\d+d)?$")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Laplace(GaussianWeights):
-    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one."""
+    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one.
+
+    Examples:
+        >>> post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
+        >>> post.probabilities(x).shape, post.predict(x).variance.shape, post.sample(5).shape
+        (torch.Size([8, 2]), torch.Size([8, 2]), torch.Size([5, 17]))
+    """
 
     lin: Linearization
     curvature: LinearOperator
@@ -110,7 +117,7 @@ class Laplace(GaussianWeights):
         """
         return mode_gap(self.terms)
 
-    def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
+    def with_prior(self, prior_precision: PriorPrecision, prior_mean: PriorMean | None = None) -> Laplace:
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
 
         Args:
@@ -386,7 +393,7 @@ class Laplace(GaussianWeights):
     def update(
         self,
         lin: Linearization,
-        curvature: Any = None,
+        curvature: CurvatureChoice | None = None,
         rank: int | None = None,
         generator: torch.Generator | None = None,
         check_mode: bool = True,

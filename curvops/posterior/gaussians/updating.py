@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from curvops.checks import check_accuracy, check_flag
-from curvops.errors import ModeWarning
+from curvops.errors import ModeWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
 from curvops.operators import Linearization
@@ -121,12 +120,11 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
             "some training points do (see lin.outputs()): correct the model, or leave these points out."
         )
     if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
-        warnings.warn(
+        warn(
             "these weights are not a mode of the posterior: the gradient of the log posterior is "
             f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
             "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
             "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
             ModeWarning,
-            stacklevel=3,
         )
     return post

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
 from curvops.network import Blocks
@@ -45,6 +46,12 @@ class Reprior:
 
     form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
     data_size: N.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.readout
+        ('2.weight', '2.bias')
     """
 
     form: Form
@@ -277,15 +284,15 @@ class Reprior:
 
 
 def reprior(
-    model: Any,
-    data: Any,
+    model: Network,
+    data: Data,
     noise: float | None = None,
     reg: float | None = None,
     form: Form | None = None,
     last: str | None = None,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     *,
-    likelihood: Any = None,
+    likelihood: LikelihoodChoice | None = None,
     weights: bool = False,
 ) -> Reprior:
     """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
@@ -328,6 +335,12 @@ def reprior(
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.noise
+        0.5
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
