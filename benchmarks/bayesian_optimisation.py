@@ -288,7 +288,7 @@ def cell(name: str, method: str, seed: int) -> dict[str, Any]:
     """Regrets and seconds of one run; of the first method on two inputs, with the first seed, what the figure shows."""
     start = time.process_time()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.evidence.StepsSpent)
+        warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
         warnings.simplefilter("ignore", RuntimeWarning)  # of L-BFGS-B's last line search
         regret, x, y, surrogate = run(PROBLEMS[name], method, seed)
     found: dict[str, Any] = {"regret": regret, "seconds": time.process_time() - start}

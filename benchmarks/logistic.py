@@ -118,7 +118,7 @@ def samplers(
 
 def study(steps: int, reference: int) -> dict[str, Any]:
     """NUTS and every sampler, by name: what `judged` says, and seconds of the process."""
-    warnings.simplefilter("ignore", co.sampling.NotVectorized)
+    warnings.simplefilter("ignore", co.sampling.NotVectorizedWarning)
     x, y = data()
     density = PyroDensity(len(x))
     exact, seconds = nuts(x, y, reference, REFERENCE_WARMUP)

@@ -59,7 +59,7 @@ def seconds(run: Callable[[], object]) -> float:
 def measure() -> dict[str, Any]:
     """By network and number of vectors the times and bytes, and by network the errors of each parameter."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", co.LowerPrecision)
+    warnings.simplefilter("ignore", co.errors.LowerPrecisionWarning)
     rows, errors = [], {}
     for name, (model, X) in networks().items():
         y = torch.arange(len(X)) % CLASSES

@@ -92,7 +92,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 def in_turn(group: Any, name: str, count: int, columns: int, times: int) -> dict[str, float]:
     """Median seconds of what the module's docstring lists, on this rank; 0 for what it waits through."""
-    warnings.simplefilter("ignore", co.WithoutGroup)
+    warnings.simplefilter("ignore", co.errors.NoProcessGroupWarning)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     problem = build(name, 10)
     inputs = torch.cat([problem.inputs + 0.1 * i for i in range(times)])  # no two points are equal

@@ -169,7 +169,7 @@ def courses(post: co.Laplace, test: Images, seed: int) -> Found:
             options = co.StochasticDescent(loss, batch_size=100, epochs=epochs)
             try:
                 draws = post.deviations(DRAWS, exact.noise, options, rtol=1e-6).draws
-            except co.linalg.NotConverged as stopped:
+            except co.linalg.ConvergenceError as stopped:
                 draws = stopped.deviations.draws  # type: ignore[attr-defined]
             found[name]["passes"].append(epochs)
             found[name]["errors"].append(error(draws))

@@ -181,7 +181,7 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
     for score in SCORES:
         for share in SHARES:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", co.InertWeights)
+                warnings.simplefilter("ignore", co.errors.InertWeightsWarning)
                 chosen = co.select(
                     lin, round(share * D), score, prior_precision=prior, snapshots=taken, generator=generator
                 )

@@ -267,7 +267,7 @@ def gaps(rep: Any, options: argparse.Namespace) -> dict[str, Any]:
     seeds = (torch.Generator().manual_seed(1000 + i) for i in range(options.draws))  # one draw at a time in memory
     h = torch.stack([rep.log_ratio(first(rep.normal(1, seed))) for seed in seeds])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.sampling.FewEffectiveDraws)
+        warnings.simplefilter("ignore", co.sampling.FewDrawsWarning)
         kl = divergence(h)
     return {
         "kl": [float(kl.value), float(kl.stderr)],

@@ -3,22 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from curvops import evidence, gp, linalg, sampling
-from curvops.checkpoint import NotSaved
+from curvops import errors, evidence, gp, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import (
-    DataChanged,
-    LowerPrecision,
-    NoCurvature,
-    NoData,
-    NotLogits,
-    RankFailed,
-    RanksDiffer,
-    RewardPairs,
-    SharedPoints,
-    WithoutGroup,
-    likelihoods,
-)
+from curvops.network import RewardPairs, likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -30,7 +17,6 @@ from curvops.operators import (
     Hessian,
     Jacobian,
     Linearization,
-    NoFactors,
     ShardedLinearization,
     Subnetwork,
     TangentKernel,
@@ -39,13 +25,9 @@ from curvops.operators import (
 )
 from curvops.posterior import (
     Deviations,
-    Diverged,
     GaussianPosterior,
-    InertWeights,
     Laplace,
     LinearMode,
-    NotAMode,
-    NotSolved,
     Predictions,
     SampledNormal,
     StochasticDescent,
@@ -75,31 +57,18 @@ __all__ = [
     "KFAC",
     "BlockDiagonal",
     "Damped",
-    "DataChanged",
     "Deviations",
     "DiagonalGGN",
-    "Diverged",
     "EmpiricalFisher",
     "GaussianPosterior",
     "Gradients",
     "Hessian",
-    "InertWeights",
     "Jacobian",
     "Laplace",
     "LinearMode",
     "Linearization",
     "LowRank",
-    "LowerPrecision",
-    "NoCurvature",
-    "NoData",
-    "NoFactors",
-    "NotAMode",
-    "NotLogits",
-    "NotSaved",
-    "NotSolved",
     "Predictions",
-    "RankFailed",
-    "RanksDiffer",
     "RewardPairs",
     "SampledNormal",
     "ShardedLinearization",
@@ -107,8 +76,7 @@ __all__ = [
     "Subnetwork",
     "TangentKernel",
     "Uncertainty",
-    "SharedPoints",
-    "WithoutGroup",
+    "errors",
     "evidence",
     "gp",
     "laplace",

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from curvops import storage
+from curvops.errors import CheckpointWarning
 from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
@@ -68,10 +69,6 @@ TOLD = (Tensor, LinearOperator, str, int, float, tuple, list, torch.Size)
 Place = str | os.PathLike[str]
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
-
-
-class NotSaved(UserWarning):
-    """A warning that a checkpoint could not be written; the run continues."""
 
 
 class Checkpoint:
@@ -250,7 +247,7 @@ class Checkpoint:
         except OSError as error:
             done = False
             if not self._told:
-                warnings.warn(f"{error} The run continues and will try again.", NotSaved, stacklevel=4)
+                warnings.warn(f"{error} The run continues and will try again.", CheckpointWarning, stacklevel=4)
             self._told = True
         self._saved = time.monotonic()
         self._took = self._saved - begin
@@ -380,14 +377,14 @@ def identify(value: Any) -> str:
     """
     try:
         text = _text(value, DEEPEST, {})
-    except Opaque:
+    except UnidentifiedValueError:
         text = type(value).__qualname__
     return (
         text if len(text) <= LONGEST else f"{type(value).__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     )
 
 
-class Opaque(Exception):
+class UnidentifiedValueError(Exception):
     """Raised for an object that does not consist of plain values."""
 
 
@@ -413,7 +410,7 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
     if hasattr(value, "__array_interface__"):
         return f"{kind.__qualname__}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
     if depth == 0:
-        raise Opaque
+        raise UnidentifiedValueError
     if isinstance(value, tuple | list | set | frozenset):
         parts = [_text(part, depth - 1, seen) for part in value]
         return f"{kind.__qualname__}({', '.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
@@ -435,7 +432,7 @@ def _text(value: Any, depth: int, seen: dict[int, Any]) -> str:
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
-    """Return by name what an object consists of; raise Opaque if it shows nothing."""
+    """Return by name what an object consists of; raise UnidentifiedValueError if it shows nothing."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, partial):
@@ -453,7 +450,7 @@ def _parts(value: Any) -> Mapping[Any, Any]:
     slots = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
     held = held | {name: getattr(value, name) for name in slots if hasattr(value, name)}
     if not held and not hasattr(value, "__dict__"):
-        raise Opaque
+        raise UnidentifiedValueError
     return {name: held[name] for name in sorted(held)}
 
 
@@ -471,7 +468,7 @@ def settings_of(module: nn.Module, depth: int = DEEPEST, seen: dict[int, Any] | 
         own = {}
         for name, held in vars(part).items():
             if name not in COMMON and held is not None:
-                with contextlib.suppress(Opaque):
+                with contextlib.suppress(UnidentifiedValueError):
                     own[name] = _text(held, depth - 1, seen)
         found[path] = f"{type(part).__qualname__}({part.training}, {hooks}, {tensors}, {own})"
     return found

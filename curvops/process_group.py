@@ -16,22 +16,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from curvops.errors import NoProcessGroupWarning, RankFailedError, RanksDifferError
 from curvops.fingerprints import fingerprint
-from curvops.rank_failures import TIMEOUT_VARIABLE, RankFailed, WatchedGroup
+from curvops.rank_failures import TIMEOUT_VARIABLE, WatchedGroup
 
 R = TypeVar("R")
 IN_PLACE = 2**20
 """Size in bytes from which a sum is made in its own memory, and its check is a separate message."""
 HASHES = 251
 """A prime: numbers below it distinguish vectors, and their squares are exact in single precision for 256 ranks."""
-
-
-class RanksDiffer(ValueError):
-    """Raised when the ranks of a group were given different models, options, seeds or vectors."""
-
-
-class WithoutGroup(UserWarning):
-    """A warning that a process of several linearises its own data alone, since it was given no process group."""
 
 
 def warn_without_group() -> None:
@@ -41,7 +34,7 @@ def warn_without_group() -> None:
         warnings.warn(
             f"torch.distributed runs {dist.get_world_size()} processes, but linearize was given no process_group: it "
             "linearises this process's data alone.",
-            WithoutGroup,
+            NoProcessGroupWarning,
             stacklevel=3,
         )
 
@@ -54,7 +47,7 @@ class Ranks(WatchedGroup):
 
     All ranks make the same calls in the same order, with equal arguments and equal seeds; each holds a shard of the
     data. Sums and concatenations over the data are equal on all ranks, to the bit, so that all ranks take the same
-    decisions. If a rank raises, ends or hangs, the others raise a `RankFailed` that names it.
+    decisions. If a rank raises, ends or hangs, the others raise a `RankFailedError` that names it.
 
     Args:
         group: a process group of torch.distributed, with a backend for the tensors' device (gloo, nccl).
@@ -67,11 +60,11 @@ class Ranks(WatchedGroup):
         )
 
     def _begun_together(self) -> int:
-        """Return one time for all ranks; raise RanksDiffer if they wait for different times."""
+        """Return one time for all ranks; raise RanksDifferError if they wait for different times."""
         times, timeouts = zip(*self._gather_now((time.time_ns(), self.timeout)))
         for rank, timeout in enumerate(timeouts):
             if timeout != timeouts[0]:
-                raise RanksDiffer(
+                raise RanksDifferError(
                     f"{TIMEOUT_VARIABLE} gives {timeouts[0]:g} s on rank 0, but {timeout:g} s on rank {rank} (this is "
                     f"{self.names}): set it to the same on all ranks."
                 )
@@ -203,7 +196,7 @@ class Ranks(WatchedGroup):
         if self.rank == 0:
             try:
                 answer = work(), None
-            except RankFailed:
+            except RankFailedError:
                 raise
             except Exception as error:
                 answer = None, error
@@ -223,13 +216,13 @@ class Ranks(WatchedGroup):
             return self._gather_now(value)
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDiffer, on all ranks, if a fact differs between ranks."""
+        """Raise RanksDifferError, on all ranks, if a fact differs between ranks."""
         everywhere = self.gather(facts)
         for name in facts:
             values = [each[name] for each in everywhere]
             if any(value != values[0] for value in values):
                 rank = next(i for i, value in enumerate(values) if value != values[0])
-                raise RanksDiffer(
+                raise RanksDifferError(
                     f"{name}: {values[0]} on rank 0, but {values[rank]} on rank {rank} (this is {self.names}). "
                     "Give all ranks the same arguments, except for their shards of the data."
                 )
@@ -254,7 +247,7 @@ class Ranks(WatchedGroup):
             _write_hash(check, checked)
             self._add_up_over_ranks(buffer)
         if checked is not None and not bool(check[1] * self.size == check[0] ** 2):
-            raise RanksDiffer(
+            raise RanksDifferError(
                 f"the vectors of a product differ between the ranks (seen by {self.names}): give all ranks equal "
                 "arguments and generators of equal seeds (without a generator torch's own is used: call "
                 "torch.manual_seed(seed) on each rank), and use the same number of threads on processors of one kind."

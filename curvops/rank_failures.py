@@ -17,23 +17,17 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
+from curvops.errors import RankFailedError
+
 TIMEOUT, TIMEOUT_VARIABLE = 60.0, "CURVOPS_RANK_TIMEOUT"
-"""The seconds that a rank waits for the others before it raises `RankFailed`, and the environment variable that changes
-them."""
+"""The seconds that a rank waits for the others before it raises `RankFailedError`, and the environment variable that
+changes them."""
 LATE = 1.0
 """Seconds after which a waiting rank reports that it waits, and checks whether another one failed."""
 SIGNS = 6
 """How many times a rank reports within this time that it is at work."""
 PAUSE = 2e-5
 """The first pause between two checks of the store, in seconds."""
-
-
-class RankFailed(RuntimeError):
-    """Raised when another rank failed, ended or was silent for too long: this linearisation can no longer be used.
-
-    Every later call that needs the other ranks raises the same error. Ranks wait for each other for a minute, or
-    for the seconds in the environment variable `CURVOPS_RANK_TIMEOUT`.
-    """
 
 
 def given_timeout() -> float:
@@ -55,7 +49,7 @@ def given_timeout() -> float:
 
 
 class WatchedGroup:
-    """A process group in which a rank that waits for the others raises `RankFailed` if one fails, ends or hangs.
+    """A process group in which a rank that waits for the others raises `RankFailedError` if one fails, ends or hangs.
 
     Args:
         group: a process group of torch.distributed.
@@ -69,7 +63,7 @@ class WatchedGroup:
             )
         for earlier in [watched for watched in _troubled if watched.group is group]:
             if earlier._lost is not None:
-                raise RankFailed(
+                raise RankFailedError(
                     f"{earlier._lost} Since then the ranks of this process group are out of step: create another group."
                 )
             earlier._settle()
@@ -108,8 +102,8 @@ class WatchedGroup:
     def meet(self) -> None:
         """Wait until all ranks have come here, as long as the others are at work; not inside a collective call.
 
-        Raises RankFailed if another rank failed, or has not called `beat` for the timeout plus ten times the longest
-        time between two beats of this rank.
+        Raises RankFailedError if another rank failed, or has not called `beat` for the timeout plus ten times the
+        longest time between two beats of this rank.
         """
         self._meetings += 1
         self._worked = None
@@ -126,7 +120,7 @@ class WatchedGroup:
                         seen[r] = beat, now
                 late = [r for r in missing if now - seen[r][1] > patience]
                 if late:
-                    raise RankFailed(
+                    raise RankFailedError(
                         f"{self.names} has finished and waits for the others; rank {', '.join(map(str, late))} "
                         f"did nothing for {patience:.0f} s: it hangs, has ended, or made different calls; "
                         f"{TIMEOUT_VARIABLE}=seconds lets ranks wait longer."
@@ -136,13 +130,13 @@ class WatchedGroup:
 
     @contextmanager
     def _store_in_reach(self) -> Iterator[None]:
-        """Raise RankFailed if the store, which the first rank keeps, no longer answers."""
+        """Raise RankFailedError if the store, which the first rank keeps, no longer answers."""
         try:
             yield
-        except RankFailed:
+        except RankFailedError:
             raise
         except RuntimeError as error:
-            raise RankFailed(
+            raise RankFailedError(
                 f"the store of the process group no longer answers ({error}); rank 0 has ended."
             ) from error
 
@@ -151,7 +145,7 @@ class WatchedGroup:
         """Report an error raised inside to the other ranks before it propagates."""
         try:
             yield
-        except (RankFailed, GeneratorExit):
+        except (RankFailedError, GeneratorExit):
             raise
         except BaseException as error:
             self._tell_of(error, self.messages)
@@ -176,14 +170,14 @@ class WatchedGroup:
                 self._store.set(f"failed {messages} {self._settled}{key}", what)
 
     def _heed(self, messages: int) -> None:
-        """Raise RankFailed if another rank raised an error after this number of messages."""
+        """Raise RankFailedError if another rank raised an error after this number of messages."""
         mark = f"{messages} {self._settled}"
         if not self._failed and self._store.check([f"failed {mark}"]):
             self._store.set(f"left {mark}", "")
             self._lose(self._store.get(f"failed {mark}").decode())
 
     def _settle(self) -> None:
-        """After an error on this rank, continue if all ranks raised one at this place; otherwise raise RankFailed."""
+        """After an error, continue if all ranks raised one at this place; otherwise raise RankFailedError."""
         mark, begin = f"{self.messages} {self._settled}", time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
         while missing := [rank for rank in others if not self._store.check([f"failed {mark} {rank}"])]:
@@ -200,16 +194,16 @@ class WatchedGroup:
     def _lose(self, why: str) -> NoReturn:
         self._lost = why
         self._note()
-        raise RankFailed(why)
+        raise RankFailedError(why)
 
     def _note(self) -> None:
         if self not in _troubled:
             _troubled.append(self)
 
     def _wait(self, begin: Callable[[], Any], *tensors: Tensor) -> None:
-        """Wait for a collective call of each tensor; raise RankFailed if another rank failed, ended or is late."""
+        """Wait for a collective call of each tensor; raise RankFailedError if another rank failed, ended or is late."""
         if self._lost is not None:
-            raise RankFailed(self._lost)
+            raise RankFailedError(self._lost)
         if _is_destroyed(self.group):
             self._lose("the process group of this linearisation was destroyed: linearise again over another group.")
         if self._failed:
@@ -226,7 +220,7 @@ class WatchedGroup:
                 start, signs = time.monotonic(), _Signs()
                 while not _ends_within(work, LATE):
                     self._look(time.monotonic() - start, signs)
-        except RankFailed:
+        except RankFailedError:
             raise
         except RuntimeError as error:
             self._lose(self._why_broken(error))
@@ -259,7 +253,7 @@ class WatchedGroup:
             while len(dead) > 1 and time.monotonic() < begin + self.timeout:  # the others check each second
                 dead = [rank for rank in range(self.size) if not self._store.check([f"broken {rank}"])]
                 time.sleep(LATE / 20)
-        except RankFailed as raised:
+        except RankFailedError as raised:
             return str(raised)
         except RuntimeError:
             dead = [0]  # its store no longer answers

@@ -19,7 +19,8 @@ from torch import nn
 
 import curvops as co
 from curvops import storage
-from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, identify, named_part, resumable
+from curvops.checkpoint import KIND, Checkpoint, begin, current, identify, named_part, resumable
+from curvops.errors import CheckpointWarning
 from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 
@@ -57,7 +58,7 @@ def test_a_disk_that_fills_up_in_a_run_warns_once(tmp_path, saved_at_each_step, 
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "save", full)
-        with pytest.warns(NotSaved, match="no room.*The run continues") as caught:
+        with pytest.warns(CheckpointWarning, match="no room.*The run continues") as caught:
             kept.save(lambda: {"step": 2})
             kept.save(lambda: {"step": 3})
         assert len(caught) == 1
@@ -86,7 +87,7 @@ def test_a_result_that_cannot_be_written_leaves_all_that_led_to_it(tmp_path, sav
     def full(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    with monkeypatch.context() as patch, pytest.warns(NotSaved, match="no room"):
+    with monkeypatch.context() as patch, pytest.warns(CheckpointWarning, match="no room"):
         patch.setattr(storage, "save", full)
         assert kept.finish(3) == 3
     again = Checkpoint(tmp_path, "test")

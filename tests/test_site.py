@@ -161,7 +161,8 @@ def public_callables() -> set[str]:
         for name in module.__all__:
             value = getattr(module, name)
             ours = getattr(getattr(value, "__init__", None), "__module__", "").startswith("curvops.")
-            built = isinstance(value, type) and ours and not dataclasses.is_dataclass(value)
+            result = dataclasses.is_dataclass(value) or name in co.errors.__all__
+            built = isinstance(value, type) and ours and not result
             if built or isinstance(value, types.FunctionType):
                 found.add(f"{module.__name__.replace('network.', '')}.{name}")
     return found - {"curvops.Damped", "curvops.LowRank", "curvops.low_rank"}  # those of curvops.linalg

@@ -1,4 +1,7 @@
-"""The page on troubleshooting has each warning, error and reason of the library, and no others."""
+"""The page on troubleshooting has each warning, error and reason of the library, and no others.
+
+Tests `errors.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import curvops as co
-from curvops.checkpoint import Opaque
-from curvops.network.engines.proofs import Unlike
+from curvops.checkpoint import UnidentifiedValueError
+from curvops.network.engines.proofs import MismatchError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not a checkout: the documentation is not here")
-CAUGHT_INSIDE = {Opaque, Unlike}
+CAUGHT_INSIDE = {UnidentifiedValueError, MismatchError}
 ENDINGS = {
     "Reasons of linear algebra": co.linalg.Reason,
     "Endings of a tuning": co.evidence.Ending,

@@ -1,23 +1,23 @@
 """Tuning a posterior's hyperparameters by its evidence; every function returns a new posterior."""
 
-from curvops.evidence.ascent import Undetermined
+from curvops.errors import MaxStepsWarning, OscillationWarning, UndeterminedWarning
 from curvops.evidence.grid import Grid, grid
-from curvops.evidence.mackay import Oscillates, mackay
+from curvops.evidence.mackay import mackay
 from curvops.evidence.maximize import maximize
 from curvops.evidence.train import train
 from curvops.evidence.validate import validate
 from curvops.posterior.log_evidence.evidence_parts import Evidence
-from curvops.posterior.log_evidence.tuning import Ending, StepsSpent, Tuning, TuningStep, Validation
+from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep, Validation
 
 __all__ = [
     "Ending",
     "Evidence",
     "Grid",
-    "Oscillates",
-    "StepsSpent",
+    "OscillationWarning",
+    "MaxStepsWarning",
     "Tuning",
     "TuningStep",
-    "Undetermined",
+    "UndeterminedWarning",
     "Validation",
     "grid",
     "mackay",

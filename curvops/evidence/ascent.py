@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.errors import UndeterminedWarning
 from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
@@ -26,10 +27,6 @@ from curvops.posterior.solves.precision import preconditioner
 # Precisions of single weights stay within this factor: beyond it, a weight is practically fixed, or free.
 FURTHEST_WEIGHT = 1e6
 SOLVE_RTOL = 1e-3
-
-
-class Undetermined(UserWarning):
-    """A warning that the data do not determine a hyperparameter, which ends at the limit of the search."""
 
 
 @dataclass(eq=False)
@@ -144,6 +141,6 @@ class Ascent:
             warnings.warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
                 f"within a factor {FURTHEST_WEIGHT:.0g} of the start; these precisions now have the limiting value.",
-                Undetermined,
+                UndeterminedWarning,
                 stacklevel=4,
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest, resumable
 from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
+from curvops.errors import OscillationWarning
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
@@ -37,10 +38,6 @@ LEAST_FALL = 0.3
 """The share of its digits that a solve must have gained for its rate of convergence to be measured."""
 LARGEST_ERROR = 0.2
 """Relative errors of γ above this value do not end the steps earlier."""
-
-
-class Oscillates(UserWarning):
-    """A warning that MacKay's update oscillates around the maximum of the evidence."""
 
 
 @resumable
@@ -103,10 +100,10 @@ def mackay(
             maximum, the checkpoint belongs to another problem, or (with tune_noise) anything that `maximize` rejects
             for "noise".
         OSError: the checkpoint cannot be written.
-        NotConverged: the draws or the mode were not solved to the tolerance.
+        ConvergenceError: the draws or the mode were not solved to the tolerance.
 
-    Warns with `Oscillates` if MacKay's update oscillates, and halves its steps from then on; with `StepsSpent` if the
-    steps ran out before the hyperparameters stopped changing.
+    Warns with `OscillationWarning` if MacKay's update oscillates, and halves its steps from then on; with
+    `MaxStepsWarning` if the steps ran out before the hyperparameters stopped changing.
 
     Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
     """
@@ -223,7 +220,7 @@ class _FixedPoint:
                 warnings.warn(
                     "MacKay's update oscillates around the maximum of the evidence; from here on its steps are "
                     "halved in the logarithms. update='em' does not oscillate.",
-                    Oscillates,
+                    OscillationWarning,
                     stacklevel=4,
                 )
             if self.halved:

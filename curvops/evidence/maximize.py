@@ -69,8 +69,9 @@ def maximize(
             Gaussian, has several noises, or the curvature is not proportional to 1 / noise (an empirical Fisher) or
             cannot be built again (a sum, a matrix of your own).
 
-    Warns with `Undetermined` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example those
-    that no output depends on; with `StepsSpent` if the steps ran out before the hyperparameters stopped changing.
+    Warns with `UndeterminedWarning` if the precision of single weights ends at 1e-6 or 1e6 times its start, for example
+    those that no output depends on; with `MaxStepsWarning` if the steps ran out before the hyperparameters stopped
+    changing.
 
     Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is a different point.
     """

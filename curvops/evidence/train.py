@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
+from curvops.errors import MaxStepsWarning, ModeWarning
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
@@ -25,8 +26,8 @@ from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
-from curvops.posterior.gaussians.updating import MODE_TOLERANCE, NotAMode
-from curvops.posterior.log_evidence.tuning import StepsSpent, Tuning
+from curvops.posterior.gaussians.updating import MODE_TOLERANCE
+from curvops.posterior.log_evidence.tuning import Tuning
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -88,7 +89,7 @@ def train(
             optimiser with weight decay, a loss that is not finite (a step that is too long), and everything that
             `co.linearize`, `co.laplace` and `maximize` reject.
 
-    Warns with `co.NotAMode` if training ended away from a mode.
+    Warns with `co.errors.ModeWarning` if training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
     """
@@ -121,7 +122,7 @@ def train(
                 post = linear(post.lin.likelihood, post.prior_precision)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", StepsSpent)  # the next update continues
+                    warnings.simplefilter("ignore", MaxStepsWarning)  # the next update continues
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
@@ -130,7 +131,7 @@ def train(
             "training ended away from a mode of the posterior: the gradient of the log posterior is "
             f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
             "epochs, larger batches, or an optimizer with a smaller learning rate.",
-            NotAMode,
+            ModeWarning,
             stacklevel=2,
         )
     if not record:

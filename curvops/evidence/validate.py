@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvops.checks import check_accuracy, check_flag, drawn_seed
-from curvops.evidence.ascent import Undetermined
+from curvops.errors import MaxStepsWarning, UndeterminedWarning
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
-from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
+from curvops.posterior.log_evidence.tuning import Validation
 from curvops.posterior.predictions.held_out import targets_by_position
 from curvops.posterior.predictions.split_points import split_points
 
@@ -67,9 +67,9 @@ def validate(
             positive numbers, the data are those of training, "noise" is given with another likelihood, or the curvature
             cannot be built again at another noise.
 
-    Warns with `Undetermined` if the best value is at the edge of those tried: often the largest precision, under which
-    predictions are those of the network itself; with `StepsSpent` if the search over both ended before it reached its
-    accuracy.
+    Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
+    which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
+    reached its accuracy.
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
@@ -165,7 +165,7 @@ class _Search:
             warnings.warn(
                 f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
                 "value, which the returned posterior has, is at the edge of those tried.",
-                Undetermined,
+                UndeterminedWarning,
                 stacklevel=4,
             )
             return
@@ -190,7 +190,7 @@ class _Search:
             warnings.warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
                 "xtol: continue from the returned posterior, or raise xtol.",
-                StepsSpent,
+                MaxStepsWarning,
                 stacklevel=3,
             )
 

@@ -3,10 +3,11 @@
 from importlib.metadata import version
 from typing import Any
 
+from curvops.errors import ModeNotFoundError
 from curvops.gp.exact_process import LinearizedGP
 from curvops.gp.infinite_width import InfiniteWidthKernel
 from curvops.gp.kernel import LinearizedKernel
-from curvops.gp.laplace_process import LaplaceProcess, ModeNotFound, laplace_gp
+from curvops.gp.laplace_process import LaplaceProcess, laplace_gp
 from curvops.gp.mean import LinearizedMean
 from curvops.gp.operator_kernel import ComposedKernel
 from curvops.gp.reduction import ReducedPosterior, reduced_posterior
@@ -19,7 +20,7 @@ __all__ = [
     "LinearizedGP",
     "LinearizedKernel",
     "LinearizedMean",
-    "ModeNotFound",
+    "ModeNotFoundError",
     "ReducedPosterior",
     "laplace_gp",
     "reduced_posterior",

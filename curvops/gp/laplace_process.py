@@ -13,7 +13,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph, check_accuracy, checked_whole
-from curvops.linalg import Estimate, NotConverged, Reason
+from curvops.errors import ModeNotFoundError
+from curvops.linalg import Estimate, Reason
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import KERNEL_COPIES
 from curvops.linalg.solvers.solve import default_rtol
@@ -46,18 +47,6 @@ NOT_FINITE = (
     "prior_mean nearer to the trained weights, or co.laplace, which starts at these."
 )
 REMEDIES = {Reason.ITERATION_LIMIT: SPENT, Reason.STAGNATION: NO_DESCENT, Reason.NON_FINITE: NOT_FINITE}
-
-
-class ModeNotFound(NotConverged):
-    """Raised when the mode was not found to the tolerance; `reason`, `gradient` and `steps` describe the end."""
-
-    def __init__(self, reason: Reason, gradient: float, steps: int, rtol: float) -> None:
-        self.reason, self.gradient, self.steps, self.rtol = reason, gradient, steps, rtol
-        RuntimeError.__init__(
-            self,
-            f"the mode was not found: after {steps} Newton steps the relative gradient is {gradient:.2e}, above "
-            f"{rtol:.2e}. {reason.name}: {REMEDIES.get(reason, reason.value)}",
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,7 +102,7 @@ class LaplaceProcess(Summarised, Predictive):
             The draws, (k, D).
 
         Raises:
-            NotConverged: rtol was not reached.
+            ConvergenceError: rtol was not reached.
             TypeError, ValueError: k is not a whole number of draws, or rtol is not a positive number.
         """
         k = checked_count(k)
@@ -197,8 +186,9 @@ def laplace_gp(
         A `LaplaceProcess`, which predicts as posteriors do, and has the log evidence.
 
     Raises:
-        ModeNotFound: the tolerance was not reached within maxiter steps, or no step lowers the loss; `reason` says why.
-        NotConverged: the solve of a step failed.
+        ModeNotFoundError: the tolerance was not reached within maxiter steps, or no step lowers the loss; `reason` says
+            why.
+        ConvergenceError: the solve of a step failed.
         TypeError, ValueError: an argument is of another kind or size; the prior precision is an operator or an earlier
             posterior; hyperparameters require a gradient, which is not available here.
 
@@ -229,9 +219,10 @@ def laplace_gp(
     space = _space_for(lin, A)
     found = find_dual_mode(space, prior.mean, float(rtol), most)
     if not math.isfinite(found.gradient):
-        raise ModeNotFound(Reason.NON_FINITE, found.gradient, found.steps, rtol)
+        raise ModeNotFoundError(Reason.NON_FINITE, found.gradient, found.steps, rtol, NOT_FINITE)
     if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-        raise ModeNotFound(found.reason, found.gradient, found.steps, rtol)
+        remedy = REMEDIES.get(found.reason, found.reason.value)
+        raise ModeNotFoundError(found.reason, found.gradient, found.steps, rtol, remedy)
     curvature = DisplacedGGN.at(lin, (found.outputs - space.points.outputs).to(lin.theta))
     dual = None
     if isinstance(space, FormedSpace):

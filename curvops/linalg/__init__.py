@@ -5,20 +5,17 @@ from curvops.linalg.operators.base import (
 )
 
 # isort: split
-from curvops.linalg.core.memory import BlockHalved, BudgetExceeded
-from curvops.linalg.core.results import (
-    Eigenpairs,
-    Estimate,
-    FunctionNotConverged,
-    FunctionProduct,
-    NotConverged,
-    NotPositiveDefinite,
-    NotPositiveSemidefinite,
-    PrecisionLimit,
-    Reason,
-    SingularTriplets,
-    Solution,
+from curvops.errors import (
+    BlockSizeWarning,
+    ConvergenceError,
+    FunctionConvergenceError,
+    MemoryBudgetWarning,
+    NotPositiveDefiniteError,
+    NotPositiveSemidefiniteError,
+    PrecisionWarning,
+    RankWarning,
 )
+from curvops.linalg.core.results import Eigenpairs, Estimate, FunctionProduct, Reason, SingularTriplets, Solution
 from curvops.linalg.estimators.diagonal import diagonal
 from curvops.linalg.estimators.effective_dimension import effective_dimension
 from curvops.linalg.estimators.frobenius import frobenius_norm
@@ -38,7 +35,7 @@ from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.given_products import as_operator
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank
-from curvops.linalg.operators.low_rank_approximation import RankTooLow, low_rank
+from curvops.linalg.operators.low_rank_approximation import low_rank
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
@@ -59,8 +56,8 @@ from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 
 __all__ = [
-    "BlockHalved",
-    "BudgetExceeded",
+    "BlockSizeWarning",
+    "MemoryBudgetWarning",
     "BlockPreconditioner",
     "ClosedFormPreconditioner",
     "Damped",
@@ -73,21 +70,21 @@ __all__ = [
     "Eigenpairs",
     "Estimate",
     "FactoredPreconditioner",
-    "FunctionNotConverged",
+    "FunctionConvergenceError",
     "FunctionProduct",
     "Inverse",
     "Kronecker",
     "LowRank",
     "LowRankPreconditioner",
-    "NotConverged",
-    "NotPositiveDefinite",
-    "NotPositiveSemidefinite",
+    "ConvergenceError",
+    "NotPositiveDefiniteError",
+    "NotPositiveSemidefiniteError",
     "Nystrom",
     "Operator",
     "PivotedCholesky",
     "Product",
-    "PrecisionLimit",
-    "RankTooLow",
+    "PrecisionWarning",
+    "RankWarning",
     "Reason",
     "Scaled",
     "SingularTriplets",

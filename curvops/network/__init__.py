@@ -1,10 +1,20 @@
 """The network itself: parameters, likelihoods, data and engines; the interface for the floors above."""
 
+from curvops.errors import (
+    DataChangedError,
+    LowerPrecisionWarning,
+    NoCurvatureWarning,
+    NoDataError,
+    NoProcessGroupWarning,
+    NotLogitsWarning,
+    RankFailedError,
+    RanksDifferError,
+    SharedPointsWarning,
+)
 from curvops.network import likelihoods
-from curvops.network.data.batches import Batch, DataChanged, NoData
+from curvops.network.data.batches import Batch
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
-from curvops.network.data.shard import SharedPoints
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -14,49 +24,45 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
-from curvops.network.trained.first_points import NoCurvature, NotLogits
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import BatchMap, Passes, accumulate
-from curvops.network.walks.rounded_passes import LowerPrecision
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
-from curvops.process_group import RanksDiffer, WithoutGroup
-from curvops.rank_failures import RankFailed
 
 __all__ = [
     "LEAST_ROOM",
     "Batch",
     "BatchMap",
     "Blocks",
-    "DataChanged",
+    "DataChangedError",
     "Empirical",
     "EngineChoice",
     "Exact",
     "Group",
     "JacobianRows",
     "Layer",
-    "LowerPrecision",
+    "LowerPrecisionWarning",
     "Model",
-    "NoCurvature",
-    "NoData",
-    "NotLogits",
+    "NoCurvatureWarning",
+    "NoDataError",
+    "NotLogitsWarning",
     "OuterRows",
     "OutputFisher",
     "Passes",
     "Plan",
     "PointNormals",
-    "RankFailed",
-    "RanksDiffer",
+    "RankFailedError",
+    "RanksDifferError",
     "RewardPairs",
     "Sampled",
     "ShardedNetwork",
     "TangentSpace",
     "TrainedNetwork",
-    "SharedPoints",
-    "WithoutGroup",
+    "SharedPointsWarning",
+    "NoProcessGroupWarning",
     "accumulate",
     "likelihoods",
     "own_randomness",

@@ -1,11 +1,11 @@
 """The operators of a network, one file each, built from a linearisation."""
 
+from curvops.errors import NoFactorsWarning
 from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.function_space.tangent_kernel import TangentKernel
 from curvops.operators.kfac.kfac import EKFAC, KFAC
-from curvops.operators.kfac.kfac_factors import NoFactors
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
@@ -24,7 +24,7 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "Linearization",
-    "NoFactors",
+    "NoFactorsWarning",
     "ShardedLinearization",
     "Subnetwork",
     "TangentKernel",

@@ -1,22 +1,15 @@
 """Samplers, variational families and Kalman filters: one protocol, with any curvature operator as preconditioner."""
 
+from curvops.errors import FewDrawsWarning, NotVectorizedWarning, UnsettledWarning
 from curvops.sampling import diagnostics
 from curvops.sampling.core.chain_draws import Chain
-from curvops.sampling.core.evaluation import NotVectorized
 from curvops.sampling.core.log_density import LogPosterior, log_posterior
 from curvops.sampling.core.schedules import Constant, Cosine, RobbinsMonro
 from curvops.sampling.core.state import Info, MomentumState, State
 from curvops.sampling.core.transition import Transition
 from curvops.sampling.families.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
-from curvops.sampling.families.variational import (
-    FitEnding,
-    Unsettled,
-    Variational,
-    VariationalInfo,
-    VariationalState,
-    vi,
-)
-from curvops.sampling.repriorisation.gap import FewEffectiveDraws, GradientGap
+from curvops.sampling.families.variational import FitEnding, Variational, VariationalInfo, VariationalState, vi
+from curvops.sampling.repriorisation.gap import GradientGap
 from curvops.sampling.repriorisation.reprior import Reprior, reprior
 from curvops.sampling.repriorisation.reprior_problem import ntk_precision
 from curvops.sampling.runs.empirical_posterior import EmpiricalPosterior, empirical
@@ -35,7 +28,7 @@ __all__ = [
     "Cosine",
     "EmpiricalPosterior",
     "ExtendedKalmanFilter",
-    "FewEffectiveDraws",
+    "FewDrawsWarning",
     "FitEnding",
     "GradientGap",
     "Info",
@@ -43,12 +36,12 @@ __all__ = [
     "LogPosterior",
     "Minibatches",
     "MomentumState",
-    "NotVectorized",
+    "NotVectorizedWarning",
     "Reprior",
     "RobbinsMonro",
     "State",
     "Transition",
-    "Unsettled",
+    "UnsettledWarning",
     "Variational",
     "VariationalInfo",
     "VariationalState",

@@ -29,9 +29,9 @@ from curvops.cli.bench.methods import (
     Settings,
     load_peers,
 )
-from curvops.cli.bench.problem import STRENGTH, CountingOperator, NotApplicable
+from curvops.cli.bench.problem import STRENGTH, CountingOperator, NotApplicableError
 from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, TALL, build
-from curvops.cli.bench.rows import BudgetSpent, estimate, solve
+from curvops.cli.bench.rows import BudgetSpentError, estimate, solve
 from curvops.linalg import Dense, Diagonal, as_preconditioner
 
 SIZE = 90
@@ -157,7 +157,7 @@ def test_dual_descent_counts_the_rows_it_reads():
     row = solve(p, "dual-descent", METHODS["dual-descent"], "none", settings)
     assert row.outcome == "converged" and row.true_residual <= 1e-2
     assert row.trail.products == sorted(row.trail.products) and row.trail.products[-1] == row.products > row.iterations
-    with pytest.raises(NotApplicable, match="reads rows"):
+    with pytest.raises(NotApplicableError, match="reads rows"):
         solve(problem(DIGITS), "dual-descent", METHODS["dual-descent"], "none", settings)
 
 
@@ -176,7 +176,7 @@ def test_each_estimator(name):
     assert STRENGTH[p.kind] >= STRENGTH[method.needs]
     for preconditioner in PRECONDITIONERS if method.preconditioned else ("none",):
         if preconditioner == "block-jacobi":
-            with pytest.raises(BudgetSpent, match="90"):
+            with pytest.raises(BudgetSpentError, match="90"):
                 estimate(p, name, method, preconditioner, 30, TINY, lambda: None)
             continue
         row = estimate(p, name, method, preconditioner, 30, TINY, lambda: done.append(1))

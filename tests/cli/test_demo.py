@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from curvops.cli import app
 from curvops.cli.demo import figures, network, report
 from curvops.cli.demo import run as demo
-from curvops.posterior import NotAMode
-from curvops.process_group import WithoutGroup
+from curvops.errors import ModeWarning, NoProcessGroupWarning
 from tests import shape_checks
 from tests.ranks.processes import run_programs
 from tests.threads import using_threads
@@ -53,8 +52,8 @@ def make_tiny(patch: pytest.MonkeyPatch) -> None:
 def printed(output: str) -> tuple[int, str, str]:
     """The exit code of the tiny demo, and what it prints and reports."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("error", WithoutGroup)
-        warnings.simplefilter("ignore", NotAMode)
+        warnings.simplefilter("error", NoProcessGroupWarning)
+        warnings.simplefilter("ignore", ModeWarning)
         make_tiny(patch)
         patch.setattr(shape_checks, "CALLS", 0)  # as for a user
         result = CliRunner().invoke(app, ["demo", "--quick", "--output", output])

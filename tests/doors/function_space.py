@@ -144,7 +144,7 @@ DOORS = [
             "half a step": (lambda: laplace_gp(lin(), maxiter=1.5), TypeError, "maxiter"),
             "a weak prior in few steps": (
                 lambda: laplace_gp(lin(), 1e-6, maxiter=1),
-                co.gp.ModeNotFound,
+                co.gp.ModeNotFoundError,
                 "ITERATION_LIMIT: Newton's method spent its steps",
             ),
         },

@@ -8,6 +8,7 @@ from linear_operator.utils.errors import NotPSDError
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import (
     Dense,
     Diagonal,
@@ -38,7 +39,7 @@ from curvops.linalg import (
 )
 from curvops.linalg.core import vectors
 from curvops.linalg.core.partition import partition
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.core.results import Estimate
 from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
 from tests.doors.door import Door
 from tests.linalg.known import Known, Rooted
@@ -473,7 +474,7 @@ DOORS = [
             "not square": (lambda: trace(torch.ones(2, 3)), ValueError, "square"),
             "indefinite": (
                 lambda: trace(INDEFINITE, method="xnystrace", max_matvecs=50),
-                NotPositiveSemidefinite,
+                NotPositiveSemidefiniteError,
                 "xtrace",
             ),
         },
@@ -489,7 +490,7 @@ DOORS = [
             "few products": (lambda: diagonal(torch.eye(300), max_matvecs=3), ValueError, "at least 4"),
             "indefinite": (
                 lambda: diagonal(INDEFINITE, method="xnysdiag", max_matvecs=50),
-                NotPositiveSemidefinite,
+                NotPositiveSemidefiniteError,
                 "xdiag",
             ),
         },
@@ -699,17 +700,17 @@ DOORS = [
             "columns": (lambda: Kronecker(positive(2, 3), random(2, 3, 1)), ValueError, "right must be"),
             "negative": (
                 lambda: Kronecker(-positive(1, 3), positive(1, 3)).eigen(),
-                NotPositiveSemidefinite,
+                NotPositiveSemidefiniteError,
                 "left factor",
             ),
             "indefinite": (
                 lambda: Kronecker(positive(1, 3) - 2 * torch.eye(3, dtype=torch.float64), positive(1, 3)).eigen(),
-                NotPositiveSemidefinite,
+                NotPositiveSemidefiniteError,
                 "left factor",
             ),
             "negative diagonal": (
                 lambda: Kronecker(-uniform(1, 3), positive(1, 3)).eigen(),
-                NotPositiveSemidefinite,
+                NotPositiveSemidefiniteError,
                 "left factor",
             ),
             "nearest to factors of other sizes": (

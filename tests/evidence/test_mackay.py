@@ -69,7 +69,7 @@ def test_one_step_is_the_published_update(update):
     """Against dense matrices, away from the fixed point that both updates share."""
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
     post = co.laplace(lin, prior_precision=20.0, check_mode=False).with_noise(5.0)
-    with pytest.warns(co.evidence.StepsSpent):
+    with pytest.warns(co.evidence.MaxStepsWarning):
         found = co.evidence.mackay(post, None, 1, update=update, tune_noise=True, xtol=1e-10)
     P = x.mT @ x / 5 + 20 * torch.eye(12, dtype=DOUBLE)
     mode = torch.linalg.solve(P, x.mT @ y / 5)
@@ -217,13 +217,13 @@ def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):
     model.weight.data.zero_()
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0))
     post = co.laplace(lin, prior_precision=30.0, check_mode=False)
-    with pytest.warns(co.evidence.Oscillates, match="update='em'"):
+    with pytest.warns(co.evidence.OscillationWarning, match="update='em'"):
         found = co.evidence.mackay(post, None, 30)
     assert found.tuning.oscillated and found.tuning.converged and len(found.tuning.steps) < 20
     exact = co.evidence.maximize(post, xtol=1e-6, mode="linear")
     torch.testing.assert_close(found.prior_precision, exact.prior_precision, rtol=1e-3, atol=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", co.evidence.Oscillates)
+        warnings.simplefilter("error", co.evidence.OscillationWarning)
         assert not co.evidence.mackay(post, None, 5, update="em").tuning.oscillated
 
 
@@ -237,11 +237,11 @@ def test_steps_that_ran_out_are_said_to_have_and_so_are_their_intervals(tune, an
             return co.evidence.maximize(post, ("scalar", "noise"), steps=steps, mode="linear")
         return co.evidence.mackay(post, None, steps, update=tune, tune_noise=True)
 
-    with pytest.warns(co.evidence.StepsSpent, match="The steps were spent"):
+    with pytest.warns(co.evidence.MaxStepsWarning, match="The steps were spent"):
         found = tuned(2).tuning
     assert not found.converged
     for interval in (found.prior_interval, found.noise_interval):
-        with pytest.warns(co.evidence.StepsSpent, match="interval"):
+        with pytest.warns(co.evidence.MaxStepsWarning, match="interval"):
             interval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

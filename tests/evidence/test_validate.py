@@ -23,7 +23,7 @@ def score(post, x, y):
 @pytest.mark.parametrize("over", ["noise", ("scalar", "noise")])
 def test_no_neighbour_scores_better(regression, over, annotations_unchecked):
     post, x, y = regression
-    with pytest.warns(co.evidence.Undetermined) if "scalar" in over else pytest.MonkeyPatch.context():
+    with pytest.warns(co.evidence.UndeterminedWarning) if "scalar" in over else pytest.MonkeyPatch.context():
         best = co.evidence.validate(post, x, y, over)
     found, record = score(best, x, y), best.tuning
     assert found == pytest.approx(max(record.scores)) and found >= score(post, x, y)

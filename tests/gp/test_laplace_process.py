@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.gp import LaplaceProcess, ModeNotFound, laplace_gp
+from curvops.errors import ModeNotFoundError
+from curvops.gp import LaplaceProcess, laplace_gp
 from curvops.linalg import Reason
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.posterior.core.priors import read_prior
@@ -279,7 +280,7 @@ def test_scoring_by_a_fisher_that_is_no_hessian_ends_at_the_same_mode_after_more
     torch.manual_seed(0)
     x, y = torch.randn(N, 3, dtype=DOUBLE), torch.randn(N, 1, dtype=DOUBLE)
     lin = co.linearize(mlp(8, 2), (x, y), co.likelihoods.HeteroscedasticGaussian())
-    with pytest.raises(ModeNotFound, match="raise maxiter"):
+    with pytest.raises(ModeNotFoundError, match="raise maxiter"):
         laplace_gp(lin, 0.7, maxiter=5)
     process = laplace_gp(lin, 0.7, maxiter=500, rtol=1e-6)
     mode = co.laplace(lin, prior_precision=0.7, check_mode=False).linear_mode(maxiter=500)
@@ -289,11 +290,13 @@ def test_scoring_by_a_fisher_that_is_no_hessian_ends_at_the_same_mode_after_more
 
 def test_it_says_why_the_search_ended() -> None:
     lin = linearized("softmax")
-    with pytest.raises(ModeNotFound, match=r"after 1 Newton steps .* ITERATION_LIMIT: Newton's method spent") as caught:
+    with pytest.raises(
+        ModeNotFoundError, match=r"after 1 Newton steps .* ITERATION_LIMIT: Newton's method spent"
+    ) as caught:
         laplace_gp(lin, 1e-3, maxiter=1)
     assert caught.value.reason is Reason.ITERATION_LIMIT and caught.value.steps == 1
     assert caught.value.gradient > 1e-6
-    with pytest.raises(ModeNotFound, match="NON_FINITE: At the linear model's outputs"):
+    with pytest.raises(ModeNotFoundError, match="NON_FINITE: At the linear model's outputs"):
         laplace_gp(linearized("poisson"), 1.0, prior_mean=1e4)
 
 

@@ -114,7 +114,7 @@ def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
     without = (lambda values, x: functional_call(model, values, (x,))), dict(model.named_parameters())
     lin = co.linearize(without, data, "classification")
-    with pytest.warns(co.NoFactors, match=r"'0.weight', '0.bias'.*1,230.*co.GGN") as caught:
+    with pytest.warns(co.errors.NoFactorsWarning, match=r"'0.weight', '0.bias'.*1,230.*co.GGN") as caught:
         diagonal = kind(lin)
     assert len(caught) == 1  # the last layer's block is exact
     torch.testing.assert_close(diagonal.blocks[0].entries, co.DiagonalGGN(lin).entries[:1230], rtol=1e-10, atol=0)
@@ -134,5 +134,5 @@ def test_a_layer_without_a_rule_that_gets_a_diagonal_is_named():
 
     torch.manual_seed(0)
     lin = co.linearize(Last().double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
-    with pytest.warns(co.NoFactors, match="rnn.*no layer rule.*co.GGN"):
+    with pytest.warns(co.errors.NoFactorsWarning, match="rnn.*no layer rule.*co.GGN"):
         co.KFAC(lin)

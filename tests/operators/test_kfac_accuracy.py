@@ -22,8 +22,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
 from curvops.linalg import Dense, Kronecker
-from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit, Reason
+from curvops.linalg.core.results import Reason
 from curvops.linalg.operators import kronecker, kronecker_factors
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network.walks import layer_roots as roots
@@ -65,7 +66,7 @@ def test_single_precision_has_the_answers_of_double_precision(name: str) -> None
         J = lin.jacobian(x.to(lin.theta.dtype)).to_dense()
         J = J[:, A.indices] if isinstance(A, co.Subnetwork) else J
         with warnings.catch_warnings():
-            warnings.simplefilter("error", PrecisionLimit)
+            warnings.simplefilter("error", PrecisionWarning)
             for prior in PRIORS:
                 P = A.add_diagonal(prior)
                 variances = (J * P.solve(J.mT).mT).sum(1)
@@ -180,13 +181,13 @@ def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: py
     monkeypatch.setattr(outer_sums, "MOST_EXACT", 4)
     single, double, _ = digits()
     A = co.KFAC(single)
-    with pytest.warns(PrecisionLimit, match=r"rounding of torch.float32 .* larger prior precision"):
+    with pytest.warns(PrecisionWarning, match=r"rounding of torch.float32 .* larger prior precision"):
         found = A.add_diagonal(1e-4).logdet()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", PrecisionLimit)
+        warnings.simplefilter("error", PrecisionWarning)
         A.add_diagonal(1e4).logdet()
         co.KFAC(double).add_diagonal(1e-4).logdet()
-    with pytest.warns(PrecisionLimit):
+    with pytest.warns(PrecisionWarning):
         post = co.laplace(single, A, 1e-4, check_mode=False)
         evidence = post.log_evidence(rtol=1e-9)
         effective = post.effective_parameters(rtol=1e-9)
@@ -199,7 +200,7 @@ def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: py
 
 def test_a_large_dense_matrix_in_single_precision_warns() -> None:
     A = Dense(torch.diag(torch.tensor([1e6, 1.0, 0.0])), psd=True)
-    with patch("curvops.linalg.core.solve_routes.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
+    with patch("curvops.linalg.core.solve_routes.DENSE_BLOCK", 2), pytest.warns(PrecisionWarning, match="Dense"):
         A.add_diagonal(1e-3).solve(torch.ones(3))
 
 
@@ -304,7 +305,7 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
         assert seen.count(("eigendecompositions", 4, 4)) == 2
         seen.clear()
     wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
-    with pytest.raises(NotPositiveSemidefinite, match="right factor"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="right factor"):
         wrong.eigen()
 
 

@@ -92,7 +92,7 @@ def broken(value: float) -> Tensor:
 
 
 def test_data_that_differ_between_passes() -> None:
-    with pytest.raises(co.DataChanged, match=r"other values.*shuffling, random augmentation"):
+    with pytest.raises(co.errors.DataChangedError, match=r"other values.*shuffling, random augmentation"):
         _ = co.GGN(co.linearize(net(), Noisy(), "classification")) @ torch.ones(51)
 
 
@@ -160,7 +160,7 @@ def test_data_changed_in_place_are_refused_or_not_seen() -> None:
     y.add_(1)
     torch.testing.assert_close(co.GGN(kept) @ v, product)
     torch.testing.assert_close(kept.log_likelihood(), log_likelihood)
-    with pytest.raises(co.DataChanged, match="linearise again if the change was intended"):
+    with pytest.raises(co.errors.DataChangedError, match="linearise again if the change was intended"):
         _ = co.GGN(streamed) @ v
 
 

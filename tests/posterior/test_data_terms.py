@@ -66,7 +66,7 @@ def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
 
 
 def test_a_half_that_is_no_mode_of_its_own_still_warns(halves):
-    with pytest.warns(co.NotAMode):
+    with pytest.warns(co.errors.ModeWarning):
         co.laplace(halves[1], prior_precision=1.0)
 
 

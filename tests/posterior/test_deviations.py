@@ -124,7 +124,7 @@ def test_descent_on_a_right_hand_side_of_zeros_stays_at_zero(loss, zeros, monkey
 
 def test_a_step_that_diverges_is_an_error_with_one_to_try():
     post = setting(prior=0.01)
-    with pytest.raises(co.Diverged, match=r"step_size=1\b.*try step_size="):
+    with pytest.raises(co.errors.DivergenceError, match=r"step_size=1\b.*try step_size="):
         post.deviations(2, method=co.StochasticDescent(step_size=1.0, batch_size=10), generator=seeded())
 
 
@@ -263,7 +263,7 @@ def test_the_ends_of_an_interval_that_belong_to_it_are_taken(annotations_uncheck
 
 def test_an_error_of_draws_that_do_not_converge_holds_them():
     post = setting()
-    with pytest.raises(co.linalg.NotConverged, match="2 of 2 draws did not converge") as caught:
+    with pytest.raises(co.linalg.ConvergenceError, match="2 of 2 draws did not converge") as caught:
         post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
     assert caught.value.deviations.draws.shape == (2, 51)
 

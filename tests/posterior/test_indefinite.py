@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.core.results import NotPositiveDefinite, NotPositiveSemidefinite
+from curvops.errors import NotPositiveDefiniteError, NotPositiveSemidefiniteError
 from tests.posterior.trained import problem
 
 
@@ -27,12 +27,12 @@ def least(lin):
 def test_a_hessian_under_a_small_prior_is_refused_at_the_door(lin, prior):
     assert least(lin) < -0.5
     given = torch.linspace(1e-3, 2e-3, lin.num_parameters, dtype=torch.float64) if prior == "vector" else prior
-    with pytest.raises(NotPositiveSemidefinite, match="eigenvalue of -.*prior_precision of") as refused:
+    with pytest.raises(NotPositiveSemidefiniteError, match="eigenvalue of -.*prior_precision of") as refused:
         co.laplace(lin, co.Hessian, prior_precision=given, check_mode=False)
     needed = float(re.search(r"prior_precision of ([\d.e+-]+)", str(refused.value))[1])
     assert -least(lin) < needed < -1.1 * least(lin)
     post = co.laplace(lin, co.Hessian, prior_precision=needed, check_mode=False)
-    with pytest.raises(NotPositiveSemidefinite, match="prior_precision of"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="prior_precision of"):
         post.with_prior(1e-3)
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     J = lin.jacobian(x).to_dense()
@@ -56,10 +56,10 @@ def test_an_indefinite_precision_that_passed_the_door_is_refused_by_every_use(li
         post.log_evidence,
         post.effective_parameters,
     ):
-        with pytest.raises((NotPositiveDefinite, NotPositiveSemidefinite)):
+        with pytest.raises((NotPositiveDefiniteError, NotPositiveSemidefiniteError)):
             use()
     for use in (post.log_evidence, post.effective_parameters):
-        with pytest.raises(NotPositiveSemidefinite, match="Hessian: .*use the GGN"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="Hessian: .*use the GGN"):
             use()
 
 

@@ -85,7 +85,7 @@ def ran(route):
     return seen.get(route, {route.removesuffix(" with a sketch")})
 
 
-@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
+@pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_draws(name, seen):
     make, columns, route = CASES[name]
@@ -100,7 +100,7 @@ def test_draws(name, seen):
     assert found.method == METHODS.get(route, route)
 
 
-@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
+@pytest.mark.filterwarnings("ignore::curvops.errors.ModeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_predictions(name, seen):
     make, columns, _ = CASES[name]

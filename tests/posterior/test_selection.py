@@ -78,9 +78,9 @@ def test_inert_weights_are_warned_of_with_their_share():
         model[0].weight[1], model[0].bias[1] = 0.0, -1.0
     x = torch.randn(20, 3, dtype=DOUBLE)
     lin = co.linearize(model, (x, x[:, :2]), "regression")
-    with pytest.warns(co.InertWeights, match="100% of the 4 weights selected by 'variance'"):
+    with pytest.warns(co.errors.InertWeightsWarning, match="100% of the 4 weights selected by 'variance'"):
         co.select(lin, 4, "variance")
-    with pytest.warns(co.InertWeights, match="75% of the 8"):  # the dead unit's weights in and out
+    with pytest.warns(co.errors.InertWeightsWarning, match="75% of the 8"):  # the dead unit's weights in and out
         co.select(lin, 8, "variance")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -195,7 +195,7 @@ def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndar
     B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
     shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_processes, of_tuning)]
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", co.evidence.StepsSpent)
+        warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
         found = answered(chain(*shelves, of_tasks(lin, later)))
     return found | answered(of_gradients(lin, B))
 

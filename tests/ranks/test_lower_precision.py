@@ -21,7 +21,7 @@ def linearise(lower: Any, shards: tuple[int, ...] = (N,), group: Any = None, ran
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3)).double()
     own, (x, y) = slice(sum(shards[:rank]), sum(shards[: rank + 1])), data("labels")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.LowerPrecision)
+        warnings.simplefilter("ignore", co.errors.LowerPrecisionWarning)
         return co.linearize(model, (x[own], y[own]), "classification", compute_dtype=lower, process_group=group)
 
 
@@ -44,7 +44,7 @@ def asked_of_rank(group: Any, size: int) -> dict[str, Any]:
         answers["refused"] = str(error)
     try:
         linearise(torch.bfloat16 if rank else None, SHARDS[size], group, rank)
-    except co.RanksDiffer as error:
+    except co.errors.RanksDifferError as error:
         answers["differ"] = str(error)
     return answers
 

@@ -122,7 +122,7 @@ def differing(group: dist.ProcessGroup, size: int) -> list[str]:
     for columns in (K, MANY):
         try:
             _ = co.GGN(lin) @ torch.full((D, columns), 1.0 + dist.get_rank(group), dtype=DOUBLE)
-        except co.RanksDiffer as error:
+        except co.errors.RanksDifferError as error:
             said.append(str(error))
     return said
 

@@ -149,7 +149,7 @@ def trained(size: int = 1, rank: int = 0, group: Any = None) -> dict[str, np.nda
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         options = {"epochs": 6, "every": 3, "generator": seeded(), "process_group": group} | options
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", co.NotAMode)
+            warnings.simplefilter("ignore", co.errors.ModeWarning)
             post = co.evidence.train(model, points, "classification", prior_precision=2.0, **options)
         found[f"training, {name}: weights"] = post.lin.theta.numpy().copy()
         found[f"training, {name}: precision"] = post.prior_precision.numpy().copy()
@@ -182,11 +182,11 @@ def refusals_of_training(group: Any) -> dict[str, str]:
 
 REFUSED = {
     "batches of one rank": "ValueError: over a process group minibatches are drawn from the points of all ranks",
-    "other models": "RanksDiffer: the network's tensors",
-    "other seeds": "RanksDiffer: the generator of minibatches",
-    "statistics of batches": "RanksDiffer: the network's tensors",
+    "other models": "RanksDifferError: the network's tensors",
+    "other seeds": "RanksDifferError: the generator of minibatches",
+    "statistics of batches": "RanksDifferError: the network's tensors",
     "not finite": "ValueError: the loss is not finite",
-    "a step": "RanksDiffer",
+    "a step": "RanksDifferError",
 }
 
 

@@ -144,11 +144,11 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 REFUSED = {
-    "other priors": "RanksDiffer: the prior's precision: Tensor(",
-    "other seeds": "RanksDiffer: the vectors of a product differ",
-    "other steps": "RanksDiffer: the vectors of a product differ",
-    "other seeds of minibatches": "RanksDiffer: the seed of minibatches",
-    "other sizes of minibatches": "RanksDiffer: the size of minibatches: 4 on rank 0, but 5 on rank 1",
+    "other priors": "RanksDifferError: the prior's precision: Tensor(",
+    "other seeds": "RanksDifferError: the vectors of a product differ",
+    "other steps": "RanksDifferError: the vectors of a product differ",
+    "other seeds of minibatches": "RanksDifferError: the seed of minibatches",
+    "other sizes of minibatches": "RanksDifferError: the size of minibatches: 4 on rank 0, but 5 on rank 1",
     "all points in minibatches": "ValueError: data have 14 points, but the log posterior was built for",
     "minibatches for Metropolis": "ValueError: this batch has 4 of the 14 points",
     "part of a shard": "ValueError: this batch has 3 of the ",
@@ -230,5 +230,5 @@ def failing_sampler(group: dist.ProcessGroup, how: str) -> str:
 @pytest.mark.parametrize("how", ["model", "function of the log posterior"])
 def test_a_rank_whose_model_fails_is_named(how) -> None:
     found = run_apart(2, failing_sampler, how)
-    assert "RankFailed: rank 1 of 2 raised OSError: the disk is gone" in found[0]
+    assert "RankFailedError: rank 1 of 2 raised OSError: the disk is gone" in found[0]
     assert found[1] == "OSError: the disk is gone"

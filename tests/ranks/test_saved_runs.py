@@ -77,7 +77,7 @@ def answers(group: Any, folder: str, saved: bool = False) -> dict[str, np.ndarra
     lin, found = linearise("labels", SHARDS[size], group, rank), {}
     for name, run in RUNS.items():
         with stopped(SAVES[name]) if not saved else contextlib.nullcontext(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", co.evidence.StepsSpent)
+            warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
             before = lin.ranks.messages if lin.ranks else 0
             found[name] = run(lin, Path(folder) / name).numpy()
             found[f"messages of {name}"] = np.array(lin.ranks.messages - before if lin.ranks else 0)
@@ -135,7 +135,7 @@ def told_run(group: dist.ProcessGroup, folder: str, name: str, saves: Any = None
         plain(*given)
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore", co.evidence.StepsSpent)
+        warnings.simplefilter("ignore", co.evidence.MaxStepsWarning)
         if saves is not None:
             patch.setattr(storage, "save", save)
         return RUNS[name](lin, folder).numpy()

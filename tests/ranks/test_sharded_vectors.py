@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import curvops as co
 from curvops import linalg
+from curvops.errors import RanksDifferError
 from curvops.linalg import cg, lsmr, minres
 from curvops.linalg.core import sharded
 from curvops.linalg.core.sharded import unwrapped
 from curvops.linalg.core.vectors import gram
-from curvops.process_group import Ranks, RanksDiffer
+from curvops.process_group import Ranks
 from tests.linalg.matrices import symmetric
 from tests.memory import peak_of
 from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, run_apart, run_on_ranks
@@ -218,7 +219,7 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
         G.sharded(size)
     with pytest.raises(ValueError, match="cannot be drawn from"):
         linalg.draw(co.low_rank(G.sharded(mesh), 4, generator=seeded()), 2)
-    with pytest.raises(RanksDiffer, match="generators"):
+    with pytest.raises(RanksDifferError, match="generators"):
         linalg.nystrom(G.sharded(mesh), 3, generator=seeded(rank))
 
 
@@ -245,7 +246,7 @@ def failure(group: Any) -> str:
 
 
 def test_all_ranks_are_told_of_an_error_on_one() -> None:
-    assert run_apart(2, failure) == {0: "RankFailed", 1: "RuntimeError"}
+    assert run_apart(2, failure) == {0: "RankFailedError", 1: "RuntimeError"}
 
 
 def costs(mesh: Any, lin: co.Linearization) -> None:

@@ -224,7 +224,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "two questions": ("asks for predictions", "uncertainty"),
         "one asks again": (", again, gather=False", ", again, gather=False"),
         "two links": ("'probit'", "'bridge'"),
-        "two seeds": ("seed=", "RanksDiffer"),
+        "two seeds": ("seed=", "RanksDifferError"),
         "two forms": ("are of", "inputs of one form"),
         "two numbers of functions": ("2 functions", "3 functions"),
         "groups that cut a rank's points": ("must divide the 3 points", "must divide the 3 points"),

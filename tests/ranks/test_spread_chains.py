@@ -138,17 +138,17 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 
 REFUSED = {
     "fewer chains than ranks": "ValueError: 1 chains are fewer than the 2 ranks",
-    "other numbers of chains": "RanksDiffer: the number of chains",
+    "other numbers of chains": "RanksDifferError: the number of chains",
     "a number as group": "TypeError: process_group must be a process group",
-    "other seeds": "RanksDiffer: the chains' seeds, from generator",
-    "other starts": "RanksDiffer: the params to start from",
+    "other seeds": "RanksDifferError: the chains' seeds, from generator",
+    "other starts": "RanksDifferError: the params to start from",
     "chains of chains": "ValueError: the sampler already runs ",
     "data shared by the same ranks": "ValueError: the ranks of process_group share the data of log_posterior",
     "a checkpoint": "ValueError: checkpoint= is not for chains that ranks share",
     "rhat of one rank's chains": "ValueError: draws hold only the chains of rank ",
     "predictions of one rank's chains": "ValueError: draws hold only the chains of rank ",
-    "other projections": "RanksDiffer: the projections, from count and generator",
-    "reprior of a shard": "RanksDiffer: the params to start from",
+    "other projections": "RanksDifferError: the projections, from count and generator",
+    "reprior of a shard": "RanksDifferError: the params to start from",
     "a fit": "ValueError: variational inference makes one fit, not chains",
     "messages": "2 at the start, 4 of a run",
     "own chains": "of 5",
@@ -185,9 +185,9 @@ def failing_chains(group: dist.ProcessGroup, how: str) -> str:
 @pytest.mark.parametrize(
     "how, said",
     [
-        ("raises", "RankFailed: rank 1 of 2 raised OSError: the disk is gone"),
-        ("ends", "RankFailed: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
-        ("hangs", "RankFailed: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
+        ("raises", "RankFailedError: rank 1 of 2 raised OSError: the disk is gone"),
+        ("ends", "RankFailedError: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
+        ("hangs", "RankFailedError: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
     ],
 )
 def test_a_rank_that_fails_is_named(how, said) -> None:

@@ -141,7 +141,7 @@ def test_a_network_without_vmap_falls_back_to_the_loop() -> None:
     _, X, y = problem()
     f = S.log_posterior(Halting(), "classification", data_size=11)
     sampler = S.sgld(f, 0.1)
-    with pytest.warns(S.NotVectorized, match="one by one"):
+    with pytest.warns(S.NotVectorizedWarning, match="one by one"):
         found = S.run(S.chains(sampler, 3), f.params, [(X, y)], steps=4, generator=seeded(0))
     loop = S.run(S.chains(sampler, 3, vectorized=False), f.params, [(X, y)], steps=4, generator=seeded(0))
     assert torch.equal(found.theta, loop.theta)

@@ -103,7 +103,7 @@ def test_effective_draws_are_those_of_equal_weights():
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             warn_of_few(ratios, "an average")
-        assert [each.category for each in seen] == [co.sampling.FewEffectiveDraws] * few
+        assert [each.category for each in seen] == [co.sampling.FewDrawsWarning] * few
 
 
 def test_the_divergence_s_standard_error_is_the_jackknife_s():
@@ -132,9 +132,9 @@ def test_both_fall_with_the_width():
 
 def test_few_effective_draws_are_said_to_be_few():
     rep = curve(noise=1e-4)
-    with pytest.warns(co.sampling.FewEffectiveDraws, match="is too low, a lower bound"):
+    with pytest.warns(co.sampling.FewDrawsWarning, match="is too low, a lower bound"):
         rep.divergence(30, torch.Generator().manual_seed(0))
-    with pytest.warns(co.sampling.FewEffectiveDraws, match="not a reliable mean under p̃"):
+    with pytest.warns(co.sampling.FewDrawsWarning, match="not a reliable mean under p̃"):
         rep.gradient_gap(samples=30, generator=torch.Generator().manual_seed(0))
 
 

@@ -181,7 +181,7 @@ def test_divergence_is_found_within_100_steps_with_a_step_that_works(name: str, 
     largest = float(torch.linalg.eigvals(D.to_dense() @ H).real.max())
     limit = DIVERGING[name](1.0, D).stability_limit(largest)
     start = torch.ones(4, dtype=torch.float64)
-    with pytest.raises(co.Diverged, match="try step_size=") as raised:
+    with pytest.raises(co.errors.DivergenceError, match="try step_size=") as raised:
         S.run(DIVERGING[name](share * limit, D), start, steps=120, generator=seeded(0))
     named = [float(x) for x in re.findall(r"(?:up to|step_size=)(?: )?([\d.e+-]*\d)", str(raised.value))]
     assert named[1] == pytest.approx(limit, rel=0.02)
@@ -220,14 +220,14 @@ def test_a_run_of_one_step_is_watched_too() -> None:
 
 
 def test_a_metropolis_sampler_that_accepts_nothing_is_an_error() -> None:
-    with pytest.raises(co.Diverged, match=r"100 proposals with step_size=50.*try step_size="):
+    with pytest.raises(co.errors.DivergenceError, match=r"100 proposals with step_size=50.*try step_size="):
         S.run(S.lmc(log_density(H), 50.0, data_size=1), START + 1, steps=120, generator=seeded(0))
 
 
 def test_numbers_that_become_infinite_are_an_error_in_update() -> None:
     sampler = S.sgld(log_density(H), 1e30, data_size=1)
     state = sampler.init(START + 1, seeded(0))
-    with pytest.raises(co.Diverged, match=r"at step \d+ with step_size=1e\+30.*try step_size=2.5e\+29"):
+    with pytest.raises(co.errors.DivergenceError, match=r"at step \d+ with step_size=1e\+30.*try step_size=2.5e\+29"):
         for _ in range(50):
             state, _ = sampler.update(state)
 

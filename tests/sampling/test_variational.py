@@ -306,7 +306,7 @@ def test_what_diverges_names_the_step_that_its_user_can_set(method: str, way: st
         assert "with lr=0.5" in str(error) and "try lr=0.12" in str(error) and "step_size" not in str(error)
         return
     make = co.sampling.vi if method == "vi" else lambda f, **given: co.sampling.optimizer(torch.optim.Adam, f, **given)
-    with pytest.raises(co.posterior.Diverged, match=r"lr=0\.001.*lr=0\.00025\.$") as caught:
+    with pytest.raises(co.errors.DivergenceError, match=r"lr=0\.001.*lr=0\.00025\.$") as caught:
         sampler = make(away, data_size=N)
         if way == "run":
             co.sampling.run(sampler, log_posterior.params, [batch], steps=30, progress=False)
@@ -432,7 +432,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(method: str, tmp_pa
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.filterwarnings("ignore::curvops.sampling.Unsettled")
+@pytest.mark.filterwarnings("ignore::curvops.sampling.UnsettledWarning")
 def test_the_posterior_of_a_network_is_saved_and_follows_the_linearisation_s_order(tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

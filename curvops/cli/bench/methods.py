@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops import linalg
 from curvops.cli.bench.measure import Trail
-from curvops.cli.bench.problem import EIGENVALUES, BenchError, NotApplicable, Problem
+from curvops.cli.bench.problem import EIGENVALUES, BenchError, NotApplicableError, Problem
 from curvops.cli.bench.problems import import_module_here
 from curvops.linalg import Estimate, FactoredPreconditioner, Solution
 from curvops.linalg.estimators.diagonal import METHODS as DIAGONALS
@@ -91,7 +91,7 @@ def _lsmr(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: T
 def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
     """Solve by dual descent, which reads rows and counts them itself; the count is spread evenly over the epochs."""
     if problem.tensor is None:
-        raise NotApplicable("it reads rows, which are free only for a tensor")
+        raise NotApplicableError("it reads rows, which are free only for a tensor")
     counter, before = trail.counter, trail.counter.count
     generator, epochs = torch.Generator(problem.B.device).manual_seed(settings.seed), min(settings.maxiter, EPOCHS)
     options: dict[str, Any] = {"rtol": settings.rtol, "maxiter": epochs, "generator": generator, "callback": trail}
@@ -123,7 +123,9 @@ def _logdet(problem: Problem, P: Any, budget: int, generator: torch.Generator) -
     if problem.shift and problem.shift >= problem.lower:
         return linalg.logdet(problem.G, shift=problem.shift, **options)
     if not problem.lower and budget < len(problem.B):
-        raise NotApplicable("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
+        raise NotApplicableError(
+            "it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives"
+        )
     return linalg.logdet(problem.A, lower_bound=problem.lower or None, **options)
 
 

@@ -26,7 +26,7 @@ class BenchError(ValueError):
     """Raised for a wrong choice of problems or methods; the message is one line with the possible choices."""
 
 
-class NotApplicable(ValueError):
+class NotApplicableError(ValueError):
     """Raised by a method that does not suit a problem; the message says why."""
 
 

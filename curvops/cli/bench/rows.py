@@ -149,9 +149,9 @@ def _run(
     P = PRECONDITIONERS[preconditioner](problem, limited, generator)
     left = budget - problem.G.counter.count
     if left < budget // 4:
-        raise BudgetSpent(str(problem.G.counter.count))
+        raise BudgetSpentError(str(problem.G.counter.count))
     return estimator.run(problem, P, left, generator)
 
 
-class BudgetSpent(ValueError):
+class BudgetSpentError(ValueError):
     """Raised if a preconditioner leaves too little of the budget for the estimate."""

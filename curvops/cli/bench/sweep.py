@@ -17,9 +17,9 @@ from curvops import plots
 from curvops.cli.bench import tables
 from curvops.cli.bench.measure import MEMORY
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, load_peers
-from curvops.cli.bench.problem import STRENGTH, BenchError, NotApplicable, Problem
+from curvops.cli.bench.problem import STRENGTH, BenchError, NotApplicableError, Problem
 from curvops.cli.bench.problems import NAMES, build
-from curvops.cli.bench.rows import BudgetSpent, EstimateRow, SolveRow, estimate, solve
+from curvops.cli.bench.rows import BudgetSpentError, EstimateRow, SolveRow, estimate, solve
 
 PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")
@@ -181,10 +181,10 @@ def _cell(
             try:
                 row = estimate(problem, name, method, preconditioner, budget, settings, bar.update)
                 results.estimates.append(row)
-            except BudgetSpent as error:
+            except BudgetSpentError as error:
                 note = f"{label} skipped at {budget} products: building it takes {error}"
                 results.notes.append(f"{problem.name}: {note}")
-    except NotApplicable as error:
+    except NotApplicableError as error:
         note = f"{problem.name}: {name} skipped, {error}"
         results.notes += [note] if note not in results.notes else []
     except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:

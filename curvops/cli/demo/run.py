@@ -257,7 +257,7 @@ def _draw_figures(
     with stages.stage("figure: spectrum of the GGN"):
         spectrum = figures.spectrum(post.curvature, generator, output / "spectral_density.png")
     with stages.stage("figures: regression, covariance"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", co.WithoutGroup)  # each process fits the curve by itself
+        warnings.simplefilter("ignore", co.errors.NoProcessGroupWarning)  # each process fits the curve by itself
         figures.regression(generator, output / "regression.png")
         labels = [str(int(digit)) for digit in test.y[:4]]
         figures.covariance(post, test.x[:4], labels, output / "covariance.png")

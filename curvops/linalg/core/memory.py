@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
+from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
@@ -191,21 +192,13 @@ NO_ROOM = (
 )
 
 
-class BlockHalved(UserWarning):
-    """A warning that memory did not suffice for a block of columns, which is now split into smaller blocks."""
-
-
-class BudgetExceeded(UserWarning):
-    """A warning that a memory budget is less than the least that an algorithm needs, which it takes all the same."""
-
-
 def _require(budgets: Sequence[int], least: int) -> None:
     """Warn if one of these budgets is less than the bytes that an algorithm needs at least."""
     if least > max(UNTOLD_BYTES, short := min(budgets, default=least)):
         warnings.warn(
             f"the memory budget is {short:,} bytes, but the working vectors take at least {least:,}, and will be "
             "allocated: pass a memory_budget of that size, or linearise fewer parameters.",
-            BudgetExceeded,
+            MemoryBudgetWarning,
             stacklevel=6,
         )
 
@@ -234,7 +227,7 @@ class Halving:
             warnings.warn(
                 f"out of memory with {stop - start} columns at once: {(stop - start) // 2} are {self.what} at a time "
                 "from now on, or fewer if that is still too many. A memory_budget avoids such failed attempts.",
-                BlockHalved,
+                BlockSizeWarning,
                 stacklevel=5,
             )
         self.told = True

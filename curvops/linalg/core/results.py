@@ -12,11 +12,17 @@ from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
-from linear_operator.utils.errors import NotPSDError
 from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import checked_number
+from curvops.errors import (
+    ConvergenceError,
+    FunctionConvergenceError,
+    NotPositiveDefiniteError,
+    NotPositiveSemidefiniteError,
+    PrecisionWarning,
+)
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.vectors import Vectors
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of
@@ -82,10 +88,6 @@ class Reason(Enum):
         "No tolerance was set: the whole budget was spent, and the error bar shows the accuracy reached. "
         "For a given accuracy, set rtol."
     )
-
-
-class PrecisionLimit(UserWarning):
-    """A warning that the dtype has too few digits: for the tolerance of a solve, or for a result in closed form."""
 
 
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
@@ -175,43 +177,25 @@ class Solution(Summarised, Reasoned):
             remedies: texts by reason, for callers whose users cannot set the options that a reason names.
 
         Raises:
-            NotPositiveDefinite: a column failed because the operator is not positive definite.
-            NotConverged: a column failed for any other reason.
+            NotPositiveDefiniteError: a column failed because the operator is not positive definite.
+            ConvergenceError: a column failed for any other reason.
         """
         if self.accepted:
             return self
         indefinite = Reason.NOT_POSITIVE_DEFINITE in self.reasons
-        raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol, remedies)
+        raise (NotPositiveDefiniteError if indefinite else ConvergenceError)(self, rtol, remedies)
 
 
 def accept(solution: Solution, rtol: float) -> Vectors:
     """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionLimit, stacklevel=3)
+        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionWarning, stacklevel=3)
     return solution.raise_if_failed(rtol).x
 
 
-class NotConverged(RuntimeError):
-    """Raised when a solve failed; ``solution`` holds the state reached."""
-
-    def __init__(self, solution: Solution, rtol: float, remedies: Mapping[Reason, str] | None = None) -> None:
-        self.solution = solution
-        self.rtol = rtol
-        measure = f"true relative residual {{}} at iteration {solution.iterations}, where rtol={rtol:.2e}"
-        super().__init__(solution.failures("columns", measure, solution.relative_residuals, remedies))
-
-
-class NotPositiveDefinite(NotConverged, NotPSDError):
-    """Raised when a solve meets a direction of non-positive curvature."""
-
-
-class NotPositiveSemidefinite(NotPSDError, ValueError):
-    """Raised for a matrix that must be positive semidefinite, or positive definite, and is not."""
-
-
-def indefinite(finding: str) -> NotPositiveSemidefinite:
+def indefinite(finding: str) -> NotPositiveSemidefiniteError:
     """Return the error that reports why a matrix is indefinite, with the remedy."""
-    return NotPositiveSemidefinite(
+    return NotPositiveSemidefiniteError(
         f"{finding} Add a prior precision (add_diagonal, or shift= where a call has it) that is large enough, or use "
         "a positive semidefinite approximation of the matrix."
     )
@@ -433,17 +417,7 @@ class FunctionProduct(Summarised, Reasoned):
         return converged(self.reasons)
 
     def raise_if_failed(self, rtol: float) -> FunctionProduct:
-        """Return self if every column is accepted, otherwise raise FunctionNotConverged."""
+        """Return self if every column is accepted, otherwise raise FunctionConvergenceError."""
         if self.accepted:
             return self
-        raise FunctionNotConverged(self, rtol)
-
-
-class FunctionNotConverged(RuntimeError):
-    """Raised when a function of a matrix did not reach the tolerance; ``product`` holds the state reached."""
-
-    def __init__(self, product: FunctionProduct, rtol: float) -> None:
-        self.product = product
-        self.rtol = rtol
-        measure = f"estimate of the relative error {{}} at iteration {product.iterations}, where rtol={rtol:.2e}"
-        super().__init__(product.failures("columns", measure, product.error_estimates))
+        raise FunctionConvergenceError(self, rtol)

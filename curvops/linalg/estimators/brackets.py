@@ -174,7 +174,7 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     ``scale`` is the size of the terms of the products; their rounding may look like a negative eigenvalue.
 
     Raises:
-        NotPositiveSemidefinite: a Ritz value is clearly below zero.
+        NotPositiveSemidefiniteError: a Ritz value is clearly below zero.
     """
     T, size = run.tridiagonal(k), float(run.sizes[k]) ** 2
     nodes, V = torch.linalg.eigh(T)

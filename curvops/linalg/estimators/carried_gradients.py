@@ -52,7 +52,7 @@ def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner
     I)P^-½)⁻¹z; in the backward pass, conjugate gradients continue from there to a relative residual of 1e-6.
 
     Raises:
-        NotConverged: a solve fails, in the backward pass.
+        ConvergenceError: a solve fails, in the backward pass.
     """
 
     def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,7 +28,7 @@ class DenseSpectrum:
         """Compute log det(A + μ − bound) for each μ, of shape (m,); the bias bound is the effect of rounding.
 
         Raises:
-            NotPositiveSemidefinite: an eigenvalue is not positive to working precision.
+            NotPositiveSemidefiniteError: an eigenvalue is not positive to working precision.
         """
         return stack([self._logdet(mu, rtol) for mu in shifts])
 
@@ -61,7 +61,7 @@ class DenseSpectrum:
         """Compute tr (A − bound) (A − bound + μ)⁻¹ for μ > 0; the bias bound is the effect of rounding.
 
         Raises:
-            NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
+            NotPositiveSemidefiniteError: an eigenvalue of A − bound + μ is not positive to working precision.
         """
         *_, size = self._definite(mu)
         near = self.values.abs() <= len(self.values) * self.eps * size
@@ -89,7 +89,8 @@ class DenseSpectrum:
     def plus_diagonal(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
         """Compute log det(P) − log det(diag(d)) and P⁻¹ of P = A − bound + diag(d), d > 0, by Cholesky.
 
-        P⁻¹ is float64. The bias bound is the effect of rounding. Raises NotPositiveSemidefinite for an indefinite P.
+        P⁻¹ is float64. The bias bound is the effect of rounding. Raises NotPositiveSemidefiniteError for an indefinite
+        P.
         """
         scale, values, n = diagonal.double().rsqrt(), self._clamp(), len(self.values)
         size = float(values.abs().amax())
@@ -127,7 +128,7 @@ def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> Known
     """Compute the eigenvalues of positive semidefinite G by n products; those within rounding of zero become 0.
 
     Raises:
-        NotPositiveSemidefinite: an eigenvalue is clearly below zero.
+        NotPositiveSemidefiniteError: an eigenvalue is clearly below zero.
         ValueError: G is not finite or not symmetric.
     """
     dense, n = dense_spectrum(multiply, facts, 0.0), facts.rows
@@ -144,7 +145,7 @@ def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     """Compute log det of symmetric positive definite matrices by Cholesky, with gradients.
 
     Raises:
-        NotPositiveSemidefinite: a matrix is not positive definite to working precision (it is also a ValueError).
+        NotPositiveSemidefiniteError: a matrix is not positive definite to working precision (it is also a ValueError).
     """
     factor, info = torch.linalg.cholesky_ex(dense)
     pivots = factor.diagonal(dim1=-2, dim2=-1)

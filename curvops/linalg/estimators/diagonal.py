@@ -70,7 +70,7 @@ def diagonal(
 
     Raises:
         ValueError: as `trace`.
-        NotPositiveSemidefinite: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).
+        NotPositiveSemidefiniteError: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """

@@ -54,7 +54,7 @@ def effective_dimension(
         grid of scalar priors from one run, use ``spectral_quadrature(G, shift=smallest).effective_dimension(grid)``.
 
     Raises:
-        NotPositiveSemidefinite: an eigenvalue below zero was found (it is also a ValueError).
+        NotPositiveSemidefiniteError: an eigenvalue below zero was found (it is also a ValueError).
         ValueError: G is not square, a product is not finite, or an option is out of range.
 
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.

@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Probed, ProbeKind
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason, caution
+from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.symmetry import require_symmetric, rounding_of
 from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, norm, part
 
@@ -257,7 +258,7 @@ class NystromSketch:
         """Return Y + νΩ, C⁻¹ for the Cholesky factor H = CᵀC, ΩᵀΩ, and ν.
 
         Raises:
-            NotPositiveSemidefinite: ΩᵀAΩ has an eigenvalue clearly below zero.
+            NotPositiveSemidefiniteError: ΩᵀAΩ has an eigenvalue clearly below zero.
         """
         core, overlap = gram(self.Omega, self.Y), gram(self.Omega, self.Omega)
         size = float(norm(self.Y).square().sum().sqrt()) / math.sqrt(self.facts.rows)
@@ -270,7 +271,7 @@ class NystromSketch:
         whiten = torch.linalg.solve_triangular(torch.linalg.cholesky(overlap), eye, upper=False)
         lowest, rounding = float(torch.linalg.eigvalsh(whiten @ core @ whiten.mT)[0]), self.eps * size
         if lowest < -1e3 * rounding:
-            raise NotPositiveSemidefinite(
+            raise NotPositiveSemidefiniteError(
                 f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
                 'Use method="xtrace" ("xdiag"), which works for any square matrix.'
             )

@@ -92,7 +92,7 @@ def logdet(
         exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
 
     Raises:
-        NotPositiveSemidefinite: an eigenvalue that is not positive was found (it is also a ValueError).
+        NotPositiveSemidefiniteError: an eigenvalue that is not positive was found (it is also a ValueError).
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
             without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
     """
@@ -204,7 +204,7 @@ def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     """Return the smallest Ritz value of one start vector less its residual, and the products spent.
 
     Raises:
-        NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
+        NotPositiveSemidefiniteError: the smallest Ritz value is clearly negative.
         ValueError: it is not clearly positive and no shift was given (with a shift, the bound is then 0).
     """
     facts, limits = probed.facts, probed.limits

@@ -63,7 +63,7 @@ def trace(
     Raises:
         ValueError: the method is unknown, A is not square, a product is not finite, or the budget is too small for an
             error bar (4 products; 2 for xnystrace and hutchinson, 6 for hutch++).
-        NotPositiveSemidefinite: xnystrace found an eigenvalue clearly below zero (it is also a ValueError).
+        NotPositiveSemidefiniteError: xnystrace found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
     """

@@ -86,7 +86,7 @@ def apply_function(
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
-        NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. A number within
+        NotPositiveSemidefiniteError: f is not finite at a number in A's range that is clearly negative. A number within
             100 eps ‖A‖ of 0 counts as 0.
 
     Before a column counts as converged, the error estimate evaluates f at about a thousand points near the Ritz values,

@@ -21,8 +21,9 @@ from scipy.linalg import eigh_tridiagonal, solve_banded
 from scipy.special import ellipj, ellipkm1
 from torch import Tensor
 
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.memory import Multiply, room_for
-from curvops.linalg.core.results import FunctionProduct, NotPositiveSemidefinite, Reason, indefinite
+from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
 from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -243,7 +244,7 @@ class _Part:
         low, high, residual = self.run.ends(k)
         near = NEAR_ZERO * self.eps * self.size
         if low < (self.bound or 0.0) - near:
-            raise NotPositiveSemidefinite(
+            raise NotPositiveSemidefiniteError(
                 f"A has an eigenvalue below {low:.3e}, less than the lower bound {self.bound or 0.0:.3e} of its "
                 "spectrum. Add a prior (add_diagonal), or pass a smaller lower_bound."
             )

@@ -103,7 +103,7 @@ class SpectralFunction:
         """Return f(x) by the rule above; not finite if A looks singular and f has no value at 0. ``size`` is ‖A‖.
 
         Raises:
-            NotPositiveSemidefinite: f is not finite at a negative Ritz value, or one is below ``lower_bound``.
+            NotPositiveSemidefiniteError: f is not finite at a negative Ritz value, or one is below ``lower_bound``.
             ValueError: f is not finite at a positive one.
         """
         near, lowest = NEAR_ZERO * self.eps * size, float(x.amin())

@@ -10,8 +10,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.errors import PrecisionWarning
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.results import PrecisionLimit, Reason, indefinite
+from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.contour import ContourProduct, contour
 
@@ -58,7 +59,7 @@ def _contour(operator: LinearOperator, rhs: Tensor, lower_bound: float | None, k
     rtol = min(1e-6, torch.finfo(rhs.dtype).eps ** 0.7)
     found = contour(operator, rhs, inverse=True, lower_bound=lower_bound, rtol=rtol, keep=keep)
     if Reason.PRECISION_LIMIT in found.product.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionLimit, stacklevel=3)
+        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionWarning, stacklevel=3)
     found.product.raise_if_failed(rtol)
     return found
 

@@ -64,7 +64,7 @@ def inverse_sqrt(
         zero to working precision, and that b has a component along its eigenvector.
 
     Raises:
-        NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
+        NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
 
     Source: Ilić, Turner & Simpson 2010 (Lanczos); Hale, Higham & Trefethen 2008 and Pleiss et al. 2020 (contour).
     """
@@ -116,7 +116,7 @@ def sqrt(
         A FunctionProduct as from `apply_function`, with a reason for each column.
 
     Raises:
-        NotPositiveSemidefinite: a clearly negative direction was found (it is also a ValueError).
+        NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
 
     Source: as `inverse_sqrt`.
     """

@@ -594,7 +594,7 @@ class Operator(LinearOperator):
         return None if form is None else form.solve
 
     def require_definite(self) -> None:
-        """Raise NotPositiveSemidefinite (a ValueError) if a closed form shows that A is singular or indefinite."""
+        """Raise NotPositiveSemidefiniteError (a ValueError) if a closed form shows that A is singular or indefinite."""
         form = self._closed_form()
         if form is not None:
             form.require_definite()
@@ -678,8 +678,8 @@ class Operator(LinearOperator):
             A⁻¹ B, or L A⁻¹ B.
 
         Raises:
-            NotConverged: the tolerance was not reached; the error, a RuntimeError, has the `Solution`.
-            NotPositiveDefinite: A is indefinite (it is also linear_operator's `NotPSDError`).
+            ConvergenceError: the tolerance was not reached; the error, a RuntimeError, has the `Solution`.
+            NotPositiveDefiniteError: A is indefinite (it is also linear_operator's `NotPSDError`).
         """
         if not self.is_square:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
@@ -718,7 +718,8 @@ class Operator(LinearOperator):
     def logdet(self) -> Tensor:
         """Return log det A in nats, (...,): by closed form, by dense Cholesky if A is small, or as an estimate.
 
-        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite if A is not positive definite.
+        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefiniteError if A is not positive
+        definite.
         """
         require_precision(self.dtype, self.device)
         form = self._exact_form()
@@ -774,7 +775,7 @@ class Operator(LinearOperator):
         return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
 
     def _require_psd(self) -> None:
-        """Raise NotPositiveSemidefinite if a small A has a negative eigenvalue, which a jitter would hide."""
+        """Raise NotPositiveSemidefiniteError if a small A has a negative eigenvalue, which a jitter would hide."""
         if not self.psd and clearly_indefinite(self._dense().detach()):
             raise indefinite(f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue.")
 
@@ -792,8 +793,8 @@ class Operator(LinearOperator):
             A^-½ B, or the pair.
 
         Raises:
-            FunctionNotConverged: the tolerance was not reached.
-            NotPositiveSemidefinite: A is indefinite.
+            FunctionConvergenceError: the tolerance was not reached.
+            NotPositiveSemidefiniteError: A is indefinite.
         """
         require_precision(self.dtype, self.device)
         if self.batch_shape and not self._is_small:

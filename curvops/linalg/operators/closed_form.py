@@ -20,7 +20,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, PrecisionLimit
+from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
+from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.operators.draws import normal
 
@@ -69,7 +70,7 @@ class ClosedForm(ABC):
         return self.shift
 
     def require_definite(self) -> None:  # noqa: B027 - some hold only for definite P
-        """Raise NotPositiveSemidefinite (a ValueError) if P is singular or indefinite."""
+        """Raise NotPositiveSemidefiniteError (a ValueError) if P is singular or indefinite."""
 
     @abstractmethod
     def solve(self, block: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Spectral(ClosedForm):
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        """The eigenvalues, all positive; NotPositiveSemidefinite if one is not."""
+        """The eigenvalues, all positive; NotPositiveSemidefiniteError if one is not."""
         smallest = self.spectrum.detach().min()
         if not bool(smallest > 0):
             raise not_definite(self.base, float(smallest))
@@ -183,21 +184,21 @@ class Spectral(ClosedForm):
 
 
 def warn_of_rounding(base: LinearOperator, error: float) -> None:
-    """Warn with `PrecisionLimit` if relative errors of results may exceed `ROUNDING_SEEN`."""
+    """Warn with `PrecisionWarning` if relative errors of results may exceed `ROUNDING_SEEN`."""
     if error > ROUNDING_SEEN:
         warnings.warn(
             f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} may have changed the "
             f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions by as "
             "much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
-            PrecisionLimit,
+            PrecisionWarning,
             stacklevel=3,
         )
 
 
-def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefinite:
+def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefiniteError:
     """Return the error that names the operand, its smallest eigenvalue and the remedy."""
-    return NotPositiveSemidefinite(
+    return NotPositiveSemidefiniteError(
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
         f"{smallest:.3g} to working precision. Add a prior precision or a noise (add_diagonal), or use the "
         "pseudo-inverse."

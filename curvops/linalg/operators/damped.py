@@ -13,9 +13,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, current
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, memories_of, room_for, vector_bytes
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
@@ -241,7 +241,7 @@ class Damped(UnaryOperator):
                 memory_budget=memory_budget,
                 checkpoint=checkpoint,
             )
-        except NotPositiveSemidefinite:  # A is indefinite, but P may still be positive definite
+        except NotPositiveSemidefiniteError:  # A is indefinite, but P may still be positive definite
             return None
         if near is not None and near.condition <= 1 + sketch.tail / level:
             return replace(near.preconditioner, matvecs=sketch.matvecs)

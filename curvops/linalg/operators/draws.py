@@ -7,9 +7,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import refuse_modes
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
@@ -30,7 +30,7 @@ def draw(
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with their own root
     (`Operator._draw`). A small matrix is factorised. For a large one tagged as positive semidefinite, noise is
-    multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). If the memory
+    multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionConvergenceError`). If the memory
     budget (of A's networks, or ``memories``) has no room for the working vectors of all draws, they are made in groups,
     with the same numbers: a draw's noise depends only on the seed and the draw's position.
 
@@ -87,9 +87,9 @@ def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generato
 
 
 def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None:
-    """Raise NotPositiveSemidefinite if an eigenvalue is below zero by more than rounding."""
+    """Raise NotPositiveSemidefiniteError if an eigenvalue is below zero by more than rounding."""
     if bool((values < -rounding).any()):
-        raise NotPositiveSemidefinite(
+        raise NotPositiveSemidefiniteError(
             f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}."
         )
 

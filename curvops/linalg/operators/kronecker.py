@@ -332,8 +332,8 @@ class Kronecker(_GroupedBlocks):
         condition 1e8, shift 1e-6: relative error 1e-2 instead of 5e-7, in half of the time), even if the factor itself
         is a sum in float32 (its own rounding is below one unit of the largest eigenvalue, that of the decomposition up
         to 13). A factor with a root of r < m rows takes r³ operations, and some 4·m³/3 in the factor's dtype to
-        complete its eigenvectors. Raises NotPositiveSemidefinite if a factor has an eigenvalue below zero beyond its
-        dtype's rounding.
+        complete its eigenvectors. Raises NotPositiveSemidefiniteError if a factor has an eigenvalue below zero beyond
+        its dtype's rounding.
         """
         return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 

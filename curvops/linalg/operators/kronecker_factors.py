@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import carries_graph
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import Memories, Memory, hold, room_in
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.progress import PATIENCE, Progress, progress_bar
@@ -165,7 +165,7 @@ def without_rounding(values: Tensor, factor: Tensor, details: Details, name: str
     known = values.detach()
     least, largest = known.aminmax(dim=1, keepdim=True)
     if not all(0 <= margin < math.inf for margin in (least + slack * largest).flatten().tolist()):  # false for NaN
-        raise NotPositiveSemidefinite(
+        raise NotPositiveSemidefiniteError(
             f"the {name} factor of a Kronecker product must be positive semi-definite, but has an eigenvalue "
             f"{float(least.min()):.3g} (its largest is {float(largest.max()):.3g})."
         )

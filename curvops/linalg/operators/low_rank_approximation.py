@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
 from curvops.checks import check_choice, check_limits, checked_number, checked_whole, require_no_graph
+from curvops.errors import RankWarning
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
@@ -53,10 +54,6 @@ KEPT = 3
 Satisfied = Callable[[Tensor, Tensor], bool]
 
 
-class RankTooLow(UserWarning):
-    """A warning that a low-rank approximation ended before the requested accuracy or rank."""
-
-
 @on_shards
 @resumable
 def low_rank(
@@ -90,7 +87,7 @@ def low_rank(
             there and gives bitwise the same result. It also keeps the result, which a later run returns at once. Only
             for "nystrom".
 
-    Warns with `RankTooLow` if the budget, the limit or an invariant Krylov space ended the growth first.
+    Warns with `RankWarning` if the budget, the limit or an invariant Krylov space ended the growth first.
 
     Returns:
         A LowRank operator with its `error`.
@@ -99,7 +96,7 @@ def low_rank(
         ValueError: rank is not in 1..n, rtol is not in (0, 1), the method is unknown, the budget is below one vector, a
             tensor in A requires a gradient (Â has none), or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
-        NotPositiveSemidefinite: Nyström found an eigenvalue clearly below zero.
+        NotPositiveSemidefiniteError: Nyström found an eigenvalue clearly below zero.
     """
     op = as_matrix(op)
     facts = describe_square(op)
@@ -286,6 +283,6 @@ def _warn(found: _Approximation, error: Estimate, aim: float | None, rank: int |
     warnings.warn(
         f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
         f"{'' if aim is None else f' (rtol={aim:g})'}: {cause}.",
-        RankTooLow,
+        RankWarning,
         stacklevel=5,
     )

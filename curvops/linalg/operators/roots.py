@@ -23,8 +23,8 @@ def cholesky_factor(operator: LinearOperator, strict: bool = False) -> Tensor:
     error.
 
     The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the whole
-    variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefinite if
-    that is not enough.
+    variance of small targets), from n eps up to a hundred times linear_operator's. Raises NotPositiveSemidefiniteError
+    if that is not enough.
     """
     dense: Tensor = operator._dense()
     if not dense.numel():

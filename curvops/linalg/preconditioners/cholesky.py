@@ -20,10 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, check_limits, check_tensor, checked_number, checked_whole
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, indefinite
+from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -139,7 +140,7 @@ def cholesky(
 
     Raises:
         ValueError: A is not square, an option is out of range, or an entry is not finite.
-        NotPositiveSemidefinite: an entry of the diagonal or of a Schur complement's is clearly negative.
+        NotPositiveSemidefiniteError: an entry of the diagonal or of a Schur complement's is clearly negative.
 
     Source: Harbrecht, Peters & Schneider 2012 (greedy); Chen, Epperly, Tropp & Webber 2023, algorithm 2.2 (random).
     """
@@ -270,7 +271,7 @@ def _factor(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return index, torch.linalg.cholesky(core[index][:, index])
 
 
-def _indefinite(value: float) -> NotPositiveSemidefinite:
+def _indefinite(value: float) -> NotPositiveSemidefiniteError:
     return indefinite(
         f"A is not positive semidefinite: a diagonal entry, of A or of a Schur complement, is {value:.3e}."
     )

@@ -65,7 +65,7 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
 
     Raises:
         TypeError: no closed form of P is known.
-        NotPositiveSemidefinite: P is not positive definite.
+        NotPositiveSemidefiniteError: P is not positive definite.
     """
     if isinstance(P, Tensor):
         return block_jacobi(P, describe_square(P).rows)

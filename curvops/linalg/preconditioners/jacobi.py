@@ -21,9 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.checks import check_limits, checked_number, shown
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.partition import Partition, partition
-from curvops.linalg.core.results import NotPositiveSemidefinite, indefinite
+from curvops.linalg.core.results import indefinite
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, check_finite, describe_square, entries, put_entries
 from curvops.linalg.preconditioners.factored import FilteredPreconditioner
@@ -69,7 +70,7 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
 
     Raises:
         ValueError: A is neither square nor a vector, or an entry is not finite.
-        NotPositiveSemidefinite: an entry of P is not positive.
+        NotPositiveSemidefiniteError: an entry of P is not positive.
     """
     checked_number("shift", shift, "[0, inf)")
     if isinstance(A, Tensor) and A.ndim == 1:
@@ -145,7 +146,7 @@ def block_jacobi(
 
     Raises:
         ValueError: A is not square, or the blocks do not cover 0..n − 1, do not fit in the budget, or are not finite.
-        NotPositiveSemidefinite: a block of A + shift I has an eigenvalue that is not positive.
+        NotPositiveSemidefiniteError: a block of A + shift I has an eigenvalue that is not positive.
 
     Source: Jacobi 1845; with b blocks the largest eigenvalue of P^-½AP^-½ is at most b.
     """
@@ -204,7 +205,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
     rounding = s * torch.finfo(dense.dtype).eps * values.abs().amax(1)
     worst = int((values[:, 0] - rounding).argmin())
     if not bool(values[worst, 0] > rounding[worst]):
-        raise NotPositiveSemidefinite(
+        raise NotPositiveSemidefiniteError(
             f"the block that starts at position {int(positions[worst, 0])} is not positive definite to working "
             f"precision: an eigenvalue is {float(values[worst, 0]):.3e}. Pass a larger shift (the prior precision)."
         )

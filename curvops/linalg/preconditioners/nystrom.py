@@ -137,7 +137,7 @@ def nystrom(
         ValueError: A is not square or not symmetric, rank, shift, rhs, max_rank or memory_budget is negative, or the
             checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
-        NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
+        NotPositiveSemidefiniteError: A has an eigenvalue clearly below zero.
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """

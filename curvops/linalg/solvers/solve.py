@@ -207,7 +207,7 @@ class Request:
         return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """Solve without a graph, a batch of operators and its B one by one; raise NotConverged if a column failed."""
+        """Solve without a graph, a batch of operators one by one; raise ConvergenceError if a column failed."""
         if operator.ndim > 2:
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
         block = rhs.movedim(-2, 0).flatten(1) if rhs.ndim > 2 else as_columns(rhs)
@@ -287,10 +287,10 @@ def solve(
 
     Raises:
         TypeError: A and B do not share one real dtype, float32 or float64.
-        NotConverged: a column failed; the error has the `Solution` and its reasons.
-        NotPositiveDefinite: A is indefinite, and is a curvature plus a prior or solved by `cg`. The error is also
-            linear_operator's NotPSDError. A closed form raises NotPositiveSemidefinite. To solve with an indefinite A,
-            name the method.
+        ConvergenceError: a column failed; the error has the `Solution` and its reasons.
+        NotPositiveDefiniteError: A is indefinite, and is a curvature plus a prior or solved by `cg`. The error is also
+            linear_operator's NotPSDError. A closed form raises NotPositiveSemidefiniteError. To solve with an
+            indefinite A, name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     A = as_matrix(A, B)
@@ -330,10 +330,10 @@ def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
 
 
 def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
-    """Compute A⁻¹ B (..., n, K) by LU, with gradients; raise NotConverged for a numerically singular A.
+    """Compute A⁻¹ B (..., n, K) by LU, with gradients; raise ConvergenceError for a numerically singular A.
 
-    With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefinite, as in `cg`, at the
-    cost of a Cholesky factorisation.
+    With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefiniteError, as in `cg`, at
+    the cost of a Cholesky factorisation.
     """
     require_accuracy(operator, rtol)
     matrix = operator.to_dense()

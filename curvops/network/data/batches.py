@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from curvops.checks import checked_whole
+from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
@@ -52,14 +53,6 @@ IGNORED = -100
 """The label of ignored positions in Hugging Face batches."""
 STACKED = 1024
 """The number of fingerprints put into one tensor: each by itself would take hundreds of bytes."""
-
-
-class DataChanged(RuntimeError):
-    """Raised when a pass over the data differs from the first pass."""
-
-
-class NoData(ValueError):
-    """Raised when the data contain no point."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +148,7 @@ class Batches:
     """The training data: iterating yields each :class:`Batch`, in the chosen floating-point dtype, on one device.
 
     The first pass, made at construction, checks every value (it waits for the device once per tensor). Every complete
-    later pass compares fingerprints without waiting for the device until its end, and raises :class:`DataChanged`
+    later pass compares fingerprints without waiting for the device until its end, and raises :class:`DataChangedError`
     there. Iterators share no state, so two threads may iterate at once.
 
     source, reading: a re-iterable of batches, as from `as_source`, and the way in which they are read.
@@ -187,7 +180,7 @@ class Batches:
         sizes = [batch.num_points for batch in self._held] or noted.sizes
         kind = type(source.loader if isinstance(source, LoaderPasses) else source).__name__
         if not sizes:
-            raise NoData(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
+            raise NoDataError(f"The data are empty: a pass over this {kind} gave no batch. {ACCEPTED}")
         if isinstance(source, LoaderPasses):
             source.require_parts_apart(self._first_pass.prints)
         self.fingerprint_dtype = reading.dtype
@@ -258,21 +251,21 @@ class Batches:
         expected, found = self._first_pass, _Noted()
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
-                raise DataChanged(
+                raise DataChangedError(
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
             found.add(batch)
             if found.signatures[index] != expected.signatures[index]:
-                raise DataChanged(self._describe_change(f"batch {index} has other shapes or dtypes"))
+                raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
         if (count := len(found.sizes)) < self.num_batches:
-            raise DataChanged(
+            raise DataChangedError(
                 self._describe_change(f"there are only {count} of the first pass's {self.num_batches} batches")
             )
         changed = (found.prints != expected.prints).tolist()
         if any(changed):
-            raise DataChanged(
+            raise DataChangedError(
                 self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
             )
 
@@ -280,7 +273,7 @@ class Batches:
         return items_of(self._source, torch.device(self._reading.device or "cpu"))
 
     def verify(self) -> None:
-        """Compare the data with the first pass, in one pass; raise :class:`DataChanged` if they differ."""
+        """Compare the data with the first pass, in one pass; raise :class:`DataChangedError` if they differ."""
         for _ in self._again():
             pass
 

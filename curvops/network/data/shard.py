@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning
 from curvops.fingerprints import in_64_bits, join_sums
-from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, NoData, Reading, parts_of
+from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
-from curvops.process_group import Ranks, RanksDiffer
+from curvops.process_group import Ranks
 
 COMPARED = 2**13
 """The number of points of each rank that are compared with those of other ranks."""
 CHANCE = 1e-6
 """The accepted probability of taking data that repeat points, and are split at random, for overlapping shards."""
-
-
-class SharedPoints(UserWarning):
-    """A warning that a few points are each on two ranks: either their data repeat them, or they count twice."""
 
 
 class Shard(Batches):
@@ -41,11 +38,11 @@ class Shard(Batches):
         try:
             super().__init__(source, reading)
             own: Any = sum(self.sizes), _first_point(next(iter(self._items())), reading.weights)
-        except NoData:
+        except NoDataError:
             own = 0, None
         counts, firsts = zip(*ranks.gather(own))
         if not any(counts):
-            raise NoData(f"The data are empty: the shards of all {ranks.size} ranks hold no point. {ACCEPTED}")
+            raise NoDataError(f"The data are empty: the shards of all {ranks.size} ranks hold no point. {ACCEPTED}")
         self.borrows = counts[ranks.rank] == 0
         lent = next(point for point in firsts if point is not None)
         if self.borrows:
@@ -110,7 +107,7 @@ class Shard(Batches):
             yield None if count else lent
 
     def _require_one_form(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise RanksDiffer unless the points of all ranks have the same shape and dtype."""
+        """Raise RanksDifferError unless the points of all ranks have the same shape and dtype."""
         forms = {f"the form of a point, {name}": f"{tuple(part.shape[1:])}, {part.dtype}" for name, part in named}
         self.ranks.require_equal(forms)
 
@@ -129,7 +126,7 @@ class Shard(Batches):
         super()._note_points(prints, start)
 
     def require_apart(self) -> None:
-        """Raise RanksDiffer if ranks hold the same points; warn if the data themselves may repeat these points.
+        """Raise RanksDifferError if ranks hold the same points; warn if the data themselves may repeat these points.
 
         Compares the points of lowest fingerprints, at most `COMPARED` of each rank, which are the same points on all
         ranks, in one message of 8 bytes for each. If a random split had dealt out repeated points, many copies would be
@@ -151,13 +148,13 @@ class Shard(Batches):
         what = f"{shared:,} of the {of:,} compared points of rank {i} are also on rank {j}, and would count twice"
         together = sum((count / self.num_data) ** 2 for count in self.counts)
         if (within == 0 and shared == of) or _unlikely(within, repeated, together):
-            raise RanksDiffer(
+            raise RanksDifferError(
                 f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard, such as "
                 "x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size)). If the data repeat points on "
                 "purpose, put all copies on one rank, or pass each point once, with a weight."
             )
         if within == 0:
-            warnings.warn(f"{what}. Ignore this if the data repeat these points.", SharedPoints, stacklevel=6)
+            warnings.warn(f"{what}. Ignore this if the data repeat these points.", SharedPointsWarning, stacklevel=6)
 
 
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:

@@ -67,7 +67,7 @@ def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashab
     """Return a key that is equal for networks of one structure, or None; `outputs` have their graph."""
     try:
         return options, structure_of(model), inputs_of(few), graph_of(model, outputs)
-    except (Unlike, TypeError):
+    except (MismatchError, TypeError):
         return None
 
 
@@ -94,7 +94,7 @@ def forget(proof: Proof) -> Proof:
     return proof.copy()
 
 
-class Unlike(Exception):
+class MismatchError(Exception):
     """Raised if it cannot be decided whether another network has the same structure."""
 
 
@@ -112,11 +112,11 @@ def structure_of(model: Model) -> Hashable:
 
 
 def _surroundings(device: torch.device) -> Hashable:
-    """Return the settings that change what a pass computes; raise Unlike for a mode or a hook of all operations."""
+    """Return the settings that change what a pass computes; raise MismatchError for a mode or a global hook."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        raise Unlike
+        raise MismatchError
     if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
-        raise Unlike
+        raise MismatchError
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return autocast, torch.get_default_dtype()
 
@@ -132,7 +132,7 @@ def _part(path: str, part: nn.Module) -> Hashable:
     held = vars(part)
     for hooks in HOOKS:
         if held[hooks]:
-            raise Unlike
+            raise MismatchError
     own = tuple([(name, _plain(value)) for name, value in held.items() if name not in COMMON])
     kind = type(part)
     forward = getattr(kind, "forward", None)  # TorchScript has none: it is proven each time
@@ -171,7 +171,7 @@ def graph_of(model: Model, outputs: Tensor) -> Hashable:
     found: list[Hashable] = []
     for node, edges in _operations(outputs, {}):
         if hasattr(type(node), "_forward_cls"):  # a user's function may do anything
-            raise Unlike
+            raise MismatchError
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.append((node.name(), model.place_of(variable), variable.shape))

@@ -111,7 +111,7 @@ class ShardedModel(Model):
             return run()
 
     def meet(self) -> None:
-        """Wait for all ranks; raise RankFailed if one raised an error."""
+        """Wait for all ranks; raise RankFailedError if one raised an error."""
         self.ranks.add_up(self._flat.new_zeros(1))
 
     @contextlib.contextmanager

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.data.batches import Batches, NoData, Reading, as_source, holds_all, items_of, parts_of
+from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning
+from curvops.network.data.batches import Batches, Reading, as_source, holds_all, items_of, parts_of
 from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
@@ -24,15 +25,6 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
 from curvops.process_group import Ranks
-
-
-class NoCurvature(UserWarning):
-    """A warning that the likelihood of a target does not depend on the outputs, so that every curvature is zero."""
-
-
-class NotLogits(UserWarning):
-    """A warning that a classifier returns probabilities or their logarithms, whereas its likelihood takes logits."""
-
 
 WRONG = "so that curvature, posterior and predictions are not those of your classifier"
 ROUNDING = 64.0
@@ -48,7 +40,8 @@ FETCHED = 16
 def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
     """Interpret a likelihood or a loss at the first points; return it with the outputs' layout and these outputs.
 
-    Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with `NotLogits`.
+    Raises ValueError or TypeError if the model's outputs, or their positions, do not suit it. Warns with
+    `NotLogitsWarning`.
     """
     interpretation = interpretation_of(spec)
     if interpretation is None:
@@ -118,11 +111,11 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         return _own_first_points(data, theta, weights)
     try:
         own = _own_first_points(data, theta, weights)
-    except NoData:
+    except NoDataError:
         own = None
     found = [each for each in ranks.gather(own) if each is not None]
     if not found:
-        raise NoData(f"the shards of all {ranks.size} ranks hold no points.")
+        raise NoDataError(f"the shards of all {ranks.size} ranks hold no points.")
     inputs, targets, kind = found[0]
     return move(inputs, theta.device), targets, kind
 
@@ -141,7 +134,7 @@ def _own_first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, 
                 targets = targets[few.to(targets.device)]
             return move(take(inputs, few), theta.device, theta.dtype), targets, kind
     Batches(as_source(data, 1, weights), Reading(weights=weights))  # raises an error if the data are invalid
-    raise NoData("the data hold no points.")
+    raise NoDataError("the data hold no points.")
 
 
 def few_of(points: int) -> Tensor:
@@ -235,7 +228,7 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     warnings.warn(
         f"{likelihood} has no curvature: {why} will be zero, and the posterior is the prior. Use a likelihood that "
         "changes with the outputs, or a loss that is curved.",
-        NoCurvature,
+        NoCurvatureWarning,
         stacklevel=5,
     )
 
@@ -257,7 +250,7 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
     warnings.warn(
         f"the outputs at the first points are {what}. Return the logits: leave out the model's last {last}, as in "
         "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
-        NotLogits,
+        NotLogitsWarning,
         stacklevel=5,
     )
 

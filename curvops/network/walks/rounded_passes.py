@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from curvops.errors import LowerPrecisionWarning
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.engine import Engine
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
@@ -21,10 +22,6 @@ MEASURED_VECTORS = 8
 """The number of random vectors whose products are compared."""
 MARGIN = 2.0
 """The reported error in units of the largest one measured: other vectors and points may have a larger one."""
-
-
-class LowerPrecision(UserWarning):
-    """A warning that a curvature is multiplied in a lower precision, with the relative error of its products."""
 
 
 class RoundedPasses(Passes):
@@ -63,7 +60,7 @@ class RoundedPasses(Passes):
             f"products with curvatures use tensors kept in {self.dtype}: their relative error on the first points is "
             f"{self.product_error:.1e}. Results computed from them inherit this error, solutions of systems multiplied "
             "by the condition number. Gradients, log-likelihoods, diagonals and Kronecker factors are not affected.",
-            LowerPrecision,
+            LowerPrecisionWarning,
             stacklevel=4,
         )
 

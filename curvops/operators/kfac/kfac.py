@@ -153,12 +153,12 @@ class KFAC(KroneckerCurvature):
     A is the mean of a aᵀ over inputs (with a one appended for the bias), and B the sum of δ δᵀ over the columns of the
     output Fisher's square root; a sample of weight two counts as two in both. Linear layers, convolutions (a block for
     each group) and embeddings have factors. Normalisation and other layers get their exact block if they have up to
-    1,024 parameters, and its exact diagonal beyond (a `NoFactors` warning names them), so that no model is rejected.
+    1,024 parameters, and its exact diagonal beyond (a `NoFactorsWarning` names them), so that no model is rejected.
     Layers that share weights have one block.
 
     Small eigenvalues are accurate for factors with up to 512 columns, which are summed in float64 whatever the data's
     dtype, and for wider factors that sum fewer rows than columns, whose eigenvalues come from these rows. For other
-    factors a `PrecisionLimit` warning is issued if the prior precision is below the rounding of single precision.
+    factors a `PrecisionWarning` warning is issued if the prior precision is below the rounding of single precision.
 
     With a prior that is constant in each layer, products, solves, log-determinants and samples have a closed form in
     the eigenbases of A and B, which are computed once; the first two predictions at few points need no eigenbasis of a

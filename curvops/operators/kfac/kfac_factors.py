@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import digest, part_of_rank
+from curvops.errors import NoFactorsWarning
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
@@ -100,10 +101,6 @@ def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
     return Dense(tensor, psd=True, rest=rest)
 
 
-class NoFactors(UserWarning):
-    """A warning that parameters without Kronecker factors are too many for an exact block: they get its diagonal."""
-
-
 @torch.no_grad()
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
     """Return the blocks of KFAC, one per layer (or set of layers that share weights), from one walk over the data."""
@@ -177,7 +174,7 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
             f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
             f"({len(block.positions):,}): they get only the exact diagonal of their block; use co.GGN(lin) if "
             "that is too crude.",
-            NoFactors,
+            NoFactorsWarning,
             stacklevel=6,
         )
 

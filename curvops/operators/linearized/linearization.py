@@ -183,7 +183,7 @@ def linearize(
         buffers, positions and the likelihood's tensors are copied, so that later changes of them change nothing here. A
         noise that requires a gradient counts as being learned: its current value is used as far as the curvature can,
         and a posterior whose curvature cannot raises an error. Two things are not copied: tensors inside your own
-        functions, and the data, which must not change (a pass over changed data raises `DataChanged`).
+        functions, and the data, which must not change (a pass over changed data raises `DataChangedError`).
 
     Raises:
         TypeError: an argument is of another kind than those above.
@@ -191,14 +191,14 @@ def linearize(
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
             nothing or mixes dtypes; or compute_dtype is not below the weights' dtype, is given with an engine or a
             model without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
-        RanksDiffer: the ranks were given different models, likelihoods, options or versions, or the same data.
-        RankFailed: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
+        RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
+        RankFailedError: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
             environment variable CURVOPS_RANK_TIMEOUT).
 
-    Warns with `NoCurvature` if every curvature is zero under the likelihood, with `NotLogits` if a classifier returns
-    probabilities or their logarithms, and with `LowerPrecision` of the error that compute_dtype makes. Costs one pass
-    over the data and a few passes over two to four points, about twenty for the first network of a structure; its
-    derivatives are then known to be right, and are not checked again.
+    Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
+    classifier returns probabilities or their logarithms, and with `LowerPrecisionWarning` of the error that
+    compute_dtype makes. Costs one pass over the data and a few passes over two to four points, about twenty for the
+    first network of a structure; its derivatives are then known to be right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)

@@ -97,7 +97,7 @@ class UserOperator(LinearOperator):
 
     @classmethod
     def _require_equal_on_ranks(cls, bound: inspect.BoundArguments) -> None:
-        """Raise RanksDiffer, on all ranks that share the data, unless they build the same operator: sums would mix."""
+        """Raise RanksDifferError on all ranks that share the data unless they build the same operator."""
         lin, shard = bound.arguments["lin"], bound.arguments["lin"].passes.shard
         if shard is None:
             return

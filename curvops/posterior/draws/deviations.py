@@ -18,7 +18,8 @@ from torch import Tensor
 
 from curvops.checkpoint import current
 from curvops.checks import carries_graph, check_choice
-from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
+from curvops.errors import NotSolvedError
+from curvops.linalg import Diagonal, Estimate, Reason, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, hold
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.solve_routes import METHODS, SKETCHED, directions_pay
@@ -72,8 +73,8 @@ def draw_deviations(
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); "cg" and closed forms have gradients in P.
 
-    Raises NotSolved if a draw failed, ValueError for a method that does not fit, and TypeError for one that does not
-    exist.
+    Raises NotSolvedError if a draw failed, ValueError for a method that does not fit, and TypeError for one that does
+    not exist.
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
@@ -93,7 +94,7 @@ def draw_deviations(
     draws, history = found.x.mT, found.history
     drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
     if not found.accepted:
-        raise NotSolved(drawn, rtol)
+        raise NotSolvedError(drawn, rtol, REMEDIES)
     return drawn if root == 1 else replace(drawn, draws=draws * root)
 
 
@@ -213,12 +214,3 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     if len(samples) < 2:
         raise ValueError("one draw gives no standard error: use two or more.")
     return sample_mean(samples, len(samples))
-
-
-class NotSolved(NotConverged):
-    """Raised when some draws were not solved to the tolerance; ``deviations`` holds the state they reached."""
-
-    def __init__(self, found: Deviations, rtol: float) -> None:
-        self.deviations, self.rtol = found, rtol
-        measure = f"true relative residual {{}} after {found.matvecs} products, where rtol={rtol:.2e}"
-        RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals, REMEDIES))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, named_part
 from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.errors import DivergenceError
 from curvops.linalg import Reason, Solution
 from curvops.linalg.core.solve_routes import EPOCHS
 from curvops.linalg.core.vectors import norm
@@ -33,10 +34,6 @@ MOST_HALVINGS = 12
 RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 CHECK_EVERY = 5
 """The number of epochs between two checks of the true residual, each of which costs as much as an epoch."""
-
-
-class Diverged(RuntimeError):
-    """Raised when a descent or a sampler diverges with its step size; the message suggests another one."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +89,16 @@ class StochasticDescent:
                 start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:
                     found = problem.descend(start, rtol, kept)
-                except Diverged:
+                except DivergenceError:
                     if self.step_size is not None:
-                        raise Diverged(
+                        raise DivergenceError(
                             f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
                             f"step_size={min(problem.step(), step / 2):.2g}, or None."
                         ) from None
                     known, halvings, step = None, halvings + 1, step / 2
                 else:
                     return kept.finish(found)
-        raise Diverged(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
+        raise DivergenceError(f"no step size from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
 
 
 @dataclass(eq=False)
@@ -186,7 +183,7 @@ class _Problem:
                 gradient = self.gradient(at.z + options.momentum * at.velocity, chosen, piece) / self.scale
                 lengths = _length(gradient) / size
                 if not float(lengths.max()) < GROWN * max(1.0, math.sqrt(self.root.lin.num_data / len(chosen))):
-                    raise Diverged
+                    raise DivergenceError
                 gradient = gradient / (lengths / options.clip).clamp_min(1.0)
                 rate = step * (1 - (1 - options.final) * at.count / total)
                 at.velocity = options.momentum * at.velocity - rate * gradient

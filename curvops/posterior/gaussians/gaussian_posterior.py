@@ -73,7 +73,7 @@ class GaussianWeights(Predictive):
             weights outside a subnetwork keep their values.
 
         Raises:
-            NotConverged: rtol was not reached.
+            ConvergenceError: rtol was not reached.
             TypeError: k is not a whole number.
             ValueError: k is less than 1, or rtol is not a positive number.
         """

@@ -191,8 +191,8 @@ class Laplace(GaussianWeights):
             A `Deviations`: the draws as rows, true residuals, products and history.
 
         Raises:
-            NotConverged: rtol was not reached; the error holds the `deviations`.
-            Diverged: stochastic descent diverges with the given step size.
+            ConvergenceError: rtol was not reached; the error holds the `deviations`.
+            DivergenceError: stochastic descent diverges with the given step size.
             TypeError, ValueError: k, rtol or x0 is of another kind, size or sign, the noise belongs to another problem,
                 the method does not exist or does not fit the curvature, or the checkpoint belongs to another problem.
             OSError: the checkpoint cannot be written.
@@ -253,7 +253,7 @@ class Laplace(GaussianWeights):
             ValueError: the data of the curvature are unknown or not counted once (see `log_evidence`), or the
                 checkpoint belongs to another problem.
             OSError: the checkpoint cannot be written.
-            NotConverged: the solve of a Newton step failed.
+            ConvergenceError: the solve of a Newton step failed.
 
         Cost: the products that the result reports, and a pass over the data for each Newton step.
         """
@@ -446,7 +446,7 @@ def laplace(
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `NotAMode` if it is not small.
+            warn with `ModeWarning` if it is not small.
 
     Returns:
         A `Laplace`. No matrix is formed.

@@ -3,7 +3,7 @@
 Daxberger et al. 2021: among Gaussians over S weights with a point mass on the others, the one over the S largest
 marginal variances is nearest to the full posterior in Wasserstein distance, for a diagonal precision. Weights that no
 output depends on have the largest variance of all; if only such weights are selected, predictions have no uncertainty.
-`InertWeights` warns of them.
+`InertWeightsWarning` warns of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
+from curvops.errors import InertWeightsWarning
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS
@@ -29,10 +30,6 @@ from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.priors import read_prior
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.solves.precision import for_columns
-
-
-class InertWeights(UserWarning):
-    """A warning that selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +145,7 @@ def select(
             unknown, a glob matches nothing, snapshots are missing, fewer than two or of another size, or the prior is
             an operator.
 
-    Warns with `InertWeights`, naming their share, if weights without curvature are selected; not with "swag",
+    Warns with `InertWeightsWarning`, naming their share, if weights without curvature are selected; not with "swag",
     "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
@@ -195,7 +192,7 @@ def _warn_of_inert(given: Ingredients, chosen: Tensor, score: str) -> None:
             f"{share:.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no training output "
             "depends on them): their posterior is the prior, and they add nothing to predictions. Use "
             "score='predictive', which leaves them out.",
-            InertWeights,
+            InertWeightsWarning,
             stacklevel=3,
         )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from curvops.checks import check_accuracy, check_flag
+from curvops.errors import ModeWarning
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
 from curvops.operators import Linearization
@@ -22,10 +23,6 @@ from curvops.posterior.solves.precision import require_usable
 
 MODE_TOLERANCE = 0.1
 """A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
-
-
-class NotAMode(UserWarning):
-    """A warning that the weights are not a mode of the posterior."""
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
@@ -61,7 +58,7 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
 
 
 def _require_equal_on_ranks(post: Any) -> None:
-    """Raise RanksDiffer, on all ranks that share the data, unless they were given the same posterior."""
+    """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
     if post.lin.ranks is not None:
         facts = {"the curvature": form_of(post.curvature), "the temperature": post.temperature}
         post.lin.ranks.require_equal(post.prior.facts() | facts)
@@ -108,7 +105,7 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` if the weights are not a mode."""
+    """Return the posterior; raise as `laplace` does, and warn with `ModeWarning` if the weights are not a mode."""
     check_flag("check_mode", check_mode)
     _require_equal_on_ranks(post)
     require_usable(post.terms)
@@ -124,7 +121,7 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
             f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
             "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
             "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
-            NotAMode,
+            ModeWarning,
             stacklevel=3,
         )
     return post

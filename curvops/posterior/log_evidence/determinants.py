@@ -17,9 +17,10 @@ from torch import Tensor
 
 from curvops.checkpoint import part_of_whole
 from curvops.checks import carries_graph
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, add_estimates
+from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS, single
 from curvops.linalg.estimators.carried_gradients import attach_gradient
@@ -115,7 +116,7 @@ def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
     """Compute log det(G + A) − log det A under an operator A; rtol applies to each determinant."""
     try:
         reference = _logdet_of(terms.prior.precision, rtol, generator)
-    except NotPositiveSemidefinite as error:
+    except NotPositiveSemidefiniteError as error:
         raise ValueError(
             "the prior operator is singular, so the prior is improper and there is no evidence: add a number to its "
             "diagonal, prior.add_diagonal(1e-3)."

@@ -11,11 +11,8 @@ from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
+from curvops.errors import MaxStepsWarning
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
-
-
-class StepsSpent(UserWarning):
-    """A warning that tuning ended before the hyperparameters stopped changing: the evidence is not at its maximum."""
 
 
 class Ending(Enum):
@@ -86,7 +83,7 @@ class Tuning(Summarised, Tabular):
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
         """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).
 
-        It belongs to the last step and does not include the sampling error of γ. It warns with `StepsSpent` if the
+        It belongs to the last step and does not include the sampling error of γ. It warns with `MaxStepsWarning` if the
         tuning has not converged: the interval is then not around the optimum.
 
         Args:
@@ -136,11 +133,11 @@ class Tuning(Summarised, Tabular):
         return [by_columns_of(of_steps, [f"{self.method}, {self.ending.name}: {self.ending.value}"])]
 
     def warn_of_ending(self, what: str, stacklevel: int) -> None:
-        """Warn with `StepsSpent` unless the tuning converged; `what` begins the message."""
+        """Warn with `MaxStepsWarning` unless the tuning converged; `what` begins the message."""
         if self.converged:
             return
         faster = " update='mackay' needs fewer than update='em'." if self.method == "em" else ""
-        warnings.warn(f"{what}{self.ending.value}{faster}", StepsSpent, stacklevel=stacklevel + 1)
+        warnings.warn(f"{what}{self.ending.value}{faster}", MaxStepsWarning, stacklevel=stacklevel + 1)
 
     def _warn_of_intervals(self) -> None:
         self.warn_of_ending("the interval is around values at which the tuning has not converged. ", stacklevel=3)

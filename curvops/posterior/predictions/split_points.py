@@ -22,8 +22,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph, check_flag
+from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
-from curvops.network import RanksDiffer
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
@@ -161,7 +161,7 @@ def split_points(
     Raises:
         ValueError: gather is given without a process group, or a rank rejects its inputs (on all ranks, with its
             message).
-        RanksDiffer: ranks ask for different things, or inputs that have to be gathered do not fit together.
+        RanksDifferError: ranks ask for different things, or inputs that have to be gathered do not fit together.
     """
     check_flag("gather", gather)
     shard = lin.passes.shard
@@ -189,7 +189,7 @@ def split_points(
         if refusal is not None:
             raise ValueError(f"rank {rank} rejected its test points. {refusal}")
         if other != asked:
-            raise RanksDiffer(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
+            raise RanksDifferError(f"rank {rank} asks for {other}, but rank {shard.ranks.rank} for {asked}. {MEANT}")
     if not gather and all(each == points for _, each, _ in every):
         return SplitPoints(inputs, targets=own)
     counts = tuple(each[0] for _, each, _ in every)
@@ -198,7 +198,7 @@ def split_points(
         return SplitPoints(inputs, ranks, counts, start, gather=gather, targets=own)
     for rank, (_, each, _) in enumerate(every):
         if each[1] != points[1]:
-            raise RanksDiffer(
+            raise RanksDifferError(
                 f"the test points of rank {rank} are of {each[1]}, those of rank {shard.ranks.rank} of {points[1]}, "
                 "and this posterior's predictions need the training data of all ranks, for all points: pass inputs of "
                 "one form, or samples=post.sample(k), with which each rank predicts by itself."

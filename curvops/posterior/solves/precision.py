@@ -15,9 +15,10 @@ from torch import Tensor
 
 from curvops.checkpoint import current
 from curvops.checks import carries_graph
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Damped, lanczos
 from curvops.linalg.core.memory import longest
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     SKETCH_SERVES,
     UNEVEN,
@@ -208,7 +209,7 @@ def _with_products(made: Any) -> tuple[Any, int]:
 
 
 def require_usable(terms: PrecisionTerms) -> None:
-    """Raise ValueError if G and A do not fit together, NotPositiveSemidefinite if G + A proves to be indefinite.
+    """Raise ValueError if G and A do not fit together, NotPositiveSemidefiniteError if G + A proves to be indefinite.
 
     A G that is known to be psd costs nothing. Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ
     of G with its vector v proves that G + A is indefinite if θ + vᵀAv ≤ 0. The absence of such a value proves nothing;
@@ -223,7 +224,7 @@ def require_usable(terms: PrecisionTerms) -> None:
         if lowest + float(vector @ terms.prior.product(vector)) > 0:
             return
     size = "" if A is None else f", the prior precision is {float(A.detach().min()):.3g}"
-    raise NotPositiveSemidefinite(
+    raise NotPositiveSemidefiniteError(
         f"{type(curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
         f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Pass a prior_precision of "
         f"{-1.01 * lowest:.3g} or more, or {USE_THE_GGN}"
@@ -246,7 +247,9 @@ def naming_the_ggn(curvature: LinearOperator) -> Iterator[None]:
     """Add the name of an indefinite curvature, and the GGN as remedy, to an error of linalg, which has neither."""
     try:
         yield
-    except NotPositiveSemidefinite as error:
+    except NotPositiveSemidefiniteError as error:
         if is_psd(curvature):
             raise
-        raise NotPositiveSemidefinite(f"{type(curvature).__name__}: {error} For a network, {USE_THE_GGN}") from error
+        raise NotPositiveSemidefiniteError(
+            f"{type(curvature).__name__}: {error} For a network, {USE_THE_GGN}"
+        ) from error

@@ -12,16 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.errors import NotVectorizedWarning
 from curvops.process_group import Ranks
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.structure import Structure
 from curvops.summary import summary
 
 LogDensity = Callable[[Any, Any], Tensor]
-
-
-class NotVectorized(UserWarning):
-    """A warning that the log posterior of several chains is computed chain by chain; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,7 +98,7 @@ class Evaluation:
         warnings.warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
             "To choose this from the start, pass chains(..., vectorized=False).",
-            NotVectorized,
+            NotVectorizedWarning,
             stacklevel=6,
         )
         self._together[:] = [False]

@@ -32,7 +32,7 @@ class Spread:
         return slice(self.ranks.rank, None, self.ranks.size)
 
     def require_equal_starts(self, theta: Float[Tensor, "*k d"], random: Tensor) -> None:
-        """Raise RanksDiffer unless the starts of all chains, and their generators, are the same on all ranks."""
+        """Raise RanksDifferError unless the starts of all chains, and their generators, are the same on all ranks."""
         self.ranks.require_equal(
             {"the params to start from": digest([theta]), "the chains' seeds, from generator": digest([random])}
         )

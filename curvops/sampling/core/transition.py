@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.checks import check_flag, check_generator, checked_whole
-from curvops.posterior.draws.stochastic_descent import Diverged
+from curvops.errors import DivergenceError
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
 from curvops.sampling.core.schedules import Constant, Schedule, as_schedule, at
@@ -110,8 +110,8 @@ class Transition(Summarised, ABC):
             The next state, and information about the step.
 
         Raises:
-            Diverged: the log posterior is not finite; the message suggests a step size. On an accelerator the check
-                happens every 32 steps.
+            DivergenceError: the log posterior is not finite; the message suggests a step size. On an accelerator the
+                check happens every 32 steps.
             TypeError, ValueError: the state belongs to another sampler, or the log posterior is not one number per
                 chain or does not depend on the parameters.
         """
@@ -190,7 +190,7 @@ class Transition(Summarised, ABC):
             )
         name, epsilon = self.step_length(step)
         measured = " (co.sampling.run measures the curvature and names the limit.)"
-        return Diverged(
+        return DivergenceError(
             f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
             f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
         )

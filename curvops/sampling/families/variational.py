@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.errors import UnsettledWarning
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
@@ -47,10 +48,6 @@ class FitEnding(Enum):
     NOISY = (
         "The gradient's noise hides whether the fit has stopped moving. More steps, more draws= or larger batches help."
     )
-
-
-class Unsettled(UserWarning):
-    """A warning that a variational fit may not be at its optimum."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -199,13 +196,13 @@ class Variational(Optimizer):
         Raises:
             TypeError, ValueError: the state is of another kind, or the linearisation has other parameters or weights.
 
-        Warns with `Unsettled` if the fit may not be at its optimum; see `ending`.
+        Warns with `UnsettledWarning` if the fit may not be at its optimum; see `ending`.
         """
         ending = self.ending(state)
         check_linearization(lin)
         covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
         if ending is not FitEnding.SETTLED:
-            warnings.warn(f"after {int(state.step)} steps: {ending.value}", Unsettled, stacklevel=2)
+            warnings.warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning, stacklevel=2)
         return GaussianPosterior.of(lin, covariance, precision)
 
 

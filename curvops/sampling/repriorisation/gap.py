@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.errors import FewDrawsWarning
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
 from curvops.summary import Summarised
 
 FEWEST = 20.0
 """The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
-
-
-class FewEffectiveDraws(UserWarning):
-    """A warning that few draws of the prior carry nearly all weights e^h, so that a weighted mean is unreliable."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,6 +65,6 @@ def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
             f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
             "a sampler.",
-            FewEffectiveDraws,
+            FewDrawsWarning,
             stacklevel=4,
         )

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from curvops.linalg import Estimate, NotConverged, Operator, eigsh, logdet, minres
+from curvops.errors import ConvergenceError
+from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
@@ -130,7 +131,7 @@ class TangentMap(Change):
         accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)
         found = minres(curved, at.J.mT, rtol=accuracy)
         if not found.accepted:
-            raise NotConverged(found, accuracy)
+            raise ConvergenceError(found, accuracy)
         mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
         known = self._kernel_term(at) + _log_size(torch.linalg.qr(mixed)[1])
         if method == "slq":

@@ -118,7 +118,7 @@ class Reprior:
 
         Raises:
             ValueError: the form is another one, whose exact log-determinant is free, or ‖H_α‖ ≥ 1 under "taylor".
-            NotConverged: a solve failed.
+            ConvergenceError: a solve failed.
         """
         check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
@@ -173,7 +173,7 @@ class Reprior:
         """Estimate KL(N(0, I) ‖ p̃) = log E e^h − E h ≥ 0 in nats from draws of N(0, I) (Hron et al. 2022, theorem 2.1).
 
         If the standard deviation of h is many nats, few draws determine E e^h and the estimate is too low; this warns
-        with `FewEffectiveDraws`. Costs one forward pass per draw.
+        with `FewDrawsWarning`. Costs one forward pass per draw.
 
         Args:
             samples: the number of draws.
@@ -198,7 +198,7 @@ class Reprior:
 
         Args:
             draws: φ from a sampler, {name: (k, *shape)}, nearly independent (as the standard error assumes). None uses
-                draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewEffectiveDraws`). At λ = σ²
+                draws of N(0, I) with weights e^h, and warns if few draws carry them (`FewDrawsWarning`). At λ = σ²
                 the readout's part is 0 up to rounding.
             samples: the number of draws of N(0, I), if `draws` is None.
             generator: the source of these draws.

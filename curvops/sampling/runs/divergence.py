@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.posterior.draws.stochastic_descent import Diverged
+from curvops.errors import DivergenceError
 from curvops.sampling.core.state import Info, State
 
 LOOK_EVERY = 20
@@ -68,7 +68,7 @@ class Watch:
             return
         name, length = self._transition.step_length(int(state.step))
         worst = float(energies.max()) if bool(energies.isfinite().all()) else float("inf")
-        raise Diverged(
+        raise DivergenceError(
             f"the energy −log_posterior grew from {float(self._first.max()):.4g} to {worst:.4g} within "
             f"{self._steps} steps of {name}={length:g}{self.remedy()}"
         )
@@ -79,7 +79,7 @@ class Watch:
         mean = float(torch.stack(self._accepted).mean())
         self._accepted.clear()
         if mean < 1e-3:
-            raise Diverged(
+            raise DivergenceError(
                 f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
                 f"accepted (mean probability {mean:.2g}){self.remedy()} Or use a warm-up to find one: "
                 "run(..., warmup=500, target_acceptance=0.6)."

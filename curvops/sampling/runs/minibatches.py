@@ -60,7 +60,7 @@ def minibatches(
     Raises:
         TypeError, ValueError: the log posterior or the data are of another kind, the number of points differs from that
             of the linearisation, or size is not a whole number from 1 to N.
-        RanksDiffer: seeds or sizes differ.
+        RanksDifferError: seeds or sizes differ.
 
     Cost: no messages after this call; the order of N points on each rank.
     """

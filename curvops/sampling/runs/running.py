@@ -70,7 +70,7 @@ def run(
         warm-up.
 
     Raises:
-        Diverged: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
+        DivergenceError: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
             message suggests a step size.
         TypeError, ValueError: arguments are of another kind, batches can be read only once or change their structure,
             or the checkpoint belongs to another problem.
@@ -321,7 +321,7 @@ def chains(
         sampler: a sampler of `co.sampling`, of one chain.
         k: the number of chains, at least 1.
         vectorized: True computes all gradients together by `torch.vmap`, False one by one. None computes them
-            together if `log_posterior` allows it, otherwise one by one with a `NotVectorized` warning.
+            together if `log_posterior` allows it, otherwise one by one with a `NotVectorizedWarning` warning.
         process_group: a process group of torch.distributed, whose ranks share the chains: rank r of n runs the chains
             r, r + n, r + 2n, … of the k, on all of the data, with the noise that they have in one process. All ranks
             make the same calls, with equal seeds; a run needs messages only at its end, and in a warm-up with
@@ -336,8 +336,8 @@ def chains(
         TypeError, ValueError: k is not a number of chains, or is smaller than the number of ranks; the sampler already
             has chains; these ranks share the data of the log posterior; or, in the first step, a module normalises by
             batch statistics.
-        RanksDiffer: numbers of chains differ; in `init`, starts or seeds differ.
-        RankFailed: in `run`, another rank raised an error, ended or hangs.
+        RanksDifferError: numbers of chains differ; in `init`, starts or seeds differ.
+        RankFailedError: in `run`, another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
     """

@@ -7,18 +7,10 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
 from curvops.linalg import Reason, draw
 from curvops.linalg.core import memory
-from curvops.linalg.core.memory import (
-    CALLER_VECTORS,
-    BlockHalved,
-    BudgetExceeded,
-    in_parts,
-    is_out_of_memory,
-    memories_of,
-    solve_width,
-    working,
-)
+from curvops.linalg.core.memory import CALLER_VECTORS, in_parts, is_out_of_memory, memories_of, solve_width, working
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.network.walks import budget
 from tests.linalg.faulty import without_room_beyond
@@ -171,7 +163,7 @@ def test_a_budget_below_what_an_algorithm_needs_at_least_is_named(name, monkeypa
     monkeypatch.setattr(memory, "UNTOLD_BYTES", 0)
     needed, call = NEEDED[name]
     message = f"budget is {5 * VECTOR:,} bytes, but the working vectors take at least {needed * VECTOR:,},"
-    with pytest.warns(BudgetExceeded, match=message):
+    with pytest.warns(MemoryBudgetWarning, match=message):
         call(co.GGN(linearized(5)).add_diagonal(0.5))
     if "given" not in name:
         with warnings.catch_warnings():
@@ -188,7 +180,7 @@ def test_a_block_without_memory_is_halved_and_says_so_once(solver, error):
     matrix = symmetric(torch.linspace(1, 3, 40).double())
     B = torch.randn(40, 11, generator=generator(), dtype=torch.float64)
     A = without_room_beyond(3, matrix, error)
-    with pytest.warns(BlockHalved, match="out of memory with 11 columns at once: 5 ") as caught:
+    with pytest.warns(BlockSizeWarning, match="out of memory with 11 columns at once: 5 ") as caught:
         found = solver(A, B, rtol=1e-10)
     assert len(caught) == 1 and found.groups == 6 and found.accepted
     torch.testing.assert_close(found.x, torch.linalg.solve(matrix, B), rtol=1e-8, atol=1e-8)
@@ -200,16 +192,16 @@ def test_a_product_without_memory_is_made_in_parts_and_says_so_once(budget):
     """In sketches, and in whatever else multiplies blocks of its own."""
     matrix = symmetric(torch.linspace(1, 3, 40).double())
     A, whole = without_room_beyond(3, matrix), without_room_beyond(40, matrix)
-    with pytest.warns(BlockHalved, match="out of memory with 8 columns at once: 4 are multiplied") as caught:
+    with pytest.warns(BlockSizeWarning, match="out of memory with 8 columns at once: 4 are multiplied") as caught:
         found = co.linalg.nystrom(A, 8, generator=generator(), memory_budget=budget)
     assert len(caught) == 1 and A.widths == [8, 4, 2, 2, 2, 2]
     expected = co.linalg.nystrom(whole, 8, generator=generator(), memory_budget=budget)
     torch.testing.assert_close(found.eigenvalues, expected.eigenvalues, rtol=1e-10, atol=1e-10)
-    with pytest.warns(BlockHalved):
+    with pytest.warns(BlockSizeWarning):
         rough = co.low_rank(without_room_beyond(3, matrix), rank=40, generator=generator())
     torch.testing.assert_close(rough.to_dense(), matrix, rtol=1e-8, atol=1e-8)
     with (
-        pytest.warns(BlockHalved),
+        pytest.warns(BlockSizeWarning),
         pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.nystrom(without_room_beyond(0, matrix), 8)
@@ -225,7 +217,7 @@ def test_an_allocation_that_fails_is_told_from_other_errors():
 
 def test_without_memory_for_a_column_the_error_says_what_to_do():
     with (
-        pytest.warns(BlockHalved),
+        pytest.warns(BlockSizeWarning),
         pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: pass"),
     ):
         co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))

@@ -13,8 +13,9 @@ import torch
 from linear_operator.utils.errors import NotPSDError
 
 from curvops import linalg
+from curvops.errors import ConvergenceError, NotPositiveDefiniteError
 from curvops.linalg import cg, eigsh, lanczos, nystrom, spectral_density, sqrt, svds
-from curvops.linalg.core.results import Estimate, NotConverged, NotPositiveDefinite, Reason, Solution, caution
+from curvops.linalg.core.results import Estimate, Reason, Solution, caution
 
 
 def solution(*reasons):
@@ -86,7 +87,7 @@ def test_accepted_solutions_pass_through():
 
 
 def test_message_says_how_many_how_far_and_what_to_do():
-    with pytest.raises(NotConverged) as info:
+    with pytest.raises(ConvergenceError) as info:
         solution(Reason.CONVERGED, Reason.ITERATION_LIMIT).raise_if_failed(1e-6)
     message = str(info.value)
     for part in ("1 of 2", "2.50e-01", "1.00e-06", "ITERATION_LIMIT", "iteration 7", Reason.ITERATION_LIMIT.value):
@@ -98,7 +99,7 @@ def test_message_says_how_many_how_far_and_what_to_do():
 def test_indefinite_is_the_error_that_botorch_retries():
     with pytest.raises(NotPSDError) as info:
         solution(Reason.NOT_POSITIVE_DEFINITE).raise_if_failed(1e-6)
-    assert isinstance(info.value, NotPositiveDefinite) and "minres" in str(info.value)
+    assert isinstance(info.value, NotPositiveDefiniteError) and "minres" in str(info.value)
 
 
 def test_interval_is_students_t_widened_by_the_bias():
@@ -121,7 +122,7 @@ def test_affine_maps_of_an_estimate():
 def test_an_infinite_residual_is_called_so():
     failed = solution(Reason.NON_FINITE)
     failed.relative_residuals[:] = math.inf
-    assert "inf" in str(NotConverged(failed, 1e-6)) and "e+308" not in str(NotConverged(failed, 1e-6))
+    assert "inf" in str(ConvergenceError(failed, 1e-6)) and "e+308" not in str(ConvergenceError(failed, 1e-6))
 
 
 @pytest.mark.parametrize("samples", [3, 6, 10, 30])

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.dense_spectrum import dense_spectrum
 from curvops.linalg.estimators.effective_dimension import effective_dimension
@@ -89,7 +90,7 @@ def test_a_prior_below_float32_rounding_is_a_precision_limit(n):
 
 def test_failures():
     for n in (100, 300):
-        with pytest.raises(NotPositiveSemidefinite):
+        with pytest.raises(NotPositiveSemidefiniteError):
             effective_dimension(symmetric(torch.linspace(-1, 1, n).double()), 0.1)
         with pytest.raises(ValueError, match="NaN"):
             effective_dimension(torch.full((n, n), math.nan), 1.0)

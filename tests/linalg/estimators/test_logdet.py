@@ -5,7 +5,8 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.results import Reason
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.operators.dense import Dense
 from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
@@ -245,7 +246,7 @@ def test_slightly_non_symmetric():
 def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
     values = torch.cat([torch.linspace(1, 3, 20), torch.zeros(20)]).double()
     for seed in range(5):
-        with pytest.raises(NotPositiveSemidefinite, match="Add a prior"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="Add a prior"):
             Dense(symmetric(values, seed).to(dtype)).logdet()
     regular = symmetric(log_spaced(40, 1e4)).to(dtype)
     assert torch.isclose(

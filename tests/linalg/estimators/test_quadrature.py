@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.errors import NotPositiveSemidefiniteError
+from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, stack
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import spectral_quadrature
@@ -55,7 +56,7 @@ def test_a_small_matrix_is_decomposed(name):
             assert found.samples == 0 and found.stderr == 0 and found.matvecs == 120
             assert found.reason is Reason.CONVERGED and found.bias_bound < 1e-9 * expected
     assert spectral_quadrature(A, shift=1.0, max_matvecs=60, generator=generator()).logdet(1.0).samples
-    with pytest.raises(NotPositiveSemidefinite, match="positive semidefinite approximation"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="positive semidefinite approximation"):
         spectral_quadrature(A - 0.5 * A.diagonal().amax() * torch.eye(120), shift=1.0)
 
 
@@ -169,7 +170,7 @@ def test_float32_brackets_stay_sound():
 
 
 def test_indefinite_and_non_finite_are_errors():
-    with pytest.raises(NotPositiveSemidefinite, match="lower_bound"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="lower_bound"):
         spectral_quadrature(-torch.eye(300), shift=1.0)
     with pytest.raises(ValueError, match="NaN"):
         spectral_quadrature(torch.full((300, 300), math.nan), shift=1.0)
@@ -179,7 +180,7 @@ def test_an_image_without_curvature_is_indefinite():
     """One step from signs z with zᵀAz = 0 leaves T = 0, which no Radau rule follows."""
     A = torch.ones(16, 16, dtype=torch.float64) - torch.eye(16, dtype=torch.float64)
     for seed in range(20):
-        with pytest.raises(NotPositiveSemidefinite):
+        with pytest.raises(NotPositiveSemidefiniteError):
             logdet(A, shift=0.5, max_matvecs=4, preconditioner=None, generator=torch.Generator().manual_seed(seed))
 
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Reason, apply_function
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.functions.ritz import Approximants, SpectralFunction, _ends, random_signs
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
@@ -85,7 +85,7 @@ def test_a_lower_bound_saves_products_and_is_checked():
     A, B = symmetric(SPECTRA["kappa 1e4"]), columns(120, 2)
     known = apply_function(A, torch.rsqrt, B, rtol=1e-4, lower_bound=1e-4)
     assert known.matvecs <= apply_function(A, torch.rsqrt, B, rtol=1e-4).matvecs and known.accepted
-    with pytest.raises(NotPositiveSemidefinite, match="lower_bound"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="lower_bound"):
         apply_function(A, torch.rsqrt, B, lower_bound=0.5)
 
 
@@ -149,7 +149,7 @@ def test_rounding_of_a_semidefinite_matrix_counts_as_zero_and_singular_ones_are_
 
 def test_indefinite_matrices_are_refused_where_f_has_no_value():
     for f in (torch.sqrt, torch.log, torch.rsqrt):
-        with pytest.raises(NotPositiveSemidefinite, match="add_diagonal"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="add_diagonal"):
             apply_function(symmetric(INDEFINITE["gap"]), f, columns(120, 1))
     with pytest.raises(ValueError, match="scale A"):
         apply_function(1e4 * torch.eye(4, dtype=torch.float64), torch.exp, torch.ones(4, dtype=torch.float64))

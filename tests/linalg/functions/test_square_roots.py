@@ -9,9 +9,9 @@ import linear_operator
 import pytest
 import torch
 
+from curvops.errors import FunctionConvergenceError, NotPositiveSemidefiniteError
 from curvops.linalg import Reason, inverse_sqrt, sqrt
 from curvops.linalg.core.column_noise import ColumnNoise
-from curvops.linalg.core.results import FunctionNotConverged, NotPositiveSemidefinite
 from curvops.linalg.functions.contour import MultiShift, inverse_root_quadrature
 from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL
 from tests.linalg.known import Known
@@ -80,7 +80,7 @@ def test_semidefinite_matrices_have_a_root_and_no_inverse(method):
     assert r.accepted and (errors(r, dense(A, torch.sqrt, B)) <= r.error_estimates).all()
     r = inverse_sqrt(A, B, method=method, maxiter=200)
     assert not r.accepted and r.value.isfinite().all() and (r.error_estimates > 1e-2).all()
-    with pytest.raises(FunctionNotConverged, match="did not converge"):
+    with pytest.raises(FunctionConvergenceError, match="did not converge"):
         r.raise_if_failed(1e-6)
 
 
@@ -88,9 +88,9 @@ def test_semidefinite_matrices_have_a_root_and_no_inverse(method):
 def test_indefinite_matrices_are_refused(method):
     A = symmetric(torch.cat([torch.tensor([-0.243]), torch.linspace(1, 2, 49)]).double())
     for root, _ in ROOTS.values():
-        with pytest.raises(NotPositiveSemidefinite, match="positive semidefinite approximation"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="positive semidefinite approximation"):
             root(A, columns(50, 2), method=method)
-    with pytest.raises(NotPositiveSemidefinite, match="smaller lower_bound"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="smaller lower_bound"):
         inverse_sqrt(symmetric(SPECTRA["flat"]), columns(120, 1), method=method, lower_bound=2.0)
 
 
@@ -193,7 +193,7 @@ def test_sqrt_inv_matmul_of_a_vector_and_through_linear_operator(products_only):
     torch.testing.assert_close(
         linear_operator.sqrt_inv_matmul(Known(X, is_psd=True), b), expected, rtol=1e-9, atol=1e-9
     )
-    with pytest.raises(NotPositiveSemidefinite):
+    with pytest.raises(NotPositiveSemidefiniteError):
         Known(-X, is_psd=True).sqrt_inv_matmul(b)
 
 
@@ -205,5 +205,5 @@ def test_samples_of_an_operator_without_a_root_are_its_square_root_times_normal_
     ColumnNoise.of(None, len(noise), X.device).fill(noise)
     exact = dense(X, torch.sqrt, noise.mT).mT
     assert ((draws - exact).norm(dim=1) <= DRAW_RTOL * exact.norm(dim=1)).all()
-    with pytest.raises(NotPositiveSemidefinite):
+    with pytest.raises(NotPositiveSemidefiniteError):
         Known(-X, is_psd=True).zero_mean_mvn_samples(2)

@@ -11,7 +11,8 @@ from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOper
 from torch.autograd import forward_ad
 
 from curvops import linalg
-from curvops.linalg import Dense, Diagonal, LowRank, NotConverged, NotPositiveDefinite, Operator
+from curvops.errors import ConvergenceError, NotPositiveDefiniteError
+from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from tests.linalg.known import Rooted
 
 N = 300  # above the size that is factorised densely
@@ -104,10 +105,10 @@ def test_no_solve_logdet_or_sample_reaches_linear_operators_solvers(name, no_for
 
 def test_a_failed_solve_raises_with_its_solution():
     indefinite = Rooted(A, is_psd=False).add_diagonal(-0.5)
-    with pytest.raises(NotPositiveDefinite) as failure:
+    with pytest.raises(NotPositiveDefiniteError) as failure:
         indefinite.solve(torch.ones(N, dtype=torch.float64))
     assert isinstance(failure.value, linear_operator.utils.errors.NotPSDError)
-    assert isinstance(failure.value, NotConverged) and not failure.value.solution.converged.all()
+    assert isinstance(failure.value, ConvergenceError) and not failure.value.solution.converged.all()
 
 
 @pytest.mark.parametrize("base", [Diagonal(V), LowRank(torch.linalg.qr(A[:, :4]).Q, V[:4]), Dense(A)])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.linalg import EigenKronecker, Kronecker, LowRank, PrecisionLimit
+from curvops.errors import PrecisionWarning
+from curvops.linalg import EigenKronecker, Kronecker, LowRank
 from curvops.network.likelihoods import Gaussian
 
 Make = Callable[[float], tuple[co.linalg.Operator, Tensor]]
@@ -58,7 +59,7 @@ def test_what_rounding_changes_comes_with_a_warning(make: Make, shift: Tensor, s
         warnings.simplefilter("always")
         found = (x * A.add_diagonal(shift).solve(x)).sum(0)
     right = bool(((found - expected).abs() <= 2e-3 * expected).all())
-    assert right or any(issubclass(each.category, PrecisionLimit) for each in caught)
+    assert right or any(issubclass(each.category, PrecisionWarning) for each in caught)
     if size <= 1e4:
         assert not caught
 
@@ -73,11 +74,11 @@ def test_a_prediction_that_rounding_decides_comes_with_a_warning() -> None:
         return co.laplace(lin, co.KFAC, prior, check_mode=False).predict(scale * x.to(dtype)).variance.double()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error", PrecisionLimit)
+        warnings.simplefilter("error", PrecisionWarning)
         usual = variances(1.0, 0.01, 1.0, torch.float32)
         expected = variances(1.0, 0.01, 1.0, torch.float64)
         far = variances(1e4, 1e-8, 1e-8, torch.float64)
     torch.testing.assert_close(usual, expected, rtol=1e-3, atol=0)
-    with pytest.warns(PrecisionLimit, match="variances and solutions .*float64"):
+    with pytest.warns(PrecisionWarning, match="variances and solutions .*float64"):
         found = variances(1e4, 1e-8, 1e-8, torch.float32)
     assert float((found / far).log().abs().max()) > 1  # otherwise it warned of nothing

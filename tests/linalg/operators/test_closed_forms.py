@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from curvops import linalg
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import (
     Damped,
     Dense,
@@ -19,7 +20,6 @@ from curvops.linalg import (
     LowRank,
     draw,
 )
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.kronecker import KroneckerForm
 from curvops.linalg.operators.low_rank import LowRankForm
@@ -199,9 +199,9 @@ def test_a_singular_matrix_is_an_error_that_says_so(n):
                 lambda A: A.logdet(),
                 lambda A: A.inverse().diagonal(),
             ):
-                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                with pytest.raises(NotPositiveSemidefiniteError, match="singular"):
                     ask(operator)
-                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                with pytest.raises(NotPositiveSemidefiniteError, match="singular"):
                     ask(operator.clone().requires_grad_(True))
             assert operator.add_diagonal(0.1).logdet().isfinite()
 
@@ -216,7 +216,7 @@ def test_a_shift_that_varies_within_a_group_has_no_closed_form_and_right_answers
 
 
 def test_an_indefinite_operand_falls_back_or_raises():
-    with pytest.raises(NotPositiveSemidefinite, match="indefinite"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="indefinite"):
         Dense(-positive(1, 300)[0]).add_diagonal(0.01).logdet()
     down = LowRank(random(40, 2), -0.001 * uniform(2)).add_diagonal(1.0)
     assert down._closed_form() is None

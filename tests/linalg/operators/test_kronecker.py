@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
+from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg import Kronecker
-from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
 from tests.linalg.operands import full, kron, positive, random, uniform
@@ -103,7 +103,7 @@ def test_small_eigenvalues_alone_are_those_of_the_eigenbasis_whatever_was_asked_
     assert (found == 0).sum() == (before.eigen().values == 0).sum() == 2 * 3 * max(0, 5 - rows)
     indefinite = Kronecker(-positive(1, 4), positive(1, 2))
     for question in (indefinite.eigenvalues, indefinite.eigen, indefinite.add_diagonal(1e-3).logdet):
-        with pytest.raises(NotPositiveSemidefinite, match="left factor"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="left factor"):
             question()
 
 

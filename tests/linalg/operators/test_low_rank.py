@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg import Damped, Dense, LowRank, RankTooLow, draw
-from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.errors import NotPositiveSemidefiniteError, RankWarning
+from curvops.linalg import Damped, Dense, LowRank, draw
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, rotation, symmetric
 from tests.linalg.operands import positive, random, uniform
@@ -72,19 +72,19 @@ def test_the_rank_doubles_until_the_error_is_small(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_end_before_the_accuracy_is_never_silent(method):
     A = symmetric(SPECTRA["flat"])
-    with pytest.warns(RankTooLow, match=r"rank 30 .* \(rtol=0.001\).*raise rank or memory_budget"):
+    with pytest.warns(RankWarning, match=r"rank 30 .* \(rtol=0.001\).*raise rank or memory_budget"):
         found = co.low_rank(A, 30, rtol=1e-3, method=method, generator=generator())
     assert len(found.values) == 30 and float(found.error.value) > 0.5
-    with pytest.warns(RankTooLow, match="limited to 10"):
+    with pytest.warns(RankWarning, match="limited to 10"):
         found = co.low_rank(A, rtol=1e-3, method=method, memory_budget=3 * 120 * 8 * 10, generator=generator())
     assert len(found.values) == 10
-    with pytest.warns(RankTooLow, match="limited to 10"):
+    with pytest.warns(RankWarning, match="limited to 10"):
         co.low_rank(A, 20, method=method, memory_budget=3 * 120 * 8 * 10, generator=generator())
 
 
 def test_lanczos_on_repeated_eigenvalues_says_what_it_missed():
     A = rotation(60)[:, :5] @ rotation(60)[:, :5].mT
-    with pytest.warns(RankTooLow, match="nystrom"):
+    with pytest.warns(RankWarning, match="nystrom"):
         found = co.low_rank(A, 20, method="lanczos", generator=generator())
     assert len(found.values) == 1 and float(found.error.value) == pytest.approx(relative(A, found), rel=0.2)
     with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def test_a_small_matrix_has_its_error_measured_exactly(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_indefinite_matrix_is_an_error(method):
     A = symmetric(torch.linspace(-1, 1, 40, dtype=torch.float64))
-    with pytest.raises(NotPositiveSemidefinite):
+    with pytest.raises(NotPositiveSemidefiniteError):
         co.low_rank(A, 20, method=method, generator=generator())
 
 
@@ -172,7 +172,7 @@ def test_a_negative_eigenvalue_that_is_rounding_of_a_promise_kept(method):
     found = co.low_rank(Known(A, is_psd=True), 30, method=method, generator=generator())
     assert relative(A, found) < 1e-9 and (found.values > 0).all()
     for matrix, promised in ((A, False), (A - 1e-3 * torch.eye(40), True)):
-        with pytest.raises(NotPositiveSemidefinite, match="-1.*e-"):
+        with pytest.raises(NotPositiveSemidefiniteError, match="-1.*e-"):
             co.low_rank(Known(matrix, is_psd=promised), 30, method=method, generator=generator())
 
 

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from curvops.linalg import NotConverged, cg, dual_descent, lsmr, minres, solve
+from curvops.errors import ConvergenceError
+from curvops.linalg import cg, dual_descent, lsmr, minres, solve
 from curvops.linalg.core.results import ACCEPTED, Reason
 from tests.linalg.matrices import log_spaced, symmetric
 from tests.linalg.systems import Counted, right_hand_sides
@@ -158,7 +159,7 @@ def test_solve_answers_or_raises(name, dtype):
         warnings.simplefilter("ignore")
         try:
             x = solve(A, B, rtol=RTOL)
-        except NotConverged as failure:
+        except ConvergenceError as failure:
             assert any(reason not in ACCEPTED for reason in failure.solution.reasons)
             assert condition(case.A) * torch.finfo(dtype).eps > 1e-3
             return

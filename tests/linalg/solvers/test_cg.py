@@ -11,8 +11,9 @@ from linear_operator.operators import DenseLinearOperator
 from torch.linalg import norm
 
 import curvops as co
+from curvops.errors import ConvergenceError, NotPositiveDefiniteError
 from curvops.linalg import nystrom
-from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import kept_directions
 from curvops.linalg.solvers import cg as solver
 from curvops.linalg.solvers.cg import cg
@@ -186,7 +187,7 @@ def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
     s = cg(A, B, block=block)
     assert all(r in (Reason.NOT_POSITIVE_DEFINITE, Reason.CONVERGED) for r in s.reasons)
     assert Reason.NOT_POSITIVE_DEFINITE in s.reasons
-    with pytest.raises(NotPositiveDefinite, match=f"iteration {s.iterations}"):
+    with pytest.raises(NotPositiveDefiniteError, match=f"iteration {s.iterations}"):
         s.raise_if_failed(1e-6)
 
 
@@ -264,7 +265,7 @@ def test_singular_inconsistent(dtype, block):
     assert not s.converged.any() and not any(r is Reason.PRECISION_LIMIT for r in s.reasons)
     assert (s.relative_residuals > 0.5).all()
     assert block or s.matvecs <= 60  # seen when the range is exhausted, not at the last iteration
-    with pytest.raises(NotConverged):
+    with pytest.raises(ConvergenceError):
         s.raise_if_failed(1e-6)
 
 

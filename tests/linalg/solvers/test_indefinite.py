@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import curvops as co
+from curvops.errors import NotPositiveDefiniteError, NotPositiveSemidefiniteError
 from curvops.linalg import Dense, Diagonal, DirectSum, solve
-from curvops.linalg.core.results import NotPositiveDefinite, NotPositiveSemidefinite
 
 LARGE = 300
 """Rows beyond which nothing is formed."""
@@ -50,13 +50,13 @@ USES = {
 def test_an_indefinite_precision_is_an_error(operand, use):
     P = OPERANDS[operand]().add_diagonal(0.1)
     b = torch.randn(P.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with pytest.raises((NotPositiveDefinite, ValueError), match=r"indefinite|positive|negative"):
+    with pytest.raises((NotPositiveDefiniteError, ValueError), match=r"indefinite|positive|negative"):
         USES[use](P, b)
 
 
 @pytest.mark.parametrize("decompose", ["root_decomposition", "root_inv_decomposition"])
 def test_a_root_of_an_indefinite_matrix_is_an_error(decompose):
-    with pytest.raises(NotPositiveSemidefinite, match="negative eigenvalue"):
+    with pytest.raises(NotPositiveSemidefiniteError, match="negative eigenvalue"):
         getattr(Dense(matrix(20)), decompose)()
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
+from curvops.errors import ConvergenceError, NotPositiveDefiniteError
+from curvops.linalg.core.results import Reason
 from curvops.linalg.solvers.cg import recycling_cg
 from curvops.linalg.solvers.kept_directions import KeptDirections
 from tests.linalg.matrices import log_spaced, symmetric
@@ -110,14 +111,14 @@ def test_where_directions_do_not_suffice_a_sketch_is_taken_from_then_on(monkeypa
     x = P.solve(B)
     assert ((B - P @ x).norm(dim=0) <= 1.5e-8 * B.norm(dim=0)).all()
     assert P.directions(2) is None and P.plan(2).chosen["solve"] == "cg with a sketch"
-    with pytest.raises(NotConverged, match="ITERATION_LIMIT"):
+    with pytest.raises(ConvergenceError, match="ITERATION_LIMIT"):
         co.linalg.solve(precision(), B, maxiter=3)  # a user's limit stays one
 
 
 def test_an_indefinite_operator_is_refused_each_time():
     P = (-1.0 * co.GGN(linearized())).add_diagonal(1e-3)
     for _ in range(2):
-        with pytest.raises(NotPositiveDefinite):
+        with pytest.raises(NotPositiveDefiniteError):
             P.solve(right_hand_sides(482, 2))
 
 

@@ -11,17 +11,8 @@ import pytest
 import torch
 from linear_operator import to_linear_operator
 
-from curvops.linalg import (
-    Dense,
-    Diagonal,
-    LowRank,
-    NotConverged,
-    NotPositiveDefinite,
-    Operator,
-    cg,
-    method_for,
-    solve,
-)
+from curvops.errors import ConvergenceError, NotPositiveDefiniteError
+from curvops.linalg import Dense, Diagonal, LowRank, Operator, cg, method_for, solve
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.solvers.systems import solve_in_groups
 from tests.linalg.known import Known
@@ -113,18 +104,18 @@ def test_op_solve_takes_the_same_path(monkeypatch):
 
 def test_failures_raise_and_carry_the_solution():
     b = right_hand_sides(N, 1)[:, 0]
-    with pytest.raises(NotPositiveDefinite) as failure:
+    with pytest.raises(NotPositiveDefiniteError) as failure:
         solve(Known(INDEFINITE, is_psd=True), b)
     assert failure.value.solution.reasons == (Reason.NOT_POSITIVE_DEFINITE,)
-    with pytest.raises(NotPositiveDefinite):
+    with pytest.raises(NotPositiveDefiniteError):
         Known(INDEFINITE).add_diagonal(0.1).solve(b)
-    with pytest.raises(NotPositiveDefinite):
+    with pytest.raises(NotPositiveDefiniteError):
         solve(Dense(INDEFINITE, psd=True), b)
     for singular in (Known(POSITIVE[:, :1] @ POSITIVE[:1]), POSITIVE[:, :1] @ POSITIVE[:1], torch.zeros(3, 3).double()):
-        with pytest.raises(NotConverged) as failure:
+        with pytest.raises(ConvergenceError) as failure:
             solve(singular, b[: singular.shape[0]])
         assert failure.value.solution.reasons == (Reason.SINGULAR,)
-    with pytest.raises(NotConverged, match="ITERATION_LIMIT"):
+    with pytest.raises(ConvergenceError, match="ITERATION_LIMIT"):
         solve(Known(INDEFINITE), b, maxiter=2)
 
 

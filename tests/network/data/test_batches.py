@@ -16,7 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from curvops.network.data.batches import DataChanged
+from curvops.errors import DataChangedError
 from curvops.network.likelihoods import Categorical
 from tests.network.definitions import as_batches
 
@@ -142,9 +142,9 @@ def test_to_casts_and_still_knows_the_data() -> None:
     assert next(iter(doubled)).inputs.dtype == torch.float64
     x[0, 0] += 1
     for seen in (batches, doubled):
-        with pytest.raises(DataChanged):
+        with pytest.raises(DataChangedError):
             seen.verify()
-    with pytest.raises(DataChanged):
+    with pytest.raises(DataChangedError):
         batches.to(dtype=torch.float64)
 
 
@@ -265,7 +265,7 @@ CHANGING = {
 @pytest.mark.parametrize(("make", "message"), CHANGING.values(), ids=CHANGING)
 def test_data_that_change_between_passes_are_noticed(make: Callable[[], object], message: str) -> None:
     batches = as_batches(make(), 4)
-    with pytest.raises(DataChanged, match=message):
+    with pytest.raises(DataChangedError, match=message):
         batches.verify()
 
 
@@ -277,7 +277,7 @@ def test_changes_in_place_are_noticed(which: int) -> None:
     batches.verify()
     kept = data[which][5].clone()
     data[which].numpy()[5] += 1
-    with pytest.raises(DataChanged, match="batch 1 has other values"):
+    with pytest.raises(DataChangedError, match="batch 1 has other values"):
         batches.verify()
     data[which].data[5] = kept
     batches.verify()
@@ -287,7 +287,7 @@ def test_swapped_labels_are_noticed() -> None:
     y = Y.clone()
     batches = as_batches((X, y), N)
     y[[0, 1]] = y[[1, 0]]
-    with pytest.raises(DataChanged):
+    with pytest.raises(DataChangedError):
         batches.verify()
 
 
@@ -306,5 +306,5 @@ def test_held_batches_are_copies_whose_data_are_compared_when_they_are_cast() ->
     data[0][0][1, 2] += 1
     (batch,) = held
     assert torch.equal(batch.inputs, X) and torch.equal(batch.targets, Y)
-    with pytest.raises(DataChanged):
+    with pytest.raises(DataChangedError):
         held.to(dtype=torch.float32)

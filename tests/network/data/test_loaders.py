@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 import curvops as co
-from curvops.network.data.batches import DataChanged
+from curvops.errors import DataChangedError
 from tests.network.definitions import as_batches
 
 N, WIDTHS = 46, (4, 5, 3)
@@ -260,7 +260,7 @@ def test_random_states_stay_where_they_were_and_noise_of_workers_is_noticed(tmp_
     assert torch.equal(own.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
     assert sum(len(y) for _, y in users[0]) == N - 8  # the user's own pass goes on
     noisy = as_batches(DataLoader(Noisy(), 8, num_workers=1, generator=own), 1)
-    with pytest.raises(DataChanged, match="batch 0 has other values"):
+    with pytest.raises(DataChangedError, match="batch 0 has other values"):
         noisy.verify()
 
 

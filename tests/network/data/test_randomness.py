@@ -126,5 +126,5 @@ def test_augmentation_is_still_noticed() -> None:
             return x + torch.rand(4), y
 
     lin = co.linearize(nn.Linear(4, 3).double(), Augmented(X, Y), "classification")
-    with pytest.raises(co.DataChanged, match="random augmentation"):
+    with pytest.raises(co.errors.DataChangedError, match="random augmentation"):
         lin.log_likelihood()

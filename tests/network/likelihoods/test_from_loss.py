@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     at_one_point = co.linearize(model, (x, signs), lambda f, y: y * f.square().sum(-1))
     with pytest.raises(ValueError, match="has an eigenvalue of -2 at a training point"):
         co.GGN(at_one_point).to_dense()
-    with pytest.warns(co.NoCurvature, match="linear in the outputs"):
+    with pytest.warns(co.errors.NoCurvatureWarning, match="linear in the outputs"):
         co.linearize(model, (x, reals(C)), nn.L1Loss())
     lin = co.linearize(model, (x, LABELS), nn.MultiMarginLoss())
     with pytest.raises(ValueError, match="no second derivatives.*EmpiricalFisher"):

@@ -99,7 +99,7 @@ def test_a_file_and_training_under_the_evidence(tmp_path: Path) -> None:
     again = co.load(tmp_path / "posterior", model, data)
     assert torch.equal(again.predict(data[0]).variance, post.predict(data[0]).variance)
     before, weight = _loss(model, post.lin.unflatten(post.lin.theta), data), model.weight.detach().clone()
-    with pytest.warns(co.NotAMode):
+    with pytest.warns(co.errors.ModeWarning):
         trained = co.evidence.train(model, data, "regression", epochs=4, every=2)
     assert _loss(model, trained.lin.unflatten(trained.lin.theta), data) < before
     assert model.weight.is_complex() and not torch.equal(model.weight, weight)

@@ -149,12 +149,14 @@ def uniform(f: Tensor) -> distributions.Distribution:
 
 def test_a_likelihood_without_curvature_warns() -> None:
     y = torch.zeros(7, 3)
-    with pytest.warns(co.NoCurvature, match="no curvature.*the posterior is the prior.*changes with the outputs"):
+    with pytest.warns(
+        co.errors.NoCurvatureWarning, match="no curvature.*the posterior is the prior.*changes with the outputs"
+    ):
         lin = co.linearize(net(), (X, y), uniform)
     assert (co.GGN(lin, mc_samples=1) @ torch.ones(lin.num_parameters) == 0).all()
-    with pytest.warns(co.NoCurvature):
+    with pytest.warns(co.errors.NoCurvatureWarning):
         co.linearize(net(), (X, y), co.likelihoods.Bernoulli(torch.tensor(0.0)))
-    with pytest.warns(co.NoCurvature):
+    with pytest.warns(co.errors.NoCurvatureWarning):
         co.linearize(net(), (X, y), co.likelihoods.Gaussian(1e300))  # infinite in single precision
 
 
@@ -173,7 +175,7 @@ def test_a_likelihood_without_curvature_warns() -> None:
 )
 def test_likelihoods_with_curvature_do_not_warn(x: Tensor, y: Tensor, likelihood: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error", co.NoCurvature)
+        warnings.simplefilter("error", co.errors.NoCurvatureWarning)
         co.linearize(nn.Linear(4, 3), (x, y), likelihood)
 
 
@@ -191,9 +193,9 @@ def ended_by(last: nn.Module) -> nn.Module:
 def test_a_classifier_that_returns_no_logits_warns(dtype: torch.dtype, last: nn.Module, words: str) -> None:
     model = ended_by(last).to(dtype)
     for likelihood in ("classification", nn.CrossEntropyLoss(label_smoothing=0.1)):
-        with pytest.warns(co.NotLogits, match=words + r".*Return the logits.*linearize\(model\[:-1\]"):
+        with pytest.warns(co.errors.NotLogitsWarning, match=words + r".*Return the logits.*linearize\(model\[:-1\]"):
             co.linearize(model, (X.to(dtype), Y), likelihood)
-    with pytest.warns(co.NotLogits, match=words):  # three positions a point
+    with pytest.warns(co.errors.NotLogitsWarning, match=words):  # three positions a point
         co.linearize(model, (X.to(dtype).expand(3, 7, 4).movedim(0, 1), Y[:, None].expand(7, 3)), "classification")
 
 
@@ -218,21 +220,21 @@ def test_logits_and_other_likelihoods_do_not_warn_of_probabilities(
     model: nn.Module, y: Tensor, likelihood: Any
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error", co.NotLogits)
+        warnings.simplefilter("error", co.errors.NotLogitsWarning)
         co.linearize(model, (X, y), likelihood)
 
 
 def test_a_sigmoid_at_the_end_warns_where_one_more_is_taken() -> None:
     events = (X[:, :3] > 0).float()
     for likelihood in (co.likelihoods.Bernoulli(), nn.BCEWithLogitsLoss()):
-        with pytest.warns(co.NotLogits, match="ends with a sigmoid.*last sigmoid"):
+        with pytest.warns(co.errors.NotLogitsWarning, match="ends with a sigmoid.*last sigmoid"):
             co.linearize(nn.Sequential(net(), nn.Sequential(nn.Sigmoid())), (X, events), likelihood)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", co.NotLogits)
+        warnings.simplefilter("error", co.errors.NotLogitsWarning)
         co.linearize(nn.Sequential(net(), nn.Sigmoid(), nn.Linear(3, 3)), (X, events), co.likelihoods.Bernoulli())
 
 
 def test_a_sampler_warns_of_probabilities_too() -> None:
     log_posterior = co.sampling.log_posterior(ended_by(nn.Softmax(-1)), "classification", data_size=7)
-    with pytest.warns(co.NotLogits, match="probabilities"):
+    with pytest.warns(co.errors.NotLogitsWarning, match="probabilities"):
         log_posterior(log_posterior.params, (X, Y))

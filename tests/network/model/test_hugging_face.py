@@ -26,10 +26,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 import curvops as co
+from curvops.errors import NoFactorsWarning
 from curvops.linalg import Kronecker
 from curvops.operators import DiagonalGGN, EmpiricalFisher
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.kfac.kfac_factors import NoFactors
 from tests.network.products import agree, columns
 from tests.zoo import dense_jacobian
 
@@ -130,7 +130,7 @@ def test_every_layer_of_gpt2_has_a_rule() -> None:
     lin = linearized(whole("gpt2", "sdpa")[0])
     assert set(lin.plan.others) == {"model.transformer.wpe.weight"}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", NoFactors)
+        warnings.simplefilter("error", NoFactorsWarning)
         kfac = co.KFAC(lin)
     blocks = {names: type(block) for names, block in zip(kfac.names, kfac.blocks)}
     layers = {

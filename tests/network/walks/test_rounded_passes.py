@@ -16,7 +16,9 @@ from curvops.network.walks.rounded_passes import RoundedPasses
 from tests.network.definitions import normal
 from tests.zoo import ZOO, call, parameters_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::curvops.LowerPrecision", "ignore::curvops.NoCurvature")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::curvops.errors.LowerPrecisionWarning", "ignore::curvops.errors.NoCurvatureWarning"
+)
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 N, C = 40, 3
@@ -263,16 +265,16 @@ def test_evidence_from_products_is_within_their_error_and_structured_posteriors_
 
 
 def test_the_error_is_warned_of_and_shown_by_the_plan():
-    with pytest.warns(co.LowerPrecision, match="relative error on the first points is") as caught:
+    with pytest.warns(co.errors.LowerPrecisionWarning, match="relative error on the first points is") as caught:
         lin = co.linearize(mixed(), (X, LABELS), "classification", compute_dtype=BF16)
-    assert len([warning for warning in caught if warning.category is co.LowerPrecision]) == 1
+    assert len([warning for warning in caught if warning.category is co.errors.LowerPrecisionWarning]) == 1
     assert lin.plan.product_error == lin.products.product_error == co.GGN(lin).product_error
     assert (
         f"compute_dtype=torch.bfloat16 for products of curvatures: relative error {lin.products.product_error:.1e}"
         in str(lin.plan)
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error", co.LowerPrecision)
+        warnings.simplefilter("error", co.errors.LowerPrecisionWarning)
         assert linearized(lower=None).plan.product_error is None
 
 
