@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -52,8 +52,8 @@ class Setting:
     batch: int = 32
     stopped: bool = False
     """Whether the epoch of the least held-out loss is kept."""
-    before: Callable[[nn.Module, int], None] | None = None
-    """What is done to a new network of a seed before it is trained, such as pretraining."""
+    before: Callable[[nn.Module], None] | None = None
+    """What is done to a new network before it is trained."""
 
 
 def split(x: Tensor, y: Tensor, unseen: Tensor, count: int, seed: int) -> Points:
@@ -174,19 +174,27 @@ class Adapted(nn.Module):
 
 def adapter() -> nn.Module:
     """A transformer with adapters on its values and its last linear layers; the head is trained, too."""
-    network = Transformer().requires_grad_(False)
+    network = Transformer()
+    network.requires_grad_(False)
     for module, name in ((network.block, "value"), (network.block, "up"), (network.block, "down")):
         setattr(module, name, Adapted(getattr(module, name)))
     network.head.requires_grad_(True)
     return network
 
 
-def pretrain(network: nn.Module, seed: int) -> None:
-    """Give the network the frozen weights of a transformer that was trained on a related task."""
-    task = Setting(partial(sequences, related=True), Transformer, 1000, partial(torch.optim.Adam, lr=3e-3), 0.0, 30)
-    known = train(task, [seed + 500])[0].state_dict()
+@cache
+def pretrained() -> dict[str, Tensor]:
+    """The weights of a transformer that was trained on a related task."""
+    related = partial(sequences, related=True)
+    return train(Setting(related, Transformer, 1000, **adamw(3e-3), epochs=30), [500])[0].state_dict()
+
+
+def load_pretrained(network: nn.Module) -> None:
+    """Give an adapter's network the pretrained weights; a new head is trained with the adapter."""
     own = dict(network.state_dict())
-    for name, value in known.items():
+    for name, value in pretrained().items():
+        if name.startswith("head"):
+            continue
         place = name if name in own else name.replace(".weight", ".layer.weight").replace(".bias", ".layer.bias")
         own[place] = value
     network.load_state_dict(own)
@@ -216,7 +224,7 @@ def train(setting: Setting, seeds: Sequence[int]) -> list[nn.Module]:
         torch.manual_seed(seed)
         network = setting.network().double()
         if setting.before is not None:
-            setting.before(network, seed)
+            setting.before(network)
         networks.append(network)
     parts = [setting.points(setting.count, seed) for seed in seeds]
     x, y, x_held, y_held = (torch.stack([getattr(p, name) for p in parts]) for name in ("x", "y", "x_held", "y_held"))
@@ -266,7 +274,7 @@ DIGITS, CANCER = mlp(64, 24, 24, 8), mlp(30, 24, 24, 2)
 IMAGES = partial(digits, images=True)
 
 SETTINGS = {
-    "digits, 200, AdamW": Setting(digits, DIGITS, 200, **adamw(), epochs=60),
+    "digits, 200, AdamW": Setting(digits, mlp(64, 12, 12, 8), 200, **adamw(), epochs=60),
     "digits, 500, AdamW": Setting(digits, DIGITS, 500, **adamw(), epochs=60),
     "digits, 900, SGD with decay": Setting(digits, DIGITS, 900, **sgd(), epochs=40),
     "digits, 500, stopped early": Setting(digits, DIGITS, 500, **adamw(), epochs=60, stopped=True),
@@ -274,7 +282,7 @@ SETTINGS = {
     "10 % wrong labels, 500, AdamW": Setting(partial(digits, wrong=0.1), DIGITS, 500, **adamw(), epochs=40),
     "20 % wrong labels, 900, SGD": Setting(partial(digits, wrong=0.2), DIGITS, 900, **sgd(), epochs=40),
     "10 % wrong labels, 500, stopped": Setting(
-        partial(digits, wrong=0.1), DIGITS, 500, **adamw(), epochs=40, stopped=True
+        partial(digits, wrong=0.1), mlp(64, 12, 12, 8), 500, **adamw(), epochs=40, stopped=True
     ),
     "CNN, 700 digits, AdamW": Setting(IMAGES, convolutional, 700, **adamw(), epochs=30),
     "CNN, 700, 10 % wrong": Setting(partial(IMAGES, wrong=0.1), convolutional, 700, **adamw(), epochs=30),
@@ -284,7 +292,7 @@ SETTINGS = {
     "two moons, 100, AdamW": Setting(moons, mlp(2, 24, 24, 2), 100, **adamw(0.01), epochs=150),
     "transformer, 1,500, AdamW": Setting(sequences, Transformer, 1500, **adamw(3e-3), epochs=30),
     "transformer, 400, stopped": Setting(sequences, Transformer, 400, **adamw(3e-3), epochs=50, stopped=True),
-    "LoRA, 200, AdamW": Setting(sequences, adapter, 200, **adamw(5e-3), epochs=60, before=pretrain),
+    "LoRA, 200, AdamW": Setting(sequences, adapter, 200, **adamw(5e-3), epochs=60, before=load_pretrained),
 }
 
 
