@@ -8,7 +8,6 @@ test points and points of unseen classes; differences to the network itself are 
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +201,10 @@ def measure(network: nn.Module, points: Points, decay: float) -> dict[str, Any]:
     found: dict[str, Any] = {"weights": count, "rows": {}}
     with torch.no_grad():
         found["network"] = scores(network(inputs).softmax(-1), points.y_test)
-        cells = {name: Cell(lin, points, decay, MODES if count <= WEIGHTS and name != "subnetwork" else ()) for name, lin in lins.items()}
+        cells = {
+            name: Cell(lin, points, decay, MODES if count <= WEIGHTS and name != "subnetwork" else ())
+            for name, lin in lins.items()
+        }
         for structure, (name, curvature) in STRUCTURES.items():
             if structure == "full GGN" and count > WEIGHTS:
                 continue
@@ -241,5 +243,132 @@ def study(seeds: int, settings: Mapping[str, Setting] = SETTINGS) -> Found:
     return found
 
 
+RULES = (
+    "1",
+    "decay × N",
+    "evidence",
+    "evidence, per layer",
+    "evidence, linear mode",
+    "evidence, linear mode, mean there",
+    "variance 0.25",
+    "variance 1",
+    "held-out",
+    "held-out, scored by draws",
+    "held-out, mean at the linear mode",
+)
+"""In the order of the tables."""
+CHOSEN = {"held-out": "KFAC | held-out", "variance 1/4": "KFAC | variance 0.25"}
+"""What `co.laplace(lin)` does with held-out data, and without."""
+
+
+NOTICED = 0.005
+"""Nats a point: a smaller change of the NLL is not called worse."""
+HEADER = ["NLL", "worst", "worse in", "ECE", "Brier", "AUROC"]
+
+
+def changes(found: Found, row: str, link: str, measure: int = 0) -> list[Tensor]:
+    """By setting that has the row, and by seed, how much its measure is above that of the network."""
+    held = [one for one in found.values() if row in one["rows"]]
+    return [one["rows"][row][link][:, measure] - one["network"][:, measure] for one in held]
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of paired differences."""
+    return float(values.std()) / len(values) ** 0.5
+
+
+def is_worse(values: Tensor) -> bool:
+    """Whether a mean difference is above two of its standard errors, and large enough to be noticed."""
+    return float(values.mean()) > max(NOTICED, 2 * standard_error(values))
+
+
+def summary(found: Found, row: str, link: str = "probit") -> list[str]:
+    """The mean change of the NLL, the worst setting's, how many settings are worse, and the other measures' changes."""
+    each = changes(found, row, link)
+    if not each:
+        return [""] * len(HEADER)
+    means = torch.stack([values.mean() for values in each])
+    others = [torch.stack(changes(found, row, link, i)).mean() for i in range(1, len(MEASURES))]
+    count = f"{sum(map(is_worse, each))} of {len(each)}"
+    cells = [f"{float(value):+.3f}" for value in (means.mean(), means.max(), *others)]
+    return [*cells[:2], count, *cells[2:]]
+
+
+def settings_table(found: Found) -> str:
+    """By setting what the network has, and how four choices change its NLL."""
+    rows = {"held-out": "KFAC | held-out", "variance 1/4": "KFAC | variance 0.25", "evidence": "KFAC | evidence"}
+    rows["last layer, prior 1"] = "last layer, KFAC | 1"
+    lines = []
+    for name, one in found.items():
+        each = [changes({name: one}, row, "probit")[0] for row in rows.values()]
+        cells = [f"{float(values.mean()):+.3f} ± {standard_error(values):.3f}" for values in each]
+        network = [f"{float(value):.3f}" for value in one["network"].mean(0)[:2]]
+        lines.append([name, f"{one['weights']:,}", *network, *cells])
+    return table(["setting", "D", "NLL", "ECE", *rows], lines)
+
+
+def rules_tables(found: Found) -> str:
+    """KFAC of all weights and of the last layer under every rule."""
+    parts = []
+    for structure in ("KFAC", "last layer, KFAC"):
+        lines = [[rule, *summary(found, f"{structure} | {rule}")] for rule in RULES]
+        parts.append(table([f"{structure}; prior:", *HEADER], lines))
+    return "\n\n".join(parts)
+
+
+def structures_tables(found: Found) -> str:
+    """Every structure under three rules, with the seconds of the posterior, its prior and its predictions."""
+    parts = []
+    for rule in ("held-out", "variance 0.25", "evidence"):
+        lines = []
+        for structure in STRUCTURES:
+            row = f"{structure} | {rule}"
+            spent = [float(one["rows"][row]["seconds"].mean()) for one in found.values() if row in one["rows"]]
+            lines.append([structure, *summary(found, row), f"{sum(spent) / len(spent):.2f}" if spent else ""])
+        parts.append(table([f"prior: {rule}", *HEADER, "seconds"], lines))
+    return "\n\n".join(parts)
+
+
+def links_table(found: Found) -> str:
+    """The links under three rules, for KFAC of all weights and of the last layer."""
+    lines = [
+        [f"{structure}; {rule}; {link}", *summary(found, f"{structure} | {rule}", link)]
+        for structure in ("KFAC", "last layer, KFAC")
+        for rule in ("held-out", "variance 0.25", "1")
+        for link in LINKS
+    ]
+    return table(["structure; prior; link", *HEADER], lines)
+
+
+def unseen_table(found: Found) -> str:
+    """By setting how well unseen inputs are told apart: the network's entropy, then epistemic uncertainties."""
+    rows = {"KFAC, held-out": "KFAC | held-out", "variance 1/4": "KFAC | variance 0.25", "prior 1": "KFAC | 1"}
+    rows |= {
+        "last layer, held-out": "last layer, KFAC | held-out",
+        "last layer, 1/4": "last layer, KFAC | variance 0.25",
+    }
+    lines = []
+    for name, one in found.items():
+        values = [one["network"][:, 3], *(one["rows"][row]["epistemic"] for row in rows.values())]
+        lines.append([name, *(f"{float(value.mean()):.3f}" for value in values)])
+    return table(["setting", "network", *rows], lines)
+
+
+SECTIONS: dict[str, Callable[[Found], str]] = {
+    "defaults: settings": settings_table,
+    "defaults: rules": rules_tables,
+    "defaults: structures": structures_tables,
+    "defaults: links": links_table,
+    "defaults: unseen": unseen_table,
+}
+STUDY = study_page.Study(
+    "defaults",
+    __doc__,
+    study,
+    SECTIONS,
+    "docs/defaults.md",
+    options={"seeds": (5, "networks of each setting")},
+)
+
 if __name__ == "__main__":
-    study(5)
+    STUDY.run()

@@ -118,9 +118,7 @@ def sequences(count: int, seed: int, related: bool = False, flipped: float = 0.0
     """
     values = torch.randn(WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     if related:
-        values[: WORDS // 2] = torch.randn(
-            WORDS // 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-        )
+        values[: WORDS // 2] = torch.randn(WORDS // 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(WORDS, (count + HELD_OUT + TEST, LENGTH), generator=generator)
     wrong = torch.rand(len(tokens), generator=generator) < flipped
@@ -255,7 +253,9 @@ def train(setting: Setting, seeds: Sequence[int]) -> list[nn.Module]:
             least = torch.minimum(held, least)
     kept = best if setting.stopped else learned
     for i, network in enumerate(networks):
-        network.load_state_dict({name: state[name][i].detach() for name in state} | {n: v[i].detach() for n, v in zip(free, kept)})
+        network.load_state_dict(
+            {name: state[name][i].detach() for name in state} | {n: v[i].detach() for n, v in zip(free, kept)}
+        )
     return [network.eval() for network in networks]
 
 
