@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
 from benchmarks.defaults_settings import SETTINGS, Points, Setting, train
 from benchmarks.tables import table
+from curvops.plots import style
 from curvops.posterior import metrics
 from curvops.posterior.predictions import links
 
@@ -45,7 +47,8 @@ seed, "epistemic" (the AUROC of the mutual information), "seconds", and by link 
 
 def dense(lin: co.Linearization) -> Any:
     """The GGN as a matrix."""
-    return co.linalg.Dense(co.GGN(lin).to_dense())
+    matrix = co.GGN(lin).to_dense()
+    return co.linalg.Dense((matrix + matrix.mT) / 2)  # in pairs of products it is symmetric to rounding only
 
 
 STRUCTURES: dict[str, tuple[str, Callable[[co.Linearization], Any]]] = {
@@ -189,7 +192,9 @@ def of_variance(post: co.Laplace, x: Tensor, variance: float) -> co.Laplace:
     return post.with_prior(10 ** ((low + high) / 2))
 
 
-def measure(network: nn.Module, points: Points, decay: float) -> dict[str, Any]:
+def measure(
+    network: nn.Module, points: Points, decay: float, structures: Iterable[str] = tuple(STRUCTURES)
+) -> dict[str, Any]:
     """What one network and all its posteriors predict."""
     inputs, data = torch.cat([points.x_test, points.x_unseen]), (points.x, points.y)
     everything = co.linearize(network, data, "classification", progress=False)
@@ -205,7 +210,8 @@ def measure(network: nn.Module, points: Points, decay: float) -> dict[str, Any]:
             name: Cell(lin, points, decay, MODES if count <= WEIGHTS and name != "subnetwork" else ())
             for name, lin in lins.items()
         }
-        for structure, (name, curvature) in STRUCTURES.items():
+        for structure in structures:
+            name, curvature = STRUCTURES[structure]
             if structure == "full GGN" and count > WEIGHTS:
                 continue
             for rule, row in cells[name].rows(curvature).items():
@@ -213,10 +219,11 @@ def measure(network: nn.Module, points: Points, decay: float) -> dict[str, Any]:
     return found
 
 
-def of_setting(setting: Setting, seeds: int) -> dict[str, Any]:
+def of_setting(setting: Setting, seeds: int, structures: Iterable[str] = tuple(STRUCTURES)) -> dict[str, Any]:
     """All seeds of a setting: by structure and rule a list over seeds."""
     networks = train(setting, range(seeds))
-    each = [measure(net, setting.points(setting.count, seed), setting.decay) for seed, net in enumerate(networks)]
+    points = [setting.points(setting.count, seed) for seed in range(seeds)]
+    each = [measure(net, here, setting.decay, structures) for net, here in zip(networks, points)]
     rows: dict[str, Any] = {}
     for name in each[0]["rows"]:
         if all(name in one["rows"] for one in each):
@@ -231,10 +238,10 @@ def rounded(tree: Any) -> Any:
     return [rounded(part) for part in tree] if isinstance(tree, list) else float(f"{tree:.5g}")
 
 
-def study(seeds: int, settings: Mapping[str, Setting] = SETTINGS) -> Found:
+def study(seeds: int) -> Found:
     """Every setting; an interrupted study goes on with the next one."""
     found = {}
-    for i, (name, setting) in enumerate(settings.items()):
+    for i, (name, setting) in enumerate(SETTINGS.items()):
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # networks that are not at a mode, on purpose
@@ -263,6 +270,8 @@ CHOSEN = {"held-out": "KFAC | held-out", "variance 1/4": "KFAC | variance 0.25"}
 
 NOTICED = 0.005
 """Nats a point: a smaller change of the NLL is not called worse."""
+CHOICES = ("KFAC | held-out", "KFAC | variance 0.25", "KFAC | evidence", "last layer, KFAC | 1")
+"""What `co.laplace` does with held-out data and without, what it does not do, and the default of laplace-torch."""
 HEADER = ["NLL", "worst", "worse in", "ECE", "Brier", "AUROC"]
 
 
@@ -296,15 +305,29 @@ def summary(found: Found, row: str, link: str = "probit") -> list[str]:
 
 def settings_table(found: Found) -> str:
     """By setting what the network has, and how four choices change its NLL."""
-    rows = {"held-out": "KFAC | held-out", "variance 1/4": "KFAC | variance 0.25", "evidence": "KFAC | evidence"}
-    rows["last layer, prior 1"] = "last layer, KFAC | 1"
     lines = []
     for name, one in found.items():
-        each = [changes({name: one}, row, "probit")[0] for row in rows.values()]
+        each = [changes({name: one}, row, "probit")[0] for row in CHOICES]
         cells = [f"{float(values.mean()):+.3f} ± {standard_error(values):.3f}" for values in each]
         network = [f"{float(value):.3f}" for value in one["network"].mean(0)[:2]]
         lines.append([name, f"{one['weights']:,}", *network, *cells])
-    return table(["setting", "D", "NLL", "ECE", *rows], lines)
+    header = ["setting", "D", "NLL", "ECE", "held-out", "variance 1/4", "evidence", "last layer, prior 1"]
+    return table(header, lines)
+
+
+def calibration_table(found: Found) -> str:
+    """By setting the ECE and the Brier score of the network, and how the choices of `co.laplace` change them."""
+    lines = []
+    for name, one in found.items():
+        cells = [name]
+        for measure in (1, 2):
+            cells.append(f"{float(one['network'][:, measure].mean()):.3f}")
+            for row in CHOICES[: 4 - measure]:
+                (values,) = changes({name: one}, row, "probit", measure)
+                cells.append(f"{float(values.mean()):+.3f} ± {standard_error(values):.3f}")
+        lines.append(cells)
+    of_brier = ["Brier", "held-out", "variance 1/4"]
+    return table(["setting", "ECE", "held-out", "variance 1/4", "evidence", *of_brier], lines)
 
 
 def rules_tables(found: Found) -> str:
@@ -354,8 +377,27 @@ def unseen_table(found: Found) -> str:
     return table(["setting", "network", *rows], lines)
 
 
+def picture(found: Found) -> Figure:
+    """By setting how much four choices change the NLL of the network."""
+    figure = style.blank(8.6, 5.2)
+    axes = figure.subplots()
+    names = ("held-out points", "variance of logits 1/4", "evidence", "last layer, prior 1")
+    for (name, look), row in zip(style.looks(names).items(), CHOICES):
+        each = changes(found, row, "probit")
+        means, errors = [float(v.mean()) for v in each], [standard_error(v) for v in each]
+        bars = look._asdict() | {"linestyle": "none", "label": name, "markersize": 6, "capsize": 2}
+        axes.errorbar(means, range(len(each)), xerr=errors, **bars)
+    axes.axvline(0, color=style.GREY, linestyle=":")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    style.dress(axes, "NLL minus that of the network (nats a point)", "")
+    axes.legend(fontsize=style.SMALL, frameon=False)
+    return figure
+
+
 SECTIONS: dict[str, Callable[[Found], str]] = {
     "defaults: settings": settings_table,
+    "defaults: calibration": calibration_table,
     "defaults: rules": rules_tables,
     "defaults: structures": structures_tables,
     "defaults: links": links_table,
@@ -367,6 +409,7 @@ STUDY = study_page.Study(
     study,
     SECTIONS,
     "docs/defaults.md",
+    figures={"defaults": picture},
     options={"seeds": (5, "networks of each setting")},
 )
 
