@@ -234,8 +234,8 @@ def of_setting(setting: Setting, seeds: int, structures: Iterable[str] = tuple(S
 
 
 def rounded(tree: Any) -> Any:
-    """Numbers to five digits: what seeds differ by is far more."""
-    return [rounded(part) for part in tree] if isinstance(tree, list) else float(f"{tree:.5g}")
+    """Numbers to four digits: what seeds differ by is far more."""
+    return [rounded(part) for part in tree] if isinstance(tree, list) else float(f"{tree:.4g}")
 
 
 def study(seeds: int) -> Found:
