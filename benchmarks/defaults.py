@@ -1,6 +1,6 @@
 """What should `co.laplace(lin)` do if nothing else is said? Structures, priors, means and links on small settings.
 
-    python -m benchmarks.defaults        # some twenty minutes on one core
+    python -m benchmarks.defaults        # half an hour on one core
 
 Networks are trained as people train them (AdamW, SGD with decay, stopped early), not to a mode. Each posterior predicts
 test points and points of unseen classes; differences to the network itself are paired by seed.
