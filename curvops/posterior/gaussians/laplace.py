@@ -21,6 +21,7 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
+from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.posterior.core.arguments import (
     check_linearization,
@@ -42,6 +43,7 @@ from curvops.posterior.gaussians.updating import (
     mode_gap,
     replace_noise,
     replace_prior,
+    warn_of_noise,
 )
 from curvops.posterior.log_evidence.determinants import count_parameters, log_determinant
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
@@ -70,7 +72,9 @@ class Laplace(GaussianWeights):
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
-        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *tempered)
+        each = self.lin.likelihood.of_position
+        noise = (each.printed_noise,) if isinstance(each, Gaussian) else ()
+        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *noise, *tempered)
 
     @property
     def compression(self) -> Estimate | None:
@@ -446,7 +450,9 @@ def laplace(
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small.
+            warn with `ModeWarning` if it is not small; compare a given Gaussian noise with the mean squared residual of
+            the training data, at the cost of one forward pass, and warn with `NoiseWarning` if one is more than three
+            times the other.
 
     Returns:
         A `Laplace`. No matrix is formed.
@@ -468,6 +474,8 @@ def laplace(
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
+    if check_mode is True:
+        warn_of_noise(lin)
     return checked_posterior(Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature), check_mode)
 
 

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from curvops.checks import check_accuracy, check_flag
-from curvops.errors import ModeWarning
+from curvops.errors import ModeWarning, NoiseWarning
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
+from curvops.network.likelihoods import Gaussian
+from curvops.network.likelihoods.residual_noise import mean_squares, needs_noise
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache
@@ -20,9 +22,12 @@ from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior,
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
+from curvops.summary import summary
 
 MODE_TOLERANCE = 0.1
 """A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
+FAR_NOISE = 3.0
+"""A given noise that differs by more than this factor from the mean squared residual is named in a warning."""
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
@@ -72,6 +77,34 @@ def replace_noise(post: Updated, noise: float, generator: torch.Generator | None
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
     return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
+
+
+def warn_of_noise(lin: Linearization) -> None:
+    """Warn with `NoiseWarning` if a given noise is more than FAR_NOISE times the mean squared residual, or below.
+
+    An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
+    """
+    gaussian = lin.likelihood.of_position
+    if not isinstance(gaussian, Gaussian) or needs_noise(gaussian) or gaussian.noise.requires_grad:
+        return
+    if not lin.data.is_present:
+        return
+    found = mean_squares(lin.likelihood, lin.squared_residuals(), torch.finfo(lin.theta.dtype).eps)
+    if found is None:
+        return
+    ratios = gaussian.noise.detach().double() / found
+    worst = ratios.flatten()[ratios.log().abs().argmax()]
+    if 1 / FAR_NOISE <= float(worst) <= FAR_NOISE:
+        return
+    warnings.warn(
+        f"the likelihood's noise, a variance of {summary(gaussian.noise)}, is {float(worst):.2g} times the mean squared "
+        f"residual of the training data, {summary(found)}, and so are the variances of predictions: error bars are "
+        f"{float(worst) ** 0.5:.2g} times those of the residuals. co.likelihoods.Gaussian() and 'regression' estimate "
+        "the noise; co.evidence.maximize(post, 'noise') tunes it. If the noise is known, or the network overfits, so "
+        "that its residuals are too small, keep it: check_mode=False skips this check.",
+        NoiseWarning,
+        stacklevel=3,
+    )
 
 
 def add_data(

@@ -20,6 +20,7 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
@@ -362,6 +363,11 @@ def log_posterior(
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
+        if needs_noise(likelihood):
+            raise ValueError(
+                "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
+                "linearisation, co.linearize(model, data, 'regression'), which estimates it."
+            )
     else:  # interpreted with the first batch, because it needs the shapes
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
