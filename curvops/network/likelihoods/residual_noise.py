@@ -16,15 +16,20 @@ EXACT_FIT = 64.0
 """Residuals within this many eps of the targets' root mean square are rounding, and tell nothing of the noise."""
 
 
+def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n T*C"]:
+    """Return f − y and the weights, both in the outputs' shape."""
+    unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
+    weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
+    each = weights.unsqueeze(-1).expand(-1, likelihood.positions or 1, f.shape[1] // (likelihood.positions or 1))
+    return torch.stack([unit.residual(f, y), each.flatten(1)])
+
+
 def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
     """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64."""
-    unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
-    shape = (len(f), likelihood.positions or 1, -1)
-    gaps = (unit.residual(at, y).view(shape).double() for at in (f, torch.zeros_like(f)))
-    weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
-    weights = weights.double().unsqueeze(-1)
-    squares = [(weights * gap.square()).sum((0, 1)) for gap in gaps]
-    return torch.stack([*squares, weights.expand(len(f), shape[1], squares[0].numel()).sum((0, 1))])
+    T = likelihood.positions or 1
+    (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
+    each = torch.stack([weights * gap.square(), weights * target.square(), weights])
+    return each.view(3, len(f) * T, -1).sum(1)
 
 
 def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> Float[Tensor, " m"] | None:

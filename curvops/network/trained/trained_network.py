@@ -488,6 +488,11 @@ class TrainedNetwork(NetworkOnData):
         reading = Reading(theta.device, theta.dtype, weights=True)
         return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)
 
+    def of_whole_network(self: N) -> N:
+        """Return the network with all parameters that require a gradient, whatever selection this one has."""
+        model = self.model.with_all_parameters()
+        return self if model is self.model else self._with(self.data, self.token, model=model)
+
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files; over a process group the first rank writes, while the others wait."""
         if self.ranks is None:

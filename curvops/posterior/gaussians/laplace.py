@@ -49,6 +49,7 @@ from curvops.posterior.log_evidence.determinants import count_parameters, log_de
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
@@ -473,6 +474,8 @@ def laplace(
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
+    if isinstance(curvature, type):
+        lin = with_left_out_noise(lin)
     operator = checked_curvature(curvature, lin)
     if check_mode is True:
         warn_of_noise(lin)
