@@ -133,7 +133,7 @@ def test_what_has_derivatives_or_another_dtype_is_left_to_torch(calls: list[Tens
 def test_curvature_products_are_those_of_float64(name: str, calls: list[Tensor]) -> None:
     model, inputs = ZOO[name].build()
     model, inputs = model.float(), inputs.float()
-    likelihood = co.likelihoods.Gaussian()
+    likelihood = co.likelihoods.Gaussian(noise=1.0)
     targets = torch.zeros_like(model(inputs)).detach()
     ours = co.GGN(co.linearize(model, (inputs, targets), likelihood, engine="layerwise"))
     V = torch.randn(ours.shape[0], 2)
@@ -231,7 +231,7 @@ def test_operators_of_higher_order_are_passed_on(calls: list[Tensor]) -> None:
 def test_networks_with_wide_layers_take_it_in_every_pass(calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = ZOO["mlp"].build()
     model, inputs = model.float(), inputs.float()
-    lin = co.linearize(model, (inputs, torch.zeros_like(model(inputs)).detach()), "regression")
+    lin = co.linearize(model, (inputs, torch.zeros_like(model(inputs)).detach()), co.likelihoods.Gaussian(noise=1.0))
     calls.clear()
     torch.testing.assert_close(lin.outputs(), model(inputs).detach(), rtol=1e-5, atol=1e-5)
     forward = len(calls)

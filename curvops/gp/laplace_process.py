@@ -23,6 +23,7 @@ from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, read_prior
 from curvops.posterior.draws.deviations import draw_deviations
@@ -204,6 +205,7 @@ def laplace_gp(
     check_accuracy(rtol)
     most = checked_whole("maxiter", maxiter, 1)
     require_no_gradient(lin.likelihood, "laplace_gp")
+    lin = with_left_out_noise(lin)
     prior = read_prior(prior_precision, prior_mean, lin.model)
     A = prior.diagonal
     if A is None:

@@ -36,7 +36,8 @@ class Gaussian(Independent):
             channels, if no other dimension has C entries; one of shape (C, 1, 1) always does, since a noise with
             several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch. None, as for
             "regression", means unknown: `co.linearize` estimates it by the (weighted) mean squared residual of the
-            training data, rounded to four digits; "per_output" is the same for each of the C outputs. Before, it is 1.
+            training data, to four digits, and `co.laplace` by that of left-out points, if it is larger. "per_output"
+            is the same for each of the C outputs. Before that, and if the residuals are zero, it counts as 1.
 
     Raises:
         TypeError: the noise is neither a number nor a tensor, nor None or "per_output".
@@ -46,6 +47,8 @@ class Gaussian(Independent):
     def __init__(self, noise: float | int | Tensor | np.ndarray | str | None = None) -> None:
         self.estimated: str | None = None
         """How `co.linearize` estimates the noise, as "one" number or "per_output"; None if it was given."""
+        self.found = False
+        """Whether it was estimated: not before, nor if the residuals are zero to rounding."""
         if noise is None or (isinstance(noise, str) and noise == "per_output"):
             self.estimated, noise = noise or "one", 1.0
         noise = tensor_of(noise)
@@ -74,9 +77,13 @@ class Gaussian(Independent):
     @property
     def printed_noise(self) -> str:
         """The noise in words, and whether it was estimated."""
+        if self.estimated and not self.found:
+            return "unknown noise"
         return f"noise {summary(self.noise)}{' (estimated)' if self.estimated else ''}"
 
     def __repr__(self) -> str:
+        if self.estimated and not self.found:
+            return "Gaussian()" if self.estimated == "one" else f"Gaussian(noise={self.estimated!r})"
         return f"Gaussian(noise={summary(self.noise)}{', estimated' if self.estimated else ''})"
 
     def along(self, shape: torch.Size) -> tuple[Gaussian, int | None]:

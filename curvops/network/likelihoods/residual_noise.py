@@ -52,7 +52,7 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     """Return the likelihood with its noise estimated from these sums, in the dtype of `like`, to four digits.
 
     Another order or other batches change the sums by rounding, but not the noise. Warns with `NoiseWarning` if the
-    residuals do not show it; it is then 1.
+    residuals do not show it: it then stays unknown, and counts as 1.
     """
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)
@@ -60,14 +60,15 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     if found is None or not bool(((found > limits.tiny) & (found < limits.max)).all()):
         warnings.warn(
             "the noise of this regression is unknown, and its residuals do not show it: the network's outputs equal "
-            "its targets to rounding. It is taken as 1. Pass it, co.likelihoods.Gaussian(noise=variance), or find it "
-            "with points that were left out of training, co.evidence.validate(post, x, y, over='noise').",
+            "its targets to rounding. It counts as 1 (co.laplace tries to estimate it from left-out points). Pass it, "
+            "co.likelihoods.Gaussian(noise=variance), or find it with points that were left out of training, "
+            "co.evidence.validate(post, x, y, over='noise').",
             NoiseWarning,
             stacklevel=4,
         )
-        return likelihood.with_hyperparameters(list(likelihood.hyperparameters))
+        return likelihood
     noise = like.new_tensor([float(f"{value:.4g}") for value in found.tolist()])
     new = likelihood.with_hyperparameters([noise if gaussian.estimated == "per_output" else noise[0]])
     assert isinstance(new.of_position, Gaussian)
-    new.of_position.estimated = gaussian.estimated
+    new.of_position.estimated, new.of_position.found = gaussian.estimated, True
     return new

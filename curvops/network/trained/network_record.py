@@ -177,7 +177,11 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
         stored = recorded_likelihood(known, device)
-        if named is not None and not needs_noise(named) and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):
+        if (
+            named is not None
+            and not needs_noise(named)
+            and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored)
+        ):
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:

@@ -127,21 +127,22 @@ class Laplace(GaussianWeights):
         """
         return replace_prior(self, prior_precision, prior_mean)
 
-    def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
+    def with_noise(
+        self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None
+    ) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:
-            noise: a positive number.
+            noise: a positive number, or a tensor of them, one for each output (C,).
             generator: the source of the draws that the curvature makes, if any.
 
         Returns:
             The posterior under that noise.
 
         Raises:
-            TypeError, ValueError: the likelihood is not Gaussian, the noise is not a positive number, or the curvature
-                does not record how it was built from its linearisation.
+            TypeError, ValueError: the likelihood is not Gaussian, the noise is not positive or has another size, or the
+                curvature does not record how it was built from its linearisation.
         """
-        _ = self.observation_noise
         return replace_noise(self, noise, generator)
 
     @property
@@ -151,7 +152,8 @@ class Laplace(GaussianWeights):
         if noise is None:
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is a single number; "
-                "co.likelihoods.Gaussian(noise=variance) has. To learn several variances, use the gradient of "
+                "co.likelihoods.Gaussian(noise=variance) has. Several variances are estimated from the residuals by "
+                "Gaussian(noise='per_output'), set by post.with_noise(tensor), and learned by the gradient of "
                 "log_evidence in a tensor that requires one."
             )
         return float(noise.detach())
@@ -474,7 +476,7 @@ def laplace(
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
-    if isinstance(curvature, type):
+    if not isinstance(curvature, LinearOperator):
         lin = with_left_out_noise(lin)
     operator = checked_curvature(curvature, lin)
     if check_mode is True:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from curvops.checks import check_accuracy, check_flag
+from curvops.checks import check_accuracy, check_flag, check_generator
 from curvops.errors import ModeWarning, NoiseWarning
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
@@ -69,12 +70,21 @@ def _require_equal_on_ranks(post: Any) -> None:
         post.lin.ranks.require_equal(post.prior.facts() | facts)
 
 
-def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
+def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) -> Updated:
     """Return the posterior under another observation noise, with its curvature built again."""
-    check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
-    (tensor,) = likelihood.hyperparameters
-    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
+    if not isinstance(likelihood.of_position, Gaussian):
+        _ = post.observation_noise  # raises an error that names the likelihood
+    if isinstance(noise, Tensor):
+        C = post.lin.output_shape[-1]
+        if noise.shape not in ((), (1,), (C,)):
+            raise ValueError(f"noise must be a number or a tensor ({C},), got one of shape {tuple(noise.shape)}.")
+        given = Gaussian(noise).noise
+    else:
+        check_accuracy(noise, generator, "noise")
+        given = torch.tensor(float(noise))
+    check_generator(generator)
+    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
     return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
 
@@ -97,11 +107,10 @@ def warn_of_noise(lin: Linearization) -> None:
     if 1 / FAR_NOISE <= float(worst) <= FAR_NOISE:
         return
     warnings.warn(
-        f"the likelihood's noise, a variance of {summary(gaussian.noise)}, is {float(worst):.2g} times the mean squared "
-        f"residual of the training data, {summary(found)}, and so are the variances of predictions: error bars are "
-        f"{float(worst) ** 0.5:.2g} times those of the residuals. co.likelihoods.Gaussian() and 'regression' estimate "
-        "the noise; co.evidence.maximize(post, 'noise') tunes it. If the noise is known, or the network overfits, so "
-        "that its residuals are too small, keep it: check_mode=False skips this check.",
+        f"the noise of {lin.likelihood.of_position!r}, a variance, is {float(worst):.2g} times the mean squared residual "
+        f"of the training data, {summary(found)}, so that error bars are {float(worst) ** 0.5:.2g} times as wide as the "
+        "residuals. Leave it out to have it estimated, by co.likelihoods.Gaussian() or 'regression' (nn.MSELoss() means "
+        "0.5). Keep it if it is known, for example from repeated measurements; check_mode=False skips this check.",
         NoiseWarning,
         stacklevel=3,
     )

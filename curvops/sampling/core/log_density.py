@@ -27,6 +27,7 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
@@ -347,6 +348,7 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        model = with_left_out_noise(model)
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         likelihood, shard = model.likelihood, model.passes.shard
         if shard is not None:
