@@ -16,7 +16,7 @@ EXACT_FIT = 64.0
 """Residuals within this many eps of the targets' root mean square are rounding, and tell nothing of the noise."""
 
 
-def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n T*C"]:
+def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "2 n c"]:
     """Return f − y and the weights, both in the outputs' shape."""
     unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
     weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
@@ -56,6 +56,8 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     """
     gaussian, limits = likelihood.of_position, torch.finfo(like.dtype)
     assert isinstance(gaussian, Gaussian)
+    if not bool(sums.isfinite().all()):
+        return likelihood  # the outputs hold NaN, of which a posterior tells
     found = mean_squares(likelihood, sums, limits.eps)
     if found is None or not bool(((found > limits.tiny) & (found < limits.max)).all()):
         warnings.warn(

@@ -127,9 +127,7 @@ class Laplace(GaussianWeights):
         """
         return replace_prior(self, prior_precision, prior_mean)
 
-    def with_noise(
-        self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None
-    ) -> Laplace:
+    def with_noise(self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:

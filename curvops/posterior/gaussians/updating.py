@@ -82,7 +82,7 @@ def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) 
         given = Gaussian(noise).noise
     else:
         check_accuracy(noise, generator, "noise")
-        given = torch.tensor(float(noise))
+        given = torch.tensor(float(noise), dtype=torch.float64)
     check_generator(generator)
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
