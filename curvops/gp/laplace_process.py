@@ -23,7 +23,6 @@ from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
-from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, read_prior
 from curvops.posterior.draws.deviations import draw_deviations
@@ -34,6 +33,7 @@ from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
 from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.posterior.solves.streamed_space import StreamedSpace
 from curvops.summary import Summarised

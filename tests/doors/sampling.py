@@ -413,6 +413,11 @@ DOORS = [
                 ValueError,
                 "already has likelihood",
             ),
+            "a noise to be estimated": (
+                lambda: S.log_posterior(classifier(), "regression", data_size=11),
+                ValueError,
+                r"noise=variance.*linearisation",
+            ),
             "a negative prior": (lambda: S.log_posterior(lin(), prior_precision=-1.0), ValueError, "positive"),
             "a short prior": (lambda: S.log_posterior(lin(), prior_precision=torch.ones(3)), ValueError, "entries"),
             "a last layer without a linearisation": (

@@ -139,10 +139,11 @@ def linearize(
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
-            `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
-            `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
-            "classification" or "regression"; or any other loss: a function of (outputs, targets) that returns one loss
-            per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
+            `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
+            noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
+            `nn.MSELoss()`, whose GGN is that of the sum of squares, as for a noise of ½; a function from outputs to a
+            `torch.distributions.Distribution`; or any other loss: a function of (outputs, targets) that returns one
+            loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
             and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all others the
             outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised as one of
             `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
@@ -196,8 +197,9 @@ def linearize(
             environment variable CURVOPS_RANK_TIMEOUT).
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
-    classifier returns probabilities or their logarithms, and with `LowerPrecisionWarning` of the error that
-    compute_dtype makes. Costs one pass over the data and a few passes over two to four points, about twenty for the
+    classifier returns probabilities or their logarithms, with `NoiseWarning` if a noise is to be estimated and all
+    residuals are zero, and with `LowerPrecisionWarning` of the error that compute_dtype makes. Costs one pass over the
+    data (and a forward pass, if a noise is estimated) and a few passes over two to four points, about twenty for the
     first network of a structure; its derivatives are then known to be right, and are not checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))

@@ -469,13 +469,18 @@ def laplace(
     Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
     cost nothing here.
 
+    Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
+    training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
+    network's weights fitted to the others (in closed form from J Jᵀ, up to 2,000 training outputs). The first is too
+    small for a network that overfits. An operator that is given for G keeps the noise of `lin`.
+
     Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
     """
     check_linearization(lin)
-    prior = as_prior(prior_precision, prior_mean, lin.model, lin)
-    temperature = checked_number("temperature", temperature)
     if not isinstance(curvature, LinearOperator):
         lin = with_left_out_noise(lin)
+    prior = as_prior(prior_precision, prior_mean, lin.model, lin)
+    temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
     if check_mode is True:
         warn_of_noise(lin)

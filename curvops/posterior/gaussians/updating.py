@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_accuracy, check_flag, check_generator
@@ -22,6 +23,7 @@ from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import require_usable
 from curvops.summary import summary
 
@@ -102,15 +104,15 @@ def warn_of_noise(lin: Linearization) -> None:
     found = mean_squares(lin.likelihood, lin.squared_residuals(), torch.finfo(lin.theta.dtype).eps)
     if found is None:
         return
-    ratios = gaussian.noise.detach().double() / found
-    worst = ratios.flatten()[ratios.log().abs().argmax()]
-    if 1 / FAR_NOISE <= float(worst) <= FAR_NOISE:
+    ratios = (gaussian.noise.detach().double() / found).flatten()
+    worst = float(ratios[ratios.log().abs().argmax()])
+    if 1 / FAR_NOISE <= worst <= FAR_NOISE:
         return
+    error = f"{worst**0.5:.2g} times too wide" if worst > 1 else f"{worst**-0.5:.2g} times too narrow"
     warnings.warn(
-        f"the noise of {lin.likelihood.of_position!r}, a variance, is {float(worst):.2g} times the mean squared residual "
-        f"of the training data, {summary(found)}, so that error bars are {float(worst) ** 0.5:.2g} times as wide as the "
-        "residuals. Leave it out to have it estimated, by co.likelihoods.Gaussian() or 'regression' (nn.MSELoss() means "
-        "0.5). Keep it if it is known, for example from repeated measurements; check_mode=False skips this check.",
+        f"the noise of {gaussian!r} is {worst:.2g} times the mean squared residual of the training data, "
+        f"{summary(found if len(found) > 1 else found[0])}: if these residuals show the noise, error bars are {error}. 'regression' and "
+        "co.likelihoods.Gaussian() estimate it. Keep a noise that is known; check_mode=False skips this check.",
         NoiseWarning,
         stacklevel=3,
     )
@@ -126,6 +128,8 @@ def add_data(
 ) -> Updated:
     """Return the posterior after further data, with this one in the given form as its prior."""
     check_linearization(lin)
+    if not isinstance(curvature, LinearOperator):
+        lin = with_left_out_noise(lin)
     form = continual.checked_form(form, rank)
     chosen = continual.remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
