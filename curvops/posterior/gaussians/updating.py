@@ -111,8 +111,9 @@ def warn_of_noise(lin: Linearization) -> None:
     error = f"{worst**0.5:.2g} times too wide" if worst > 1 else f"{worst**-0.5:.2g} times too narrow"
     warnings.warn(
         f"the noise of {gaussian!r} is {worst:.2g} times the mean squared residual of the training data, "
-        f"{summary(found if len(found) > 1 else found[0])}: if these residuals show the noise, error bars are {error}. 'regression' and "
-        "co.likelihoods.Gaussian() estimate it. Keep a noise that is known; check_mode=False skips this check.",
+        f"{summary(found if len(found) > 1 else found[0])}: if these residuals show the noise, error bars are {error}. "
+        "'regression' and co.likelihoods.Gaussian() estimate it. Keep a noise that is known; check_mode=False skips "
+        "this check.",
         NoiseWarning,
         stacklevel=3,
     )
