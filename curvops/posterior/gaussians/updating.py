@@ -14,9 +14,8 @@ from torch import Tensor
 from curvops.checks import check_accuracy, check_flag, check_generator
 from curvops.errors import ModeWarning, NoiseWarning
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.network import Model
+from curvops.network import Model, mean_squares, needs_noise
 from curvops.network.likelihoods import Gaussian
-from curvops.network.likelihoods.residual_noise import mean_squares, needs_noise
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, needs_noise
+from curvops.network import estimated_noise, gaps_and_weights, needs_noise
 from curvops.operators import Linearization
 from curvops.operators.function_space.gram_matrix import gram_matrix
 
