@@ -25,7 +25,7 @@ from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
-from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
 from curvops.posterior.predictions.uncertainty import LABELS
 
 START = 1.0
@@ -79,7 +79,9 @@ def laplace(
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
             warn with `ModeWarning` if it is not small. A prior that `validation` or the variance of the logits chose
-            fits any weights, and is not checked.
+            fits any weights, and is not checked. Compare a given Gaussian noise with the mean squared residual of the
+            training data, at the cost of one forward pass, and warn with `NoiseWarning` if one is more than three
+            times the other.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough.
@@ -102,6 +104,11 @@ def laplace(
     with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
     precision that is needed.
 
+    Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
+    training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
+    network's weights fitted to the others (in closed form from J Jᵀ, up to 2,000 training outputs). The first is too
+    small for a network that overfits. An operator that is given for G keeps the noise of `lin`.
+
     Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
     """
     check_linearization(lin)
@@ -116,6 +123,8 @@ def laplace(
     post = make_laplace(lin, chosen, given, prior_mean, temperature)
     if prior_precision is None:
         post = choose_prior(post, validation)
+    if check_mode:
+        warn_of_noise(post.lin)
     needs_mode = post.prior.chosen_by in ("", "the evidence")
     return checked_posterior(post, check_mode and needs_mode)
 

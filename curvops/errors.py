@@ -44,6 +44,7 @@ __all__ = [
     "NoCurvatureWarning",
     "NoFactorsWarning",
     "NoProcessGroupWarning",
+    "NoiseWarning",
     "NotLogitsWarning",
     "NotVectorizedWarning",
     "OscillationWarning",
@@ -170,6 +171,10 @@ class NoFactorsWarning(UserWarning):
 
 class NoProcessGroupWarning(UserWarning):
     """A warning that a process of several linearises its own data alone, since it was given no process group."""
+
+
+class NoiseWarning(UserWarning):
+    """A warning that the noise of a regression is far from the residuals' variance, or cannot be estimated."""
 
 
 class NotLogitsWarning(UserWarning):

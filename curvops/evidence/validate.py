@@ -19,6 +19,7 @@ from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
+from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
@@ -71,7 +72,8 @@ def validate(
             together.
         y: the targets of x.
         over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
-            "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
+            "noise" for a factor of the variance of a Gaussian likelihood, or of its variances; or ("scalar", "noise")
+            for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
         link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
@@ -127,8 +129,8 @@ def validate(
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
-        if "noise" in parts:
-            _ = post.observation_noise  # raises an error for other likelihoods
+        if "noise" in parts and not isinstance(post.lin.likelihood.of_position, Gaussian):
+            _ = post.observation_noise  # raises an error that names the likelihood
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
@@ -252,5 +254,5 @@ def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
     """Return functions that build the posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(post.observation_noise * factor),
+        "noise": lambda factor: post.with_noise(post.lin.likelihood.hyperparameters[0].detach() * factor),
     }

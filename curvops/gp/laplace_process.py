@@ -34,6 +34,7 @@ from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
 from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.posterior.solves.streamed_space import StreamedSpace
 from curvops.summary import Summarised
@@ -215,6 +216,7 @@ def laplace_gp(
     check_accuracy(rtol)
     most = checked_whole("maxiter", maxiter, 1)
     require_no_gradient(lin.likelihood, "laplace_gp")
+    lin = with_left_out_noise(lin)
     prior = read_prior(prior_precision, prior_mean, lin.model)
     A = prior.diagonal
     if A is None:

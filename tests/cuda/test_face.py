@@ -81,7 +81,9 @@ class World:
         model, x, y = trained("regression")
         layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
         layers.load_state_dict(model.state_dict())
-        return co.linearize(layers.to(self.device), (x.to(self.device), y.to(self.device)), "regression")
+        return co.linearize(
+            layers.to(self.device), (x.to(self.device), y.to(self.device)), co.likelihoods.Gaussian(noise=1.0)
+        )
 
     @functools.cached_property
     def x(self) -> Tensor:

@@ -145,6 +145,12 @@ DOORS = [
             ),
             "noise that is zero": (lambda: network().with_noise(0.0), ValueError, "noise"),
             "noise that is a word": (lambda: network().with_noise("1"), TypeError, "noise"),
+            "noises for more outputs": (
+                lambda: network().with_noise(torch.ones(7)),
+                ValueError,
+                "a number or a tensor",
+            ),
+            "noises that are negative": (lambda: network().with_noise(-torch.ones(1)), ValueError, "variance"),
             "noise of several outputs": (
                 lambda: co.evidence.maximize(network(torch.tensor([0.1, 0.2])), "noise"),
                 ValueError,

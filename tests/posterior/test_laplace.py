@@ -149,7 +149,11 @@ def test_outputs_that_are_nan_at_some_points_are_no_mode():
         co.laplace(lin, co.GGN, prior_precision=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lin = co.linearize((lambda p, x: p["w"] * x, {"w": torch.zeros(1, dtype=torch.float64)}), (x, y), "regression")
+        lin = co.linearize(
+            (lambda p, x: p["w"] * x, {"w": torch.zeros(1, dtype=torch.float64)}),
+            (x, y),
+            co.likelihoods.Gaussian(noise=1.0),
+        )
         assert co.laplace(lin, co.GGN, prior_precision=1.0).mode_gap == 0  # weights of zero are a mode here
 
 

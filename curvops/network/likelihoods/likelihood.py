@@ -67,6 +67,11 @@ class Likelihood(ABC):
         return type(self).__name__
 
     @property
+    def described(self) -> str:
+        """The distribution with its noise, if that is a hyperparameter."""
+        return self.kind
+
+    @property
     def of_position(self) -> Likelihood:
         """The likelihood of one position's target."""
         return self

@@ -52,6 +52,10 @@ class Sequences(Likelihood):
         return self.likelihood.kind
 
     @property
+    def described(self) -> str:
+        return self.likelihood.described
+
+    @property
     def of_position(self) -> Likelihood:
         return self.likelihood
 

@@ -22,6 +22,7 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
+from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import (
     check_linearization,
@@ -48,6 +49,7 @@ from curvops.posterior.log_evidence.determinants import count_parameters, log_de
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
@@ -77,7 +79,9 @@ class Laplace(GaussianWeights):
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
-        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *tempered)
+        each = self.lin.likelihood.of_position
+        noise = (each.printed_noise,) if isinstance(each, Gaussian) else ()
+        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *noise, *tempered)
 
     @property
     def compression(self) -> Estimate | None:
@@ -129,21 +133,20 @@ class Laplace(GaussianWeights):
         """
         return replace_prior(self, prior_precision, prior_mean)
 
-    def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
+    def with_noise(self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:
-            noise: a positive number.
+            noise: a positive number, or a tensor of them, one for each output (C,).
             generator: the source of the draws that the curvature makes, if any.
 
         Returns:
             The posterior under that noise.
 
         Raises:
-            TypeError, ValueError: the likelihood is not Gaussian, the noise is not a positive number, or the curvature
-                does not record how it was built from its linearisation.
+            TypeError, ValueError: the likelihood is not Gaussian, the noise is not positive or has another size, or the
+                curvature does not record how it was built from its linearisation.
         """
-        _ = self.observation_noise
         return replace_noise(self, noise, generator)
 
     @property
@@ -153,7 +156,8 @@ class Laplace(GaussianWeights):
         if noise is None:
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is a single number; "
-                "co.likelihoods.Gaussian(noise=variance) has. To learn several variances, use the gradient of "
+                "co.likelihoods.Gaussian(noise=variance) has. Several variances are estimated from the residuals by "
+                "Gaussian(noise='per_output'), set by post.with_noise(tensor), and learned by the gradient of "
                 "log_evidence in a tensor that requires one."
             )
         return float(noise.detach())
@@ -434,6 +438,8 @@ def make_laplace(
 ) -> Laplace:
     """Make a posterior from arguments as those of `co.laplace`, all given, before `checked_posterior`."""
     check_linearization(lin)
+    if not isinstance(curvature, LinearOperator):
+        lin = with_left_out_noise(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)

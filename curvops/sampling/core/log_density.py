@@ -21,12 +21,14 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
@@ -359,6 +361,7 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        model = with_left_out_noise(model)
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         likelihood, shard = model.likelihood, model.passes.shard
         if shard is not None:
@@ -375,6 +378,11 @@ def log_posterior(
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
+        if needs_noise(likelihood):
+            raise ValueError(
+                "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
+                "linearisation, co.linearize(model, data, 'regression'), which estimates it."
+            )
     else:  # interpreted with the first batch, because it needs the shapes
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)

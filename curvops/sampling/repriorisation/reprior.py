@@ -18,6 +18,7 @@ from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
 from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.priors import Prior, read_prior
@@ -386,8 +387,8 @@ def _likelihood(given: Any, noise: float | None) -> Any:
         return Gaussian(noise)
     if isinstance(given, Gaussian) and noise is not None:
         raise ValueError("likelihood and noise both give a variance: leave out one of them.")
-    if given == "regression":
-        raise ValueError("likelihood='regression' would mean a variance of 1: give only noise=variance.")
+    if given == "regression" or (isinstance(given, Gaussian) and needs_noise(given)):
+        raise ValueError("the noise cannot be estimated by a network that is not trained: give noise=variance.")
     return given
 
 
