@@ -26,8 +26,8 @@ from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
-from curvops.posterior.gaussians.updating import MODE_TOLERANCE
 from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.solves.mode_check import TOLERATED, nats_below_mode
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -126,11 +126,12 @@ def train(
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
-    if (gap := post.mode_gap) > MODE_TOLERANCE:
+    if (nats := nats_below_mode(post.terms, TOLERATED)) > TOLERATED:
         warnings.warn(
-            "training ended away from a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
-            "epochs, larger batches, or an optimizer with a smaller learning rate.",
+            f"training ended about {nats:.2g} nats from a mode of the posterior, so that the evidence by which it chose "
+            "the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with a "
+            "smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, post.prior_precision). "
+            "A network with kinks (ReLU) may not come closer.",
             ModeWarning,
             stacklevel=2,
         )

@@ -48,6 +48,7 @@ from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidenc
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
+from curvops.posterior.solves.mode_check import warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 
@@ -361,7 +362,11 @@ class Laplace(GaussianWeights):
                 its data.
         """
         check_accuracy(rtol, generator)
-        return find_evidence(self.terms, None, rtol, generator, checked_mode(mode, self.lin))
+        at = checked_mode(mode, self.lin)
+        found = find_evidence(self.terms, None, rtol, generator, at)
+        if at == "map":
+            warn_of_mode(self, stacklevel=2)
+        return found
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -445,8 +450,9 @@ def laplace(
             the posterior always uses their current values. (An operator is not copied: do not change it.)
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
-        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small.
+        check_mode: whether the gradient of the log-likelihood is checked to be finite, at the cost of one gradient, and
+            whether the first evidence of this posterior that assumes a mode of it (`log_evidence`, `evidence.maximize`
+            and `evidence.grid` with mode="map") warns with `ModeWarning` if the weights are none.
 
     Returns:
         A `Laplace`. No matrix is formed.

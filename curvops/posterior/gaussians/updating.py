@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from curvops.checks import check_accuracy, check_flag
-from curvops.errors import ModeWarning
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model
 from curvops.operators import Linearization
@@ -20,9 +18,6 @@ from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior,
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
-
-MODE_TOLERANCE = 0.1
-"""A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
@@ -71,7 +66,8 @@ def replace_noise(post: Updated, noise: float, generator: torch.Generator | None
     (tensor,) = likelihood.hyperparameters
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
-    return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
+    cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
+    return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
 
 
 def add_data(
@@ -105,23 +101,15 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `ModeWarning` if the weights are not a mode."""
+    """Return the posterior; raise as `laplace` does. Its evidences warn of weights that are no mode with check_mode."""
     check_flag("check_mode", check_mode)
     _require_equal_on_ranks(post)
     require_usable(post.terms)
+    post.cache.checks_mode = check_mode
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf, because the model's outputs or their derivatives at "
             "some training points do (see lin.outputs()): correct the model, or leave these points out."
-        )
-    if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
-        warnings.warn(
-            "these weights are not a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
-            "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
-            "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
-            ModeWarning,
-            stacklevel=3,
         )
     return post
