@@ -126,7 +126,7 @@ def train(
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
-    if (nats := nats_below_mode(post.terms, TOLERATED)) > TOLERATED:
+    if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         warnings.warn(
             f"training ended about {nats:.2g} nats from a mode of the posterior, so that the evidence by which it chose "
             "the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with a "

@@ -45,8 +45,8 @@ REMEDIES = {
 class ModeFit(Summarised):
     """The course of `co.fit_mode`, and the reason why it ended.
 
-    ``remaining`` is what the log posterior would still gain up to a mode, in nats, in its quadratic model ½ gᵀP⁻¹g at
-    the final weights, or an upper bound of it: the log evidence there is too low by this much. ``losses`` are minus the
+    ``remaining`` bounds what the log posterior would still gain up to a mode, in nats: ½ gᵀP⁻¹g, for the gradient g at
+    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most. ``losses`` are minus the
     log posterior without the prior's constant, in nats, at the start and after every 50 steps; ``gradients`` counts
     gradients over all data (for a last layer, products with its curvature).
     """
@@ -143,7 +143,7 @@ def fit_mode(
             keep(theta)
             bar.advance(mode.matvecs)
     there = lin.with_weights(theta)
-    remaining = nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)
+    _, remaining = nats_below_mode(PrecisionTerms(CurvatureCache(there, GGN(there)), post.prior), atol)
     if reason is not Reason.ITERATION_LIMIT or remaining <= atol:
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:

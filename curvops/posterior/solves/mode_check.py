@@ -14,37 +14,42 @@ import torch
 
 from curvops.errors import ModeWarning
 from curvops.linalg import cg
-from curvops.linalg.core.vectors import inner
+from curvops.linalg.core.vectors import inner, norm
 from curvops.posterior.core.priors import PrecisionTerms
 
 TOLERATED = 1.0
 """Nats by which an evidence may be too low before there is a warning: a factor e in the probability of the data."""
-MOST_PRODUCTS = 200
+MOST_STEPS = 1000
 
 
 @torch.no_grad()
-def nats_below_mode(terms: PrecisionTerms, enough: float = 0.0) -> float:
-    """Return ½ gᵀP⁻¹g, what the log posterior gains in its quadratic model from θ* to the mode; NaN without data.
+def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]:
+    """Return bounds of ½ gᵀP⁻¹g, the gain of the log posterior's quadratic model from θ* to its mode; NaN without data.
 
-    Costs a gradient, and a solve unless the prior alone bounds the result by `enough`, which is then returned. The
-    solve ends early: conjugate gradients approach the result from below.
+    Costs a gradient, and a solve unless the prior alone bounds the result by `enough`. Conjugate gradients approach it
+    from below, and what their residual r leaves is at most ½ rᵀA⁻¹r, since P is A plus a curvature. Under a prior
+    that is an operator the upper bound is an estimate.
     """
-    of_data = terms.cache.gradient()
+    of_data, A = terms.cache.gradient(), terms.A
     if of_data is None:
-        return math.nan
+        return math.nan, math.nan
     gradient = of_data + terms.prior.gradient(terms.lin.theta)
-    # Since P is A plus a curvature, ½ gᵀA⁻¹g is an upper bound.
-    if terms.A is not None and (bound := 0.5 * float((gradient.double().square() / terms.A.double()).sum())) <= enough:
-        return bound
-    P = terms.precision
-    M = None if terms.closed_form is None else P.preconditioner(1)
-    step = cg(P, gradient, preconditioner=M, rtol=0.1, maxiter=MOST_PRODUCTS).x
-    return 0.5 * float(inner(gradient.unsqueeze(1), step.unsqueeze(1)))
+    bound = math.inf if A is None else 0.5 * float((gradient.double().square() / A.double()).sum())
+    if bound <= enough:
+        return 0.0, bound
+    rtol = 1e-3 if A is None else min(0.1, math.sqrt(0.1 * enough / bound))
+    M = None if terms.closed_form is None else terms.precision.preconditioner(1)
+    found = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=MOST_STEPS)
+    lower = 0.5 * float(inner(gradient.unsqueeze(1), found.x.unsqueeze(1)))
+    if A is None:
+        return lower, lower
+    residual = found.relative_residuals * norm(gradient.unsqueeze(1))
+    return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
 
 
 def warn_of_mode(post: Any, stacklevel: int) -> None:
     """Warn once for a linearisation and a curvature if the evidence at these weights is too low by `TOLERATED`."""
-    if not post.cache.checks_mode or not (nats := nats_below_mode(post.terms, TOLERATED)) > TOLERATED:
+    if not post.cache.checks_mode or not (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         return
     post.cache.checks_mode = False
     warnings.warn(
