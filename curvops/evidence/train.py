@@ -27,7 +27,7 @@ from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, laplace
 from curvops.posterior.log_evidence.tuning import Tuning
-from curvops.posterior.solves.mode_check import TOLERATED, nats_below_mode
+from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -128,7 +128,7 @@ def train(
                     record.append(post.tuning)
     if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         warnings.warn(
-            f"training ended about {nats:.2g} nats from a mode of the posterior, so that the evidence by which it chose "
+            f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which it chose "
             "the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with a "
             "smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, post.prior_precision). "
             "A network with kinks (ReLU) may not come closer.",

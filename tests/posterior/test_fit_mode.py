@@ -178,7 +178,7 @@ def test_the_evidence_is_too_low_by_the_nats_in_its_warning(annotations_unchecke
     with pytest.warns(ModeWarning, match="log evidence is about") as caught:
         low = post.log_evidence().value
     assert len(caught) == 1
-    assert f"about {float(right - low):.2g} nats" in str(caught[0].message)
+    assert f"about {float(right - low):,.0f} nats" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once for a posterior
         post.log_evidence(), post.with_prior(2.0).log_evidence(), co.evidence.grid(post, [1.0])

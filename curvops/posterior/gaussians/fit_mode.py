@@ -22,7 +22,7 @@ from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, laplace
 from curvops.posterior.solves.linear_mode import LinearMode
-from curvops.posterior.solves.mode_check import TOLERATED, nats_below_mode
+from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.progress import Progress, Steps, check_progress, progress_bar
 from curvops.summary import Summarised
 
@@ -148,7 +148,7 @@ def fit_mode(
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:
         warnings.warn(
-            f"fit_mode ended about {remaining:.2g} nats from a mode of the posterior: {REMEDIES[reason]} Evidences at "
+            f"fit_mode ended about {in_words(remaining)} nats from a mode of the posterior: {REMEDIES[reason]} Evidences at "
             'these weights are too low by as much. Two ways are always open: parameters="last_layer", which is convex, '
             "in fit_mode and in co.linearize; and the mode of the linearised network, post.linear_mode() and "
             'mode="linear" in co.evidence.',

@@ -47,13 +47,18 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
     return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
 
 
+def in_words(nats: float) -> str:
+    """Return a number of nats with two digits, and no exponent."""
+    return f"{nats:.1f}" if nats < 10 else f"{nats:,.0f}"
+
+
 def warn_of_mode(post: Any, stacklevel: int) -> None:
     """Warn once for a linearisation and a curvature if the evidence at these weights is too low by `TOLERATED`."""
     if not post.cache.checks_mode or not (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         return
     post.cache.checks_mode = False
     warnings.warn(
-        f"the log evidence is about {nats:.2g} nats too low, because the weights are not a mode of the posterior under "
+        f"the log evidence is about {in_words(nats)} nats too low, because the weights are not a mode of the posterior under "
         "this prior: training under another prior or with AdamW, early stopping and the kinks of a ReLU leave them "
         "elsewhere. A prior chosen by it may harm predictions. Either train on to a mode under this prior, "
         "co.fit_mode(model, data, likelihood, prior_precision); or take the evidence at the mode of the linearised "
