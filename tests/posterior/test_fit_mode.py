@@ -1,4 +1,4 @@
-"""Tests `fit_mode.py` and `mode_check.py`: training ends at a mode or says why not, and the evidence warns elsewhere."""
+"""Tests `fit_mode.py` and `mode_check.py`: training ends at a mode or says why not; elsewhere the evidence warns."""
 
 import warnings
 
@@ -132,7 +132,9 @@ def test_frozen_tied_and_complex_parameters():
     model.scale.data = model.scale.data.to(torch.complex128)
     model.head.bias.requires_grad_(False)
     frozen, scale = model.head.bias.clone(), model.scale.detach().clone()
-    assert co.fit_mode(model, (x, y), "classification", {"a.*": 1.0, "b.bias": 2.0, "head.*": 1.0, "scale": 1.0}).converged
+    assert co.fit_mode(
+        model, (x, y), "classification", {"a.*": 1.0, "b.bias": 2.0, "head.*": 1.0, "scale": 1.0}
+    ).converged
     assert model.b.weight is model.a.weight and torch.equal(model.head.bias, frozen)
     assert not torch.equal(model.scale, scale)
     head, bias = model.head.weight.detach().clone(), model.a.bias.detach().clone()
@@ -143,7 +145,9 @@ def test_frozen_tied_and_complex_parameters():
 def test_a_function_of_parameters_is_trained_in_its_mapping():
     x, y = data(30, "regression")
     params = {"w": torch.zeros(4, 3, dtype=DOUBLE)}
-    fit = co.fit_mode((lambda params, x: x @ params["w"], params), (x, y), co.likelihoods.Gaussian(0.1), 2.0, atol=1e-15)
+    fit = co.fit_mode(
+        (lambda params, x: x @ params["w"], params), (x, y), co.likelihoods.Gaussian(0.1), 2.0, atol=1e-15
+    )
     assert fit.converged
     want = torch.linalg.solve(x.mT @ x / 0.1 + 2 * torch.eye(4), x.mT @ y / 0.1)
     torch.testing.assert_close(params["w"], want, rtol=1e-7, atol=1e-7)

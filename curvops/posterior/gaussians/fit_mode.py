@@ -16,7 +16,7 @@ from curvops.checks import checked_number, checked_whole
 from curvops.distributed_types import holds_shards
 from curvops.errors import ConvergenceError, ModeWarning
 from curvops.linalg import Reason
-from curvops.network.model.model import tensors_of
+from curvops.network import tensors_of
 from curvops.operators import GGN, Linearization, linearize
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, Prior
@@ -46,8 +46,8 @@ class ModeFit(Summarised):
     """The course of `co.fit_mode`, and the reason why it ended.
 
     ``remaining`` bounds what the log posterior would still gain up to a mode, in nats: ½ gᵀP⁻¹g, for the gradient g at
-    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most. ``losses`` are minus the
-    log posterior without the prior's constant, in nats, at the start and after every 50 steps; ``gradients`` counts
+    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most. ``losses`` are minus
+    the log posterior without the prior's constant, in nats, at the start and after every 50 steps; ``gradients`` counts
     gradients over all data (for a last layer, products with its curvature).
     """
 
@@ -148,8 +148,8 @@ def fit_mode(
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:
         warnings.warn(
-            f"fit_mode ended about {in_words(remaining)} nats from a mode of the posterior: {REMEDIES[reason]} Evidences at "
-            'these weights are too low by as much. Two ways are always open: parameters="last_layer", which is convex, '
+            f"fit_mode ended about {in_words(remaining)} nats from a mode of the posterior: {REMEDIES[reason]} Evidences "
+            'at these weights are too low by as much. Two ways are always open: parameters="last_layer", which is convex, '
             "in fit_mode and in co.linearize; and the mode of the linearised network, post.linear_mode() and "
             'mode="linear" in co.evidence.',
             ModeWarning,
@@ -199,9 +199,7 @@ def _minimise(
 
     def start(steps: int) -> torch.optim.LBFGS:
         never = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
-        return torch.optim.LBFGS(
-            [theta], max_iter=steps, history_size=pairs, line_search_fn="strong_wolfe", **never
-        )
+        return torch.optim.LBFGS([theta], max_iter=steps, history_size=pairs, line_search_fn="strong_wolfe", **never)
 
     def evaluate() -> float:
         value, theta.grad = objective(theta)

@@ -19,7 +19,6 @@ from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
 
-
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
 BY_NOISE = "build the posterior again, from a linearisation whose likelihood has the other noise."
 Updated = TypeVar("Updated", bound=Any)

@@ -58,9 +58,9 @@ def warn_of_mode(post: Any, stacklevel: int) -> None:
         return
     post.cache.checks_mode = False
     warnings.warn(
-        f"the log evidence is about {in_words(nats)} nats too low, because the weights are not a mode of the posterior under "
-        "this prior: training under another prior or with AdamW, early stopping and the kinks of a ReLU leave them "
-        "elsewhere. A prior chosen by it may harm predictions. Either train on to a mode under this prior, "
+        f"the log evidence is about {in_words(nats)} nats too low, because the weights are not a mode of the posterior "
+        "under this prior: training under another prior or with AdamW, early stopping and the kinks of a ReLU leave "
+        "them elsewhere. A prior chosen by it may harm predictions. Either train on to a mode under this prior, "
         "co.fit_mode(model, data, likelihood, prior_precision); or take the evidence at the mode of the linearised "
         'network, mode="linear"; or choose the prior by held-out data, co.evidence.validate.',
         ModeWarning,
