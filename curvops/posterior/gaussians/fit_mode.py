@@ -46,9 +46,9 @@ class ModeFit(Summarised):
     """The course of `co.fit_mode`, and the reason why it ended.
 
     ``remaining`` bounds what the log posterior would still gain up to a mode, in nats: ½ gᵀP⁻¹g, for the gradient g at
-    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most. ``losses`` are minus
-    the log posterior without the prior's constant, in nats, at the start and after every 50 steps; ``gradients`` counts
-    gradients over all data (for a last layer, products with its curvature).
+    the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most.
+    ``losses`` are minus the log posterior without the prior's constant, in nats, at the start and after every 50 steps;
+    ``gradients`` counts gradients over all data (for a last layer, products with its curvature).
     """
 
     reason: Reason
@@ -148,8 +148,8 @@ def fit_mode(
         reason = Reason.CONVERGED if remaining <= atol else Reason.STAGNATION
     if not remaining <= TOLERATED:
         warnings.warn(
-            f"fit_mode ended about {in_words(remaining)} nats from a mode of the posterior: {REMEDIES[reason]} Evidences "
-            'at these weights are too low by as much. Two ways are always open: parameters="last_layer", which is convex, '
+            f"fit_mode ended about {in_words(remaining)} nats from a mode of the posterior: {REMEDIES[reason]} "
+            'Evidences there are as much too low. Two ways are always open: parameters="last_layer", which is convex, '
             "in fit_mode and in co.linearize; and the mode of the linearised network, post.linear_mode() and "
             'mode="linear" in co.evidence.',
             ModeWarning,
