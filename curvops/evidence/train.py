@@ -129,8 +129,8 @@ def train(
     if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         warnings.warn(
             f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which "
-            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with a "
-            "smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, post.prior_precision). "
+            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with "
+            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, post.prior_precision). "
             "A network with kinks (ReLU) may not come closer.",
             ModeWarning,
             stacklevel=2,

@@ -198,8 +198,14 @@ def _minimise(
     pairs = max(5, min(MOST_PAIRS, objective.lin.memory_budget // (4 * theta.nbytes)))
 
     def start(steps: int) -> torch.optim.LBFGS:
-        never = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
-        return torch.optim.LBFGS([theta], max_iter=steps, history_size=pairs, line_search_fn="strong_wolfe", **never)
+        return torch.optim.LBFGS(
+            [theta],
+            max_iter=steps,
+            history_size=pairs,
+            tolerance_grad=0.0,
+            tolerance_change=0.0,
+            line_search_fn="strong_wolfe",
+        )
 
     def evaluate() -> float:
         value, theta.grad = objective(theta)
