@@ -25,7 +25,8 @@ from curvops.network.data.inputs import move, move_tensor, normalise
 from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
-from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.laplace import Laplace, make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
 from curvops.posterior.log_evidence.tuning import Tuning
 from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
@@ -119,7 +120,7 @@ def train(
             for item, points in epoch_of():
                 stepper.step(partial(_loss_with_gradient, model, lin, prior, item, points, epoch))
             if epoch % every == 0 or epoch == epochs:
-                post = linear(post.lin.likelihood, post.prior_precision)
+                post = tell_choice(linear(post.lin.likelihood, post.prior_precision), post.prior.chosen_by)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", MaxStepsWarning)  # the next update continues
@@ -130,7 +131,7 @@ def train(
         warnings.warn(
             f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which "
             "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with "
-            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, post.prior_precision). "
+            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, prior_precision). "
             "A network with kinks (ReLU) may not come closer.",
             ModeWarning,
             stacklevel=2,
@@ -234,4 +235,4 @@ def _posterior(
     model: nn.Module, data: Any, curvature: Any, process_group: Any, likelihood: Any, prior_precision: Any
 ) -> Laplace:
     lin = linearize(model.eval(), data, likelihood, process_group=process_group)
-    return laplace(lin, curvature, prior_precision, check_mode=False)
+    return checked_posterior(make_laplace(lin, curvature, prior_precision), check_mode=False)

@@ -5,7 +5,7 @@ from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.gaussians.fit_mode import ModeFit, fit_mode
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import select, wasserstein
 from curvops.posterior.predictions.normals import SampledNormal
@@ -28,7 +28,6 @@ __all__ = [
     "StochasticDescent",
     "Uncertainty",
     "fit_mode",
-    "laplace",
     "load",
     "save",
     "select",

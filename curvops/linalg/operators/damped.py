@@ -54,6 +54,7 @@ class Damped(UnaryOperator):
         TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
     """
 
+    _shown = ("base", "shift")
     _is_regularised = True
     _in_formula: ClassVar[str] = "({})"
 

@@ -109,6 +109,7 @@ class Dense(Operator):
         ValueError: the tensor has fewer than two dimensions.
     """
 
+    _shown = ("tensor",)
     _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 

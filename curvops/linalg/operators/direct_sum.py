@@ -139,6 +139,7 @@ class DirectSum(Operator):
         sources: the record of the data behind the matrix.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("blocks",)
     _damped_form: ClassVar[type[ClosedForm] | None] = DirectSumForm
 
     def __init__(

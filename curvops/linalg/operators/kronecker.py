@@ -186,6 +186,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
     @property
@@ -230,6 +231,7 @@ class Kronecker(_GroupedBlocks):
         ValueError: the factors do not fit each other.
     """
 
+    _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
@@ -426,6 +428,7 @@ class EigenKronecker(_GroupedBlocks):
         of_rows: the largest error of their roots, relative to the root of their sum.
     """
 
+    _shown = ("left_vectors", "right_vectors", "values")
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(

@@ -336,6 +336,7 @@ class LowRank(Operator):
         ValueError: vectors and values do not fit each other.
     """
 
+    _shown = ("error", "values", "vectors", "with_diagonal")
     symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 

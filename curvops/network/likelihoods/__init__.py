@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvops.network.likelihoods.bernoulli import Bernoulli
-from curvops.network.likelihoods.bradley_terry import BradleyTerry
+from curvops.network.likelihoods.bradley_terry import BradleyTerry, RewardPairs
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.from_distribution import FromDistribution
 from curvops.network.likelihoods.from_loss import FromLoss, required_names
@@ -38,6 +38,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
+    "RewardPairs",
     "Sequences",
     "as_likelihood",
 ]

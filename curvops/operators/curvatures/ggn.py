@@ -48,6 +48,7 @@ class GGN(Curvature):
         ValueError: mc_samples is below 1, or is given while hyperparameters require a gradient.
     """
 
+    _shown = ()
     OPTIONS = ("draws",)
     _damped_form: ClassVar[type[ClosedForm] | None] = OutputBlocksForm
 
@@ -137,6 +138,8 @@ class DiagonalGGN(UserOperator, Diagonal):
 class DisplacedGGN(Curvature):
     """The GGN with output Fishers at displaced outputs: H_n is taken at f_n + shift_n, with shift = J δ (N, C)."""
 
+    _shown = ()
+
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
         """Return the displaced GGN of a linearisation."""
@@ -183,6 +186,7 @@ class EmpiricalFisher(Curvature):
         TypeError: per_token is neither True nor False.
     """
 
+    _shown = ()
     OPTIONS = ("per_token",)
 
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:

@@ -51,6 +51,7 @@ class TangentKernel(UserOperator, Operator):
             inputs.
     """
 
+    _shown = ("prior", "formed", "blocks")
     CARRIED = True  # the kernel does not depend on the likelihood
     _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 

@@ -28,6 +28,8 @@ class Jacobian(NetworkOperator):
     product (see `lin.plan`). J itself is never formed.
     """
 
+    _shown = ()
+
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
 

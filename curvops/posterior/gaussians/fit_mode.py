@@ -20,7 +20,8 @@ from curvops.network import tensors_of
 from curvops.operators import GGN, Linearization, linearize
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import PrecisionTerms, Prior
-from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.laplace import Laplace, make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior
 from curvops.posterior.solves.linear_mode import LinearMode
 from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.progress import Progress, Steps, check_progress, progress_bar
@@ -121,7 +122,7 @@ def fit_mode(
     if holds_shards(model):
         raise ValueError("fit_mode trains on one process, and this model is sharded by fully_shard: pass a whole copy.")
     lin = linearize(model, data, likelihood, parameters, memory_budget, weights=weights, progress=False)
-    post = laplace(lin, GGN, prior_precision, prior_mean, check_mode=False)
+    post = checked_posterior(make_laplace(lin, GGN, prior_precision, prior_mean), check_mode=False)
     objective, tensors = _Objective(lin, post.prior), tensors_of(model)
     loss, _ = objective(lin.theta)
     if not math.isfinite(loss):

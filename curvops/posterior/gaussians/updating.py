@@ -51,6 +51,11 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
     return new
 
 
+def tell_choice(post: Updated, by: str) -> Updated:
+    """Return the posterior with what chose its prior precision, which its repr shows."""
+    return replace(post, prior=replace(post.prior, chosen_by=by))
+
+
 def _require_equal_on_ranks(post: Any) -> None:
     """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
     if post.lin.ranks is not None:
@@ -104,7 +109,7 @@ def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     check_flag("check_mode", check_mode)
     _require_equal_on_ranks(post)
     require_usable(post.terms)
-    post.cache.checks_mode = check_mode
+    post.cache.checks_mode &= check_mode  # False if it has warned
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
