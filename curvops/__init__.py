@@ -33,7 +33,7 @@ from curvops.operators import (
     linearize,
     subsample,
 )
-from curvops.posterior import load, save, select, wasserstein
+from curvops.posterior import fit_mode, load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ __all__ = [
     "TangentKernel",
     "errors",
     "evidence",
+    "fit_mode",
     "gp",
     "laplace",
     "likelihoods",

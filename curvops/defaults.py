@@ -77,11 +77,12 @@ def laplace(
             the posterior always uses their current values. (An operator is not copied: do not change it.)
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
-        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small. A prior that `validation` or the variance of the logits chose
-            fits any weights, and is not checked. Compare a given Gaussian noise with the mean squared residual of the
-            training data, at the cost of one forward pass, and warn with `NoiseWarning` if one is more than three
-            times the other.
+        check_mode: whether the gradient of the log-likelihood is checked to be finite, at the cost of one gradient, and
+            whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
+            weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). A prior that
+            `validation` or the variance of the logits chose fits any weights, and is not checked. Likewise whether a
+            given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
+            forward pass, with a `NoiseWarning` if one is more than three times the other.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough.

@@ -14,6 +14,7 @@ from curvops.checks import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
+from curvops.posterior.solves.mode_check import warn_of_mode
 from curvops.summary import Table, Tabular, by_columns_of, summary
 
 
@@ -85,6 +86,8 @@ def grid(
     check_accuracy(rtol, generator)
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
+    if at == "map":
+        warn_of_mode(post)
     prepare(post.cache, min(map(_number, values)), rtol, generator)
     found: list[Evidence] = []
     for value in values:

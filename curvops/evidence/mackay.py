@@ -143,7 +143,7 @@ def mackay(
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # independent of earlier uses of this posterior
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
-            post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
+            post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches, post.cache.checks_mode))
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()

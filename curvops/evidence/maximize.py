@@ -22,6 +22,7 @@ from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checke
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import find_evidence
+from curvops.posterior.solves.mode_check import warn_of_mode
 
 
 def maximize(
@@ -96,6 +97,8 @@ def maximize(
             else "maximize tunes a prior precision that is a number or a vector, and this is an operator; start from "
             "post.with_prior(1.0)."
         )
+    if at == "map":
+        warn_of_mode(post)
     if groups == "scalar" and not noise:
         return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:

@@ -27,8 +27,9 @@ from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
-from curvops.posterior.gaussians.updating import MODE_TOLERANCE, checked_posterior, tell_choice
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
 from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -133,11 +134,12 @@ def train(
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
-    if (gap := post.mode_gap) > MODE_TOLERANCE:
+    if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
         warn(
-            "training ended away from a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
-            "epochs, larger batches, or an optimizer with a smaller learning rate.",
+            f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which "
+            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with "
+            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, prior_precision). "
+            "A network with kinks (ReLU) may not come closer.",
             ModeWarning,
         )
     if not record:

@@ -19,7 +19,7 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, mean_squares, needs_noise
-from curvops.network.model.model import Model
+from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
@@ -74,4 +74,5 @@ __all__ = [
     "saved_bytes",
     "score_and_diagonal",
     "squared_columns",
+    "tensors_of",
 ]

@@ -335,6 +335,10 @@ FACE: dict[str, Callable[[World], Any]] = {
     ),
     "wasserstein": lambda w: co.wasserstein(w.post, torch.arange(7, device=w.device)),
     "linear_mode": lambda w: w.post.linear_mode(),
+    "fit_mode": lambda w: (
+        co.fit_mode(*w.fresh()[:1], w.fresh()[1:], "classification", 1.0).remaining < 0.01,
+        co.fit_mode(*w.fresh()[:1], w.fresh()[1:], "classification", 1.0, parameters="last_layer").losses,
+    ),
     "mode_gap": lambda w: w.post.mode_gap,
     "plan": lambda w: [route.name for route in w.post.plan(2).tables["draws"]],
     "dual": lambda w: w.post.deviations(2, method="dual", generator=w.generator()),

@@ -51,6 +51,17 @@ def classifier() -> nn.Linear:
     return nn.Linear(64, 10)
 
 
+def fitted(prior_precision: object = 1.0, prior_mean: object = 0.0, **options: object) -> co.posterior.ModeFit:
+    return co.fit_mode(classifier(), DATA, "classification", prior_precision, prior_mean, **options)
+
+
+def huge() -> nn.Module:
+    """Of outputs whose exponentials overflow."""
+    model = nn.Linear(64, 1)
+    model.weight.data.fill_(50.0)
+    return model
+
+
 DOORS = [
     Door(
         "mackay",
@@ -160,6 +171,46 @@ DOORS = [
                 lambda: co.evidence.maximize(network("classification"), "noise"),
                 ValueError,
                 "Categorical",
+            ),
+        },
+    ),
+    Door(
+        "fit_mode",
+        rows={
+            "no prior": (lambda: co.fit_mode(classifier(), DATA, "classification"), TypeError, "prior_precision"),
+            "a precision of zero": (lambda: fitted(0.0), ValueError, "positive"),
+            "a precision of one layer": (lambda: fitted({"weight": 1.0}), ValueError, "bias"),
+            "a mean of another size": (lambda: fitted(1.0, torch.zeros(3)), ValueError, "650"),
+            "targets apart": (
+                lambda: co.fit_mode(classifier(), DATA[0], DATA[1], 1.0),
+                TypeError,
+                "one argument",
+            ),
+            "no likelihood": (lambda: co.fit_mode(classifier(), DATA, "adam", 1.0), TypeError, "classification"),
+            "a linearisation": (
+                lambda: co.fit_mode(co.linearize(classifier(), DATA, "classification"), DATA, "classification", 1.0),
+                TypeError,
+                "nn.Module",
+            ),
+            "dropout in train mode": (
+                lambda: co.fit_mode(nn.Sequential(classifier(), nn.Dropout()), DATA, "classification", 1.0),
+                ValueError,
+                r"model.eval\(\)",
+            ),
+            "an iterator": (
+                lambda: co.fit_mode(classifier(), iter([DATA]), "classification", 1.0),
+                TypeError,
+                "only once",
+            ),
+            "no tolerance": (lambda: fitted(atol=0.0), ValueError, "atol"),
+            "no steps": (lambda: fitted(maxiter=0), ValueError, "maxiter"),
+            "half a step": (lambda: fitted(maxiter=2.5), TypeError, "maxiter"),
+            "a word for progress": (lambda: fitted(progress="yes"), TypeError, "progress"),
+            "no such parameters": (lambda: fitted(parameters="head.*"), ValueError, "head"),
+            "an infinite loss": (
+                lambda: co.fit_mode(huge(), (DATA[0], DATA[1].float().unsqueeze(1)), co.likelihoods.Poisson(), 1.0),
+                ValueError,
+                "scale inputs",
             ),
         },
     ),

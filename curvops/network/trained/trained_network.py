@@ -463,6 +463,10 @@ class TrainedNetwork(NetworkOnData):
         new._known = None, {}
         return new
 
+    def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
+        """Return the network at other values of its selected parameters, with the same data."""
+        return self._with(self.data, self.token, model=self.model.at(theta))
+
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
         """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
         data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard

@@ -51,6 +51,7 @@ from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
+from curvops.posterior.solves.mode_check import warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 
@@ -372,7 +373,11 @@ class Laplace(GaussianWeights):
                 its data.
         """
         check_accuracy(rtol, generator)
-        return find_evidence(self.terms, None, rtol, generator, checked_mode(mode, self.lin))
+        at = checked_mode(mode, self.lin)
+        found = find_evidence(self.terms, None, rtol, generator, at)
+        if at == "map":
+            warn_of_mode(self)
+        return found
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_accuracy, check_flag, check_generator
-from curvops.errors import ModeWarning, NoiseWarning, warn
+from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
 from curvops.network import Model, mean_squares, needs_noise
 from curvops.network.likelihoods import Gaussian
@@ -25,8 +25,6 @@ from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import require_usable
 from curvops.summary import summary
 
-MODE_TOLERANCE = 0.1
-"""A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
 FAR_NOISE = 3.0
 """A given noise that differs by more than this factor from the mean squared residual is named in a warning."""
 
@@ -91,7 +89,8 @@ def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) 
     check_generator(generator)
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
-    return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
+    cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
+    return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
 
 
 def warn_of_noise(lin: Linearization) -> None:
@@ -154,22 +153,15 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `ModeWarning` if the weights are not a mode."""
+    """Return the posterior; raise as `laplace` does. Its evidences warn of weights that are no mode with check_mode."""
     check_flag("check_mode", check_mode)
     _require_equal_on_ranks(post)
     require_usable(post.terms)
+    post.cache.checks_mode &= check_mode  # False if it has warned
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf, because the model's outputs or their derivatives at "
             "some training points do (see lin.outputs()): correct the model, or leave these points out."
-        )
-    if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
-        warn(
-            "these weights are not a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
-            "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
-            "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
-            ModeWarning,
         )
     return post
