@@ -32,6 +32,8 @@ def trace(draws: Mapping[str, Chains]) -> np.ndarray:
         TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
 
+    >>> import torch
+    >>> from curvops import plots
     >>> plots.trace({"weight": torch.randn(3, 100)}).shape
     (1, 2)
     """
@@ -70,6 +72,8 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
         TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
 
+    >>> import torch
+    >>> from curvops import plots
     >>> plots.autocorrelation({"weight": torch.randn(3, 100)}, lags=20).get_xlabel()
     'lag (draws)'
     """

@@ -29,6 +29,7 @@ def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None,
         ValueError: There are no solutions.
 
     >>> import torch, curvops as co
+    >>> from curvops import plots
     >>> A = co.linalg.Dense(torch.diag(torch.linspace(1, 9, 20).double()), psd=True)
     >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
     'log'

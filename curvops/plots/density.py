@@ -48,6 +48,7 @@ def spectral_density(
         ValueError: The eigenvalues are not a vector, or the scale is unknown.
 
     >>> import torch, curvops as co
+    >>> from curvops import plots
     >>> A = torch.diag(torch.linspace(1, 9, 20).double())
     >>> plots.spectral_density(co.linalg.spectral_density(A), top=co.linalg.eigsh(A, 2)).get_ylabel()
     'density (per unit of λ)'
@@ -76,10 +77,10 @@ def spectral_density(
     peak = float(middle.max())
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
     floor = min(FLOOR * one, peak * 1e-3)
-    shown = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
+    curve = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
     edges, label = (np.maximum(low, floor), np.clip(high, floor, peak * 10)), f"{100 * density.level:.0f} % band over probes"
     axes.fill_between(x, *edges, color=blue, alpha=style.BAND, linewidth=0, label=label)
-    axes.plot(x, shown, color=blue, linewidth=2, label="density")
+    axes.plot(x, curve, color=blue, linewidth=2, label="density")
     if size:
         axes.axhline(one, linewidth=1.2, label=f"one eigenvalue of {size:,}", **style.REFERENCE)
     axes.set_yscale("log")
@@ -126,6 +127,7 @@ def training_spectra(
         ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
 
     >>> import torch, curvops as co
+    >>> from curvops import plots
     >>> A = torch.diag(torch.linspace(1, 9, 20).double())
     >>> found = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
     >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape

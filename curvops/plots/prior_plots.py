@@ -32,8 +32,10 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
         TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
 
     >>> import torch, curvops as co
+    >>> from curvops import plots
     >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
-    >>> plots.evidence(co.evidence.grid(co.laplace(lin, co.GGN, prior_precision=1.0), [0.1, 1, 10])).get_xscale()
+    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+    >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
     'log'
     """
     if not isinstance(found, Grid | Validation):
@@ -88,8 +90,9 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         ValueError: There is no tuning, or a tuning has no steps.
 
     >>> import torch, curvops as co
+    >>> from curvops import plots
     >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
-    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0)
+    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
     (3,)
     """

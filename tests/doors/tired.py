@@ -423,12 +423,7 @@ DOORS = [
     Door(
         "plots by a tired user",
         rows={
-            "probabilities": (
-                lambda: plots.reliability(torch.full((2, 2), 0.5), Y),
-                TypeError,
-                r"metrics.reliability_bins\(probabilities, labels\)",
-            ),
-            "a path first": (lambda: plots.save("a.png", None), TypeError, "a figure, then a path; got str"),
+            "a path first": (lambda: plots.save("a.png", None), TypeError, "takes axes or a figure, then a path; got str"),
         },
     ),
 ]
