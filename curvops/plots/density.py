@@ -78,7 +78,10 @@ def spectral_density(
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
     floor = min(FLOOR * one, peak * 1e-3)
     curve = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
-    edges, label = (np.maximum(low, floor), np.clip(high, floor, peak * 10)), f"{100 * density.level:.0f} % band over probes"
+    edges, label = (
+        (np.maximum(low, floor), np.clip(high, floor, peak * 10)),
+        f"{100 * density.level:.0f} % band over probes",
+    )
     axes.fill_between(x, *edges, color=blue, alpha=style.BAND, linewidth=0, label=label)
     axes.plot(x, curve, color=blue, linewidth=2, label="density")
     if size:

@@ -20,9 +20,7 @@ Probabilities = Float[Tensor, "N *C"] | Float[np.ndarray, "N *C"]
 """Class probabilities (N, C); or the probability of class 1, (N,) or (N, 1)."""
 
 
-def regression(
-    post: Any, x: Numbers, *, output: int | None = None, title: str = "", ax: Axes | None = None
-) -> Axes:
+def regression(post: Any, x: Numbers, *, output: int | None = None, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw a posterior's mean with two bands of two standard deviations, of the function and of targets, and the data.
 
     The widest stretch without data between two training points is marked if it covers at least a tenth of their range.
@@ -62,7 +60,9 @@ def regression(
     x_train, y_train, shape = _training_data(lin, output or 0)
     inputs = torch.as_tensor(points, dtype=lin.theta.dtype, device=lin.theta.device).reshape(shape)
     predicted = post.predict(inputs)
-    mean, std = (style.as_array(part.reshape(-1, outputs)[:, output or 0]) for part in (predicted.mean, predicted.stddev))
+    mean, std = (
+        style.as_array(part.reshape(-1, outputs)[:, output or 0]) for part in (predicted.mean, predicted.stddev)
+    )
     axes, blue = style.axes_of(ax, 8.4, 4.8), style.COLOURS[0]
     if isinstance(lin.likelihood, likelihoods.Gaussian):
         total = style.as_array(post.predict(inputs, noise=True).stddev.reshape(-1, outputs)[:, output or 0])

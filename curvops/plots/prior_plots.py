@@ -56,7 +56,13 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
         if np.ptp(high - low) or high[0] > low[0]:  # an exact evidence has none
             # Bars have ends wider than the markers: a band would not show an interval narrower than the curve.
             ends = np.maximum(0, [value - low, high - value])
-            bars: dict[str, Any] = {"fmt": "none", "ecolor": style.INK, "elinewidth": 1.4, "capsize": 6, "capthick": 1.4}
+            bars: dict[str, Any] = {
+                "fmt": "none",
+                "ecolor": style.INK,
+                "elinewidth": 1.4,
+                "capsize": 6,
+                "capthick": 1.4,
+            }
             axes.errorbar(x, value, ends, label=f"95 % interval, at most ±{np.max((high - low) / 2):.2g} nats", **bars)
         what = "log evidence (nats)"
     else:

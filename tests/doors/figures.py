@@ -58,13 +58,21 @@ DOORS = [
     Door(
         "regression by a tired user",
         rows={
-            "no posterior": (lambda: plots.regression(GRID, GRID), TypeError, "a posterior from co.laplace.*got ndarray"),
+            "no posterior": (
+                lambda: plots.regression(GRID, GRID),
+                TypeError,
+                "a posterior from co.laplace.*got ndarray",
+            ),
             "inputs of two features": (
                 lambda: plots.regression(posterior(), np.ones((5, 2))),
                 ValueError,
                 r"x must be a vector \(N,\), or a column \(N, 1\), of at least one number, got shape \(5, 2\)",
             ),
-            "no inputs": (lambda: plots.regression(posterior(), []), ValueError, r"at least one number, got shape \(0,\)"),
+            "no inputs": (
+                lambda: plots.regression(posterior(), []),
+                ValueError,
+                r"at least one number, got shape \(0,\)",
+            ),
             "words": (lambda: plots.regression(posterior(), ["a"]), ValueError, "at least one number, got list"),
             "a network of two features": (
                 lambda: plots.regression(posterior(features=2), GRID),

@@ -423,7 +423,11 @@ DOORS = [
     Door(
         "plots by a tired user",
         rows={
-            "a path first": (lambda: plots.save("a.png", None), TypeError, "takes axes or a figure, then a path; got str"),
+            "a path first": (
+                lambda: plots.save("a.png", None),
+                TypeError,
+                "takes axes or a figure, then a path; got str",
+            ),
         },
     ),
 ]

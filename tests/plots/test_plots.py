@@ -243,7 +243,9 @@ def test_evidence_with_an_interval_has_ends_that_show_and_held_out_scores_have_n
     found = co.evidence.grid(post, [1.0, 10.0, 100.0])
     axes = plots.evidence(found)
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [float(one) for one in found])
-    checked = co.evidence.validate(post, torch.ones(5, 1).double(), torch.ones(5, 1).double(), prior_precisions=[1.0, 9.0])
+    checked = co.evidence.validate(
+        post, torch.ones(5, 1).double(), torch.ones(5, 1).double(), prior_precisions=[1.0, 9.0]
+    )
     axes = plots.evidence(checked.tuning)
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), checked.tuning.scores)
     assert "held-out" in axes.get_ylabel() and not axes.collections

@@ -14,7 +14,7 @@ import curvops as co
 from curvops.cli.digits import load_digits
 from curvops.posterior import metrics
 
-NOISE, GAP = 0.2, (-0.8, 1.2)
+NOISE, GAP = 0.2, (-1.5, 1.5)
 KNOWN, WRONG = 8, 0.2
 """The digits 0 to 7 are known, and this share of their labels is drawn at random."""
 TRAIN, HELD_OUT = 500, 200
@@ -24,7 +24,7 @@ TRAIN, HELD_OUT = 500, 200
 class Size:
     """The number of steps of AdamW for the regression, and of epochs for the digits."""
 
-    steps: int = 1000
+    steps: int = 700
     epochs: int = 200
 
 
@@ -75,9 +75,9 @@ def perceptron(*widths: int, activation: type[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor], epochs: int) -> None:
+def train(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor], epochs: int, rate: float) -> None:
     """Train as usual: AdamW on batches of 100 points, with a falling rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for _ in range(epochs):
         for batch in torch.randperm(len(x)).split(100):
@@ -99,7 +99,7 @@ def regression(seed: int, size: Size) -> Regression:
     sides = (-3.0, GAP[0]), (GAP[1], 3.0)
     x, y = points(50, *sides)
     model = perceptron(1, 50, 50, 1, activation=nn.Tanh)
-    train(model, x, y, nn.functional.mse_loss, size.steps)
+    train(model, x, y, nn.functional.mse_loss, size.steps, rate=1e-2)
 
     lin = co.linearize(model, (x, y), "regression")
     post = co.laplace(lin, check_mode=False)
@@ -136,7 +136,7 @@ def classification(seed: int, size: Size) -> Classification:
     parts = [TRAIN, HELD_OUT, len(y) - TRAIN - HELD_OUT]
     (x_train, x_held_out, x_test), (y_train, y_held_out, y_test) = x.split(parts), y.split(parts)
     model = perceptron(64, 100, 100, KNOWN, activation=nn.ReLU)
-    train(model, x_train, y_train, nn.functional.cross_entropy, size.epochs)
+    train(model, x_train, y_train, nn.functional.cross_entropy, size.epochs, rate=5e-3)
 
     lin = co.linearize(model, (x_train, y_train), "classification")
     post = co.laplace(lin, validation=(x_held_out, y_held_out))
