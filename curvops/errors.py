@@ -35,7 +35,6 @@ __all__ = [
     "CheckpointWarning",
     "FewDrawsWarning",
     "InertWeightsWarning",
-    "LowerPrecisionWarning",
     "MaxStepsWarning",
     "MemoryBudgetWarning",
     "ModeWarning",
@@ -140,10 +139,6 @@ class FewDrawsWarning(UserWarning):
 
 class InertWeightsWarning(UserWarning):
     """A warning that selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
-
-
-class LowerPrecisionWarning(UserWarning):
-    """A warning that a curvature is multiplied in a lower precision, with the relative error of its products."""
 
 
 class MaxStepsWarning(UserWarning):

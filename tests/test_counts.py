@@ -156,7 +156,6 @@ def score(lin: co.Linearization) -> Tensor:
 
 
 STREAMED, LAYERWISE, AUTODIFF = ({"engine": name} for name in ("streamed", "layerwise", "autodiff"))
-BFLOAT16 = {"compute_dtype": torch.bfloat16}
 X = torch.ones(4, 6, dtype=torch.float64)
 INTO_ONE_BATCH = BATCH / N
 SLOPES = 1
@@ -175,7 +174,6 @@ TABLE = {
     "GGN products of 5 vectors, streamed": Row(lambda lin: times(co.GGN(lin), 5), Counts(1, 6, 5, 5), STREAMED),
     "GGN product, layerwise": Row(lambda lin: times(co.GGN(lin)), Counts(1, 1, SLOPES, 1), LAYERWISE),
     "four GGN products, layerwise": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, SLOPES, 4), LAYERWISE),
-    "four GGN products, bfloat16": Row(lambda lin: times(co.GGN(lin), 1, 4), Counts(1, 1, SLOPES, 4), BFLOAT16),
     # The first streams; the second records a pass and another of tangents, checked on one batch; each pulls once.
     "four GGN products, autodiff": Row(
         lambda lin: times(co.GGN(lin), 1, 4), Counts(2, 3, (4, 4 + INTO_ONE_BATCH), 4), AUTODIFF

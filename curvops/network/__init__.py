@@ -2,7 +2,6 @@
 
 from curvops.errors import (
     DataChangedError,
-    LowerPrecisionWarning,
     NoCurvatureWarning,
     NoDataError,
     NoProcessGroupWarning,
@@ -44,7 +43,6 @@ __all__ = [
     "Group",
     "JacobianRows",
     "Layer",
-    "LowerPrecisionWarning",
     "Model",
     "NoCurvatureWarning",
     "NoDataError",

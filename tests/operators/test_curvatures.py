@@ -306,5 +306,3 @@ def test_other_curvatures_name_no_narrow_root() -> None:
     assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
     assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
     assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None
-    with pytest.warns(UserWarning, match="float32"):
-        assert co.GGN(_overparametrised(compute_dtype=torch.float32)).narrow_root is None

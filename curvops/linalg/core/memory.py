@@ -19,7 +19,6 @@ import torch
 from linear_operator import LinearOperator
 
 from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 from curvops.process_group import Ranks
@@ -100,7 +99,6 @@ def working(
     vector = vector_bytes(describe(A))
     _require([memory.budget for memory in memories], least * vector)
     inside = max(vector, longest(A) * A.dtype.itemsize)
-    give_back_freed(inside)
     room = room_in(memories, 0) or 0
     width = max(1, room // (4 * PRODUCT_VECTORS * inside))
     budget = max(least * vector, room - PRODUCT_VECTORS * width * inside)

@@ -15,7 +15,6 @@ from curvops.checks import checked_whole
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Given,
@@ -88,7 +87,6 @@ def spectral_quadrature(
     G = as_matrix(G)
     mu, limits, facts = float(positive(shift)), Limits(rtol, max_matvecs, memory_budget), describe_square(G)
     limits.check(LEAST)
-    require_accuracy(G, rtol)
     if probes is not None:
         checked_whole("probes", probes)
     exact = probes is None and rank is None and facts.rows <= min(EXACT_SIZE, limits.products) and memory_budget is None

@@ -18,7 +18,6 @@ from torch import Tensor
 from curvops.checks import check_callable, checked_number
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -99,7 +98,6 @@ def apply_function(
     """
     A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    require_accuracy(A, rtol)
     check_callable("callback", callback)
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "(-inf, inf)")

@@ -24,7 +24,7 @@ from torch import Tensor
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.memory import Multiply, room_for
 from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
-from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -89,7 +89,6 @@ def contour(
     """
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, None, memory_budget, max_matvecs)
-    require_accuracy(A, rtol)
     most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
     # A gradient multiplies the shifted solutions with each other, so each must be more accurate than their sum needs

@@ -184,11 +184,6 @@ class Operator(LinearOperator):
         return sum(multiply_adds_of(part) for part in self._args if isinstance(part, Tensor | LinearOperator))
 
     @property
-    def product_error(self) -> float:
-        """The relative error of products, if it is known to be above rounding (`compute_dtype`); otherwise 0."""
-        return max((getattr(part, "product_error", 0.0) for part in self._args), default=0.0)
-
-    @property
     def progress(self) -> Progress:
         """The setting of progress bars for algorithms on A, from the first network in A that has one."""
         return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)

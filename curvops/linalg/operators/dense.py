@@ -25,7 +25,7 @@ class DenseForm(ClosedForm):
 
     @property
     def holds(self) -> bool:
-        return bool(self.base.symmetric) and not getattr(self.base, "product_error", 0.0)
+        return bool(self.base.symmetric)
 
     @cached_property
     def dense(self) -> Tensor:

@@ -30,7 +30,6 @@ from curvops.linalg.operators.kronecker_factors import (
     operations,
     to_double,
 )
-from curvops.matrix_products import multiply_each
 from curvops.progress import Progress
 
 VALUES_ALONE = 2**22
@@ -533,7 +532,7 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
     if right is not None and right.ndim == 2:
         groups = right[:, None, None, :] * groups
     elif right is not None:
-        groups = multiply_each(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
+        groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
     if left is None:
         return groups
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
@@ -542,10 +541,10 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
 def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
     """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
     lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
-    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else multiply_each(left, lines)
+    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else torch.bmm(left, lines)
     if right.ndim == 2:
         return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
-    return multiply_each(wide.view_as(rows), right.mT).view_as(table)
+    return torch.bmm(wide.view_as(rows), right.mT).view_as(table)
 
 
 def _transpose(factor: Tensor) -> Tensor:

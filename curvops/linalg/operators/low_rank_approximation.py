@@ -18,7 +18,7 @@ from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.rounding import require_accuracy, rounding_level
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sharded import on_shards, stored
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
@@ -108,7 +108,6 @@ def low_rank(
         checked_number("rtol", rtol, "(0, 1)")
     check_limits(memory_budget=memory_budget)
     aim = (0.01 if rank is None else None) if rtol is None else rtol
-    require_accuracy(op, aim)
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import check_flag, checked_whole
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, keep, memories_of
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Given,
@@ -37,7 +35,6 @@ from curvops.linalg.core.vectors import (
     as_columns,
     as_matrix,
     axpy,
-    column_bytes,
     columns,
     combine,
     describe_square,
@@ -156,7 +153,6 @@ def cg(
     A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     check_flag("block", block)
@@ -212,7 +208,6 @@ def recycling_cg(
     """
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, None, memory_budget)
-    require_accuracy(A, rtol)
     for memory in memories_of(A):
         memory.expect_many()  # one engine is used from the first product on, so that the solution depends on A and B
 
@@ -427,7 +422,6 @@ class ConjugateGradients:
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
-        give_back_freed(column_bytes(x))  # most vectors are in memory here, and no pass of the network needs any
         records.matvecs += len(positions)
         sizes = norm(x)
         growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()

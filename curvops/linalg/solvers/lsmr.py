@@ -22,7 +22,6 @@ from torch import Tensor
 from curvops.checks import check_flag, checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Given,
@@ -106,7 +105,6 @@ def lsmr(
     A = as_matrix(A, B)
     facts = describe(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     checked_number("damp", damp, "[0, inf)")
     check_flag("consistent", consistent)
     goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)

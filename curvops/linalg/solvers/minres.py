@@ -22,7 +22,6 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
@@ -122,7 +121,6 @@ def minres(
     A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     sigma = checked_number("shift", shift, "(-inf, inf)")
     goal = goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)

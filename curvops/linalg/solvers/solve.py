@@ -37,7 +37,7 @@ from curvops.checks import carries_graph, check_choice, check_limits, check_tens
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason, Solution, accept, converged
-from curvops.linalg.core.rounding import require_accuracy, rounding_level
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sharded import Sharded, on_shards
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
@@ -335,7 +335,6 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefiniteError, as in `cg`, at
     the cost of a Cholesky factorisation.
     """
-    require_accuracy(operator, rtol)
     matrix = operator.to_dense()
     if symmetric:
         matrix = (matrix + matrix.mT) / 2  # makes gradients inside A symmetric, too

@@ -24,7 +24,7 @@ from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
@@ -134,7 +134,6 @@ def eigsh(
     checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
-    require_accuracy(A, rtol)
     _check(n, k, which, sigma)
     checked_whole("block_size", block_size)
     if start is not None:

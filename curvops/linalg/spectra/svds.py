@@ -22,7 +22,6 @@ from torch import Tensor
 from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -100,7 +99,6 @@ def svds(
     checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
-    require_accuracy(A, rtol)
     checked_whole("block_size", block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)

@@ -48,7 +48,6 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "likelihood": record_of_likelihood(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
-        "compute_dtype": None if lin.compute_dtype is None else str(lin.compute_dtype),
         "data": {
             "points": data.num_data,
             "contents": data.prints.contents,
@@ -94,7 +93,6 @@ def recorded_network(
         source = _same_data(known, data, probability, layout, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
-    lower = _dtype({"dtype": record.get("compute_dtype")})
     lin = kind(
         network,
         source,
@@ -104,7 +102,6 @@ def recorded_network(
         budget,
         progress,
         record["token"],
-        compute_dtype=lower,
     )
     _ = lin.passes.engines  # probe now, not in the first product
     return lin

@@ -54,14 +54,7 @@ class Curvature(UserOperator, NetworkOperator):
         own = kind._product is Curvature._product and kind._matmul is Curvature._matmul
         if FEWER_OUTPUTS * columns > len(self.theta) or not own:
             return None
-        # Products in a lower precision are not those of the root.
-        return CurvatureRoot.of(self) if lin.products is lin.passes else None
-
-    @property
-    def product_error(self) -> float:
-        """The relative error of products in a lower compute_dtype, measured once; see `lin.plan`."""
-        walk: Passes = self.rows or self.lin.products
-        return walk.product_error
+        return CurvatureRoot.of(self)
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         return self._summed(block)
@@ -71,7 +64,7 @@ class Curvature(UserOperator, NetworkOperator):
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
             return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
-        return self.lin.products.curvature_product(block, self.output, own)
+        return self.lin.passes.curvature_product(block, self.output, own)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         ends_in_sum = self.lin.passes.shard is not None and type(self)._product is Curvature._product

@@ -60,7 +60,7 @@ class GGN(Curvature):
             return
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = lin.draw_residuals(mc_samples, generator)
-        rows = lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
 
@@ -89,7 +89,7 @@ class GGN(Curvature):
     @classmethod
     def build_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         draws = options["draws"]
-        rows = None if draws is None else lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = None if draws is None else lin.passes.with_root(Sampled(lin.likelihood, draws))
         return super().build_at(lin, hyperparameters, draws=draws, rows=rows, cache=Cache())
 
 
@@ -202,4 +202,4 @@ class EmpiricalFisher(Curvature):
 
     @property
     def rows(self) -> Passes | None:
-        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"], for_products=True)
+        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])

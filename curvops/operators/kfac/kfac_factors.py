@@ -17,7 +17,6 @@ from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.matrix_products import multiply_each
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
@@ -336,7 +335,7 @@ def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     if vectors.ndim == 2:
         return side
     by_group = side.movedim(-3, 0)  # one product a group: a batch of few rows each would read the vectors as often
-    return multiply_each(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
+    return torch.bmm(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

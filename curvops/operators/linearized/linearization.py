@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -45,7 +44,6 @@ class Linearization(TrainedNetwork):
         progress: as in `co.linearize`.
         token: the fingerprint of data and weights, if it is known.
         engines: engines shared with another linearisation of the same data.
-        compute_dtype: the dtype of stored layer tensors, as in `co.linearize`.
     """
 
     @property
@@ -120,7 +118,6 @@ def linearize(
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
-    compute_dtype: torch.dtype | None = None,
     weights: Any = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
@@ -158,14 +155,6 @@ def linearize(
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
             if the budget allows it). The results are the same. Rows and Kronecker factors come from layer rules with
             every engine.
-        compute_dtype: torch.bfloat16 (or torch.float32 for float64 weights) stores the tensors from which layer rules
-            multiply the GGN and the Fishers in this dtype, at half (a quarter) of the bytes. Vectors, products and sums
-            keep the weights' dtype, so that every product is one with the same symmetric positive semi-definite
-            matrix, whose relative error is measured here (`lin.plan.product_error`). A solver, an eigensolver or an
-            estimator with an rtol below it raises ValueError. Use it for data whose layer tensors do not fit into the
-            budget otherwise; if they fit, products are not faster. Gradients, log-likelihoods, J itself, predictions,
-            diagonals, blocks, Kronecker factors and the Hessian are computed as without it. None means the weights'
-            dtype.
         weights: True means that the third item of a batch holds weights; otherwise a third item is rejected.
         progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
             their own. None shows a bar after two seconds if standard error is a terminal, False never, True always. A
@@ -189,16 +178,15 @@ def linearize(
         TypeError: an argument is of another kind than those above.
         ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
-            nothing or mixes dtypes; or compute_dtype is not below the weights' dtype, is given with an engine or a
-            model without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
+            nothing or mixes dtypes. The message says what to do.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
         RankFailedError: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
             environment variable CURVOPS_RANK_TIMEOUT).
 
-    Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
-    classifier returns probabilities or their logarithms, and with `LowerPrecisionWarning` of the error that
-    compute_dtype makes. Costs one pass over the data and a few passes over two to four points, about twenty for the
-    first network of a structure; its derivatives are then known to be right, and are not checked again.
+    Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, and with `NotLogitsWarning` if a
+    classifier returns probabilities or their logarithms. Costs one pass over the data and a few passes over two to four
+    points, about twenty for the first network of a structure; its derivatives are then known to be right, and are not
+    checked again.
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
@@ -214,13 +202,11 @@ def linearize(
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
     arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
     if holds_shards(model):
-        for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
-            if given:
-                raise ValueError(f"{name}= is not supported for a model that is sharded by fully_shard: omit it.")
+        if progress:
+            raise ValueError("progress= is not supported for a model that is sharded by fully_shard: omit it.")
         return cast(Any, ShardedLinearization.read(process_group, **arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
-    lin = read(**arguments, progress=progress, compute_dtype=compute_dtype)
-    lin.warn_of_rounding()
+    lin = read(**arguments, progress=progress)
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
         warnings.warn(TF32, UserWarning, stacklevel=2)
     return lin
