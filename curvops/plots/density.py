@@ -55,16 +55,16 @@ def spectral_density(
     """
     if not isinstance(density, SpectralDensity):
         raise TypeError(
-            f"spectral_density draws the result of curvops.linalg.spectral_density(A), got {shown(density)}; eigenvalues "
-            "alone are a histogram, ax.hist(values)."
+            f"spectral_density draws the result of curvops.linalg.spectral_density(A), got {shown(density)}; "
+            "eigenvalues alone are a histogram, ax.hist(values)."
         )
     if scale not in (None, "linear", "log", "symlog"):
         raise ValueError(f"scale={scale!r}; expected 'linear', 'log' or 'symlog'.")
     scale = density.scale if scale is None else scale
     if (scale == "log") != (density.scale == "log"):
         raise ValueError(
-            f"scale={scale!r} does not fit a density per unit of {'log λ' if density.scale == 'log' else 'λ'}: compute it "
-            f"with spectral_density(A, scale={'log' if scale == 'log' else 'linear'!r})."
+            f"scale={scale!r} does not fit a density per unit of {'log λ' if density.scale == 'log' else 'λ'}: compute "
+            f"it with spectral_density(A, scale={'log' if scale == 'log' else 'linear'!r})."
         )
     if isinstance(top, Eigenpairs):
         top, size = top.values, top.vectors.shape[0] if size is None else size

@@ -29,7 +29,8 @@ class Check:
         return self.error <= self.most
 
     def __str__(self) -> str:
-        return f"{'PASS' if self.passed else 'FAIL'}  {self.name}: relative error {self.error:.1e} (at most {self.most:.0e})"
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{verdict}  {self.name}: relative error {self.error:.1e} (at most {self.most:.0e})"
 
 
 def run_checks(model: nn.Module, x: Tensor, y: Tensor, at: Tensor, generator: torch.Generator) -> list[Check]:

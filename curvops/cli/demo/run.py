@@ -66,8 +66,8 @@ def _of_curve(curve: Regression) -> str:
     return (
         f"A network of {lin.num_parameters:,} weights, trained by AdamW on {lin.num_data} points with none between "
         f"{GAP[0]} and {GAP[1]}. Its noise is estimated from the residuals, its prior by the evidence. Scores at new "
-        "points, in nats per point, and the share of targets more than two standard deviations off, where one in twenty "
-        "is expected:"
+        "points, in nats per point, and the share of targets more than two standard deviations off, where one in "
+        "twenty is expected:"
     )
 
 
