@@ -115,7 +115,7 @@ def reliability(
     predictions: Mapping[str, Probabilities] | Probabilities,
     labels: Int[Tensor, " N"] | Int[np.ndarray, " N"],
     *,
-    bins: int = 10,
+    bins: int = 15,
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
