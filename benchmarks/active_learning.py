@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Images, load_digits
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.digits import Images, load_digits
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 START, TOGETHER, ROUNDS, CANDIDATES = 20, 10, 10, 300

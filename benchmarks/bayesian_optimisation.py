@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 DOUBLE = torch.float64

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Digits, Images, load_digits
 from benchmarks.tables import table
-from curvops.cli.demo.digits import Digits, Images, load_digits
 from curvops.plots import style
 
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvops.cli.demo.network import linear_layers
+from benchmarks.layers import linear_layers
 
 HELD_OUT = 100
 """Points on which a prior is validated, and training is stopped, where so many can be spared."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import spread_cell, table
 from benchmarks.timing import Comparison, Spread, alternate, seconds
-from curvops.cli.demo.network import linear_layers
 
 DOUBLE = torch.float64
 INPUTS, TRAINING = 8, 500

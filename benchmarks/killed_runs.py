@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from curvops import checkpoint
-from curvops.cli.demo.network import linear_layers
 from curvops.records import record_of
 
 KILLS = 20

@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import perceptron
 from benchmarks.machine import peer_version, run_apart
 from benchmarks.peak import peak_bytes
 from benchmarks.tables import MIB, table
-from curvops.cli.demo.network import perceptron
 from curvops.plots import style
 
 INPUTS, NOISE, PRIOR = 8, 0.1, 3.5

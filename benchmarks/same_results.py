@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks.digits import Images
+from benchmarks.layers import fit, perceptron
 from curvops import linalg
 from curvops.cli.bench.problems import flat, geometric, log_spaced, powers, step, symmetric
-from curvops.cli.demo.digits import Images
-from curvops.cli.demo.network import fit, perceptron
 
 ROUNDING = 1e-8
 N = 300

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Images, load_digits
+from benchmarks.layers import fit
 from benchmarks.tables import table, tables
-from curvops.cli.demo.digits import Images, load_digits
-from curvops.cli.demo.network import fit
 from curvops.operators.curvatures.curvature import root_of
 from curvops.plots import style
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from benchmarks.machine import peer_version
 from benchmarks.study_page import Study
 from benchmarks.tables import table
 from benchmarks.timing import Run, alternate
-from curvops.cli.demo.network import linear_layers
 
 NETWORKS = ((1, 20, 1), (20, 50, 50, 5))
 POINTS, BATCH = 100, 32

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 SHARES = (0.01, 0.03, 0.1, 0.5, 1.0)

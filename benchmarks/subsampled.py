@@ -19,10 +19,10 @@ from torch import Tensor
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import spread
+from benchmarks.digits import load_digits
+from benchmarks.layers import fit, perceptron
 from benchmarks.tables import table
 from curvops import metrics
-from curvops.cli.demo.digits import load_digits
-from curvops.cli.demo.network import fit, perceptron
 from curvops.plots import style
 
 SIZES = (10, 30, 100, 300, 1000)

@@ -12,12 +12,12 @@ from linear_operator.utils import linear_cg
 from torch import Tensor
 
 import curvops as co
+from benchmarks.digits import all_digits
+from benchmarks.layers import fit, perceptron
 from benchmarks.machine import peer_version
 from benchmarks.networks import SEED
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread, seconds
-from curvops.cli.demo.digits import all_digits
-from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Damped, Diagonal, Solution, cg, nystrom, solve
 
 COLUMNS = 8

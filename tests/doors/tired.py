@@ -426,12 +426,11 @@ DOORS = [
     Door(
         "plots by a tired user",
         rows={
-            "probabilities": (
-                lambda: plots.reliability(torch.full((2, 2), 0.5), Y),
+            "a path first": (
+                lambda: plots.save("a.png", None),
                 TypeError,
-                r"metrics.reliability_bins\(probabilities, labels\)",
+                "takes axes or a figure, then a path; got str",
             ),
-            "a path first": (lambda: plots.save("a.png", None), TypeError, "a figure, then a path; got str"),
         },
     ),
 ]
