@@ -65,7 +65,7 @@ def train(network: nn.Module, data: Images, prior: float) -> None:
     optimizer.step(loss)
 
 
-def scores(method: str, post: co.Laplace, x: Tensor, generator: torch.Generator) -> Tensor:
+def scores(method: str, post: co.posterior.Laplace, x: Tensor, generator: torch.Generator) -> Tensor:
     """How much each point is asked for."""
     if method == "at random":
         return torch.rand(len(x), generator=generator)

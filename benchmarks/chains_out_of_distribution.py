@@ -22,10 +22,10 @@ import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
 from benchmarks.tables import tables
+from curvops import metrics
 from curvops.cli.demo.digits import all_digits, rotate
 from curvops.cli.demo.network import perceptron
 from curvops.plots import style
-from curvops.posterior import metrics
 from curvops.posterior.predictions import uncertainty
 
 CHAINS = 10

@@ -44,7 +44,7 @@ def network(widths: tuple[int, ...]) -> tuple[nn.Sequential, Tensor, Tensor]:
     return linear_layers(INPUTS, *widths).double(), x, y
 
 
-def posterior(curvature: str, widths: tuple[int, ...] = MIDDLE) -> co.Laplace:
+def posterior(curvature: str, widths: tuple[int, ...] = MIDDLE) -> co.posterior.Laplace:
     """A posterior by its name."""
     model, x, y = network(widths)
     options = {"parameters": "last_layer"} if curvature == "last layer" else {}

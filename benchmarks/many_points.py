@@ -198,7 +198,7 @@ class Process(gpytorch.models.ApproximateGP):
 
 
 @cache
-def inducing(lin: co.Linearization) -> Tensor:
+def inducing(lin: co.operators.Linearization) -> Tensor:
     """The points that a pivoted Cholesky of the network's kernel chooses."""
     rows = co.gp.reduced_posterior(lin, RANK, PRIOR, check_mode=False).rows
     assert rows is not None
@@ -208,7 +208,7 @@ def inducing(lin: co.Linearization) -> Tensor:
 class Training:
     """An SVGP with what trains it, epoch by epoch."""
 
-    def __init__(self, x: Tensor, y: Tensor, lin: co.Linearization | None = None, learn: bool = True) -> None:
+    def __init__(self, x: Tensor, y: Tensor, lin: co.operators.Linearization | None = None, learn: bool = True) -> None:
         """Over the RBF kernel, or over that of a network at the points of its pivoted Cholesky."""
         self.generator = torch.Generator().manual_seed(0)
         if lin is None:

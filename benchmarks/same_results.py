@@ -61,7 +61,7 @@ def of_matrix(A: Tensor, definite: bool) -> Iterator[tuple[str, Call]]:
             yield f"cg {rtol:g}", lambda rtol=rtol: linalg.cg(A, B, rtol=rtol)
             yield f"cg by columns {rtol:g}", lambda rtol=rtol: linalg.cg(A, B, rtol=rtol, block=False)
             yield f"refined cg {rtol:g}", lambda rtol=rtol: linalg.cg(A.float(), B.float(), rtol=rtol, refine=True)
-    for which in ("largest", "smallest", "magnitude"):
+    for which in ("LA", "SA", "LM"):
         yield f"eigsh {which}", lambda which=which: linalg.eigsh(A, 4, which, rtol=1e-7, generator=seeded())
     yield "lanczos", lambda: linalg.lanczos(A, 30, generator=seeded()).T
     yield "svds", lambda: linalg.svds(tall, 4, rtol=1e-7, generator=seeded())

@@ -71,7 +71,7 @@ def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Ru
 
     def evidence() -> object:
         lin = co.linearize(model, (X, Y), "regression")
-        return co.laplace(lin, co.KFAC, check_mode=False).log_evidence()
+        return co.laplace(lin, co.KFAC, 1.0, check_mode=False).log_evidence()
 
     def kron() -> Any:
         found: Any = Laplace(copy.copy(model), "regression", "all", "kron")
@@ -83,7 +83,7 @@ def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Ru
         evidence,
         lambda: kron().log_marginal_likelihood(),
     )
-    post, theirs, x = co.laplace(co.linearize(model, (X, Y), "regression"), co.KFAC), kron(), X[:2]
+    post, theirs, x = co.laplace(co.linearize(model, (X, Y), "regression"), co.KFAC, 1.0), kron(), X[:2]
     yield (
         "joint prediction of two points",
         lambda: post.predict(x, joint=True).covariance_matrix,

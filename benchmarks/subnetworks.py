@@ -142,7 +142,7 @@ def choose(name: str, split: Split, seed: int) -> tuple[float, float]:
     return max(((prior, noise) for prior in PRIORS for noise in NOISES[name]), key=score)
 
 
-def whole(lin: co.Linearization) -> co.Subnetwork:
+def whole(lin: co.operators.Linearization) -> co.Subnetwork:
     """The full GGN as a matrix: small networks are solved by Cholesky."""
     return co.Subnetwork(co.GGN(lin), torch.arange(lin.num_parameters))
 
@@ -157,7 +157,7 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
     full = co.laplace(lin, whole(lin), prior, check_mode=False)
     reference = full.predict(split.x_gap).stddev
 
-    def note(of: str, post: co.Laplace | None, **further: float) -> None:
+    def note(of: str, post: co.posterior.Laplace | None, **further: float) -> None:
         measures = found[of]
         if post is None:
             residuals = lin.predict(split.x_gap) - split.y_gap

@@ -14,9 +14,10 @@ The examples of functions and classes go on from these lines:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from curvops import errors, evidence, gp, linalg, sampling
-from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import RewardPairs, likelihoods
+from curvops import errors, evidence, gp, linalg, metrics, operators, posterior, sampling
+from curvops.defaults import laplace
+from curvops.linalg import low_rank
+from curvops.network import likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -27,28 +28,12 @@ from curvops.operators import (
     Gradients,
     Hessian,
     Jacobian,
-    Linearization,
-    ShardedLinearization,
     Subnetwork,
     TangentKernel,
     linearize,
     subsample,
 )
-from curvops.posterior import (
-    Deviations,
-    GaussianPosterior,
-    Laplace,
-    LinearMode,
-    Predictions,
-    SampledNormal,
-    StochasticDescent,
-    Uncertainty,
-    laplace,
-    load,
-    save,
-    select,
-    wasserstein,
-)
+from curvops.posterior import load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -67,26 +52,13 @@ __all__ = [
     "GGN",
     "KFAC",
     "BlockDiagonal",
-    "Damped",
-    "Deviations",
     "DiagonalGGN",
     "EmpiricalFisher",
-    "GaussianPosterior",
     "Gradients",
     "Hessian",
     "Jacobian",
-    "Laplace",
-    "LinearMode",
-    "Linearization",
-    "LowRank",
-    "Predictions",
-    "RewardPairs",
-    "SampledNormal",
-    "ShardedLinearization",
-    "StochasticDescent",
     "Subnetwork",
     "TangentKernel",
-    "Uncertainty",
     "errors",
     "evidence",
     "gp",
@@ -96,9 +68,17 @@ __all__ = [
     "linearize",
     "load",
     "low_rank",
+    "metrics",
+    "operators",
+    "posterior",
     "sampling",
     "save",
     "select",
     "subsample",
     "wasserstein",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: modules that only curvops imports are not shown."""
+    return [*__all__, "__version__", "plots"]

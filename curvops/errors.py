@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointWarning",
     "FewDrawsWarning",
     "InertWeightsWarning",
+    "ManyProductsWarning",
     "MaxStepsWarning",
     "MemoryBudgetWarning",
     "ModeWarning",
@@ -141,6 +142,10 @@ class FewDrawsWarning(UserWarning):
 
 class InertWeightsWarning(UserWarning):
     """A warning that selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
+
+
+class ManyProductsWarning(UserWarning):
+    """A warning that a call is about to make more than 1,000 products with an operator; it names a cheaper one."""
 
 
 class MaxStepsWarning(UserWarning):

@@ -17,11 +17,22 @@ import griffe
 import pytest
 
 import curvops as co
-from curvops import plots
+from curvops import metrics, plots
 from curvops.network import likelihoods
-from curvops.posterior import metrics
 
-MODULES = (co, co.linalg, likelihoods, co.evidence, co.sampling, co.sampling.diagnostics, co.gp, plots, metrics)
+MODULES = (
+    co,
+    co.operators,
+    co.posterior,
+    co.linalg,
+    likelihoods,
+    co.evidence,
+    co.sampling,
+    co.sampling.diagnostics,
+    co.gp,
+    plots,
+    metrics,
+)
 SETTINGS = {*likelihoods.__all__, "Constant", "Cosine", "RobbinsMonro", "StochasticDescent"}
 """Dataclasses that users build; the fields of others are results, which prose describes."""
 

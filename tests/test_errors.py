@@ -34,11 +34,11 @@ class Halting(nn.Module):
         return h if bool(h.sum() > 1e9) else h + 1
 
 
-def linearization() -> co.Linearization:
+def linearization() -> co.operators.Linearization:
     return co.linearize(MODEL, (X, LABELS), "classification")
 
 
-def posterior() -> co.Laplace:
+def posterior() -> co.posterior.Laplace:
     return co.laplace(linearization(), co.GGN, prior_precision=1.0, check_mode=False)
 
 

@@ -19,6 +19,7 @@ from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, 
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import preconditioner
@@ -85,7 +86,8 @@ class Ascent:
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
         tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
-        return self.now.posterior_with(tuning, self.generator)
+        by = "the evidence" if self.over else start.origin.prior.chosen_by
+        return tell_choice(self.now.posterior_with(tuning, self.generator), by)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""

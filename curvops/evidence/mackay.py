@@ -21,6 +21,7 @@ from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
 
@@ -199,7 +200,7 @@ class _FixedPoint:
         names, steps = self.now.groups.names, tuple(self.records)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
         tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ")
-        return self.now.posterior_with(tuning, self.generator)
+        return tell_choice(self.now.posterior_with(tuning, self.generator), "the evidence")
 
     def run(self, steps: int) -> Laplace:
         """Take the remaining steps; return the posterior at the fixed point."""

@@ -26,8 +26,8 @@ from curvops.network.data.inputs import move, move_tensor, normalise
 from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
-from curvops.posterior.gaussians.laplace import Laplace, laplace
-from curvops.posterior.gaussians.updating import MODE_TOLERANCE
+from curvops.posterior.gaussians.laplace import Laplace, make_laplace
+from curvops.posterior.gaussians.updating import MODE_TOLERANCE, checked_posterior, tell_choice
 from curvops.posterior.log_evidence.tuning import Tuning
 from curvops.process_group import Ranks
 
@@ -126,7 +126,7 @@ def train(
             for item, points in epoch_of():
                 stepper.step(partial(_loss_with_gradient, model, lin, prior, item, points, epoch))
             if epoch % every == 0 or epoch == epochs:
-                post = linear(post.lin.likelihood, post.prior_precision)
+                post = tell_choice(linear(post.lin.likelihood, post.prior_precision), post.prior.chosen_by)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", MaxStepsWarning)  # the next update continues
@@ -239,4 +239,4 @@ def _posterior(
     model: nn.Module, data: Any, curvature: Any, process_group: Any, likelihood: Any, prior_precision: Any
 ) -> Laplace:
     lin = linearize(model.eval(), data, likelihood, process_group=process_group)
-    return laplace(lin, curvature, prior_precision, check_mode=False)
+    return checked_posterior(make_laplace(lin, curvature, prior_precision), check_mode=False)

@@ -31,8 +31,10 @@ from curvops.linalg.core.vectors import combine, gram, part
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
-from curvops.posterior import GaussianPosterior, Laplace, laplace
+from curvops.posterior import GaussianPosterior, Laplace
 from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.laplace import make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
@@ -64,9 +66,9 @@ class Reduction:
 class ReducedPosterior(Laplace):
     """A Laplace posterior whose curvature acts only on K features; `co.gp.reduced_posterior` makes it.
 
-    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
-    bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
-    the posterior without these bounds: `co.load` returns a `Laplace`.
+    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.posterior.Laplace`. The number
+    `remainder` bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A
+    file keeps the posterior without these bounds: `co.load` returns a `Laplace`.
 
     Examples:
         >>> reduced = co.gp.reduced_posterior(lin, 4, prior_precision=1.0, check_mode=False)
@@ -224,7 +226,8 @@ def reduced_posterior(
     )
     with torch.no_grad():
         reduction = of.reduce(points)
-    whole = laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature, check_mode)
+    made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
+    whole = checked_posterior(made, check_mode)
     return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
 
 

@@ -17,7 +17,6 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
-from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -54,7 +53,6 @@ __all__ = [
     "PointNormals",
     "RankFailedError",
     "RanksDifferError",
-    "RewardPairs",
     "Sampled",
     "ShardedNetwork",
     "TangentSpace",

@@ -61,7 +61,7 @@ def classifier() -> nn.Sequential:
 
 
 @cache
-def lin() -> co.Linearization:
+def lin() -> co.operators.Linearization:
     return co.linearize(classifier(), (X, Y), "classification")
 
 
@@ -79,7 +79,7 @@ def linear() -> tuple[nn.Linear, tuple[Tensor, Tensor], Any]:
     return model, (x, x[:, :2]), S.log_posterior(model, likelihood, prior_precision=2.0, data_size=24)
 
 
-def gaussian(model: nn.Module) -> co.Linearization:
+def gaussian(model: nn.Module) -> co.operators.Linearization:
     return co.linearize(model, linear()[1], co.likelihoods.Gaussian(0.5))
 
 

@@ -217,7 +217,7 @@ def test_data_that_change_in_place_are_refused_or_change_nothing(engine):
         "gradient": lambda: lin.gradient(),
         "likelihood": lambda: lin.log_likelihood(),
         "Hessian": lambda: co.Hessian(lin) @ v,
-        "variance": lambda: co.laplace(lin, check_mode=False).predict(X).variance,
+        "variance": lambda: co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(X).variance,
     }
     expected = {what: answer() for what, answer in asked.items() for _ in range(3)}
     for changed in (x, y):

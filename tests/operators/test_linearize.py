@@ -28,7 +28,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
 
 
-def zoo(name: str, data: str = "pair", **options: Any) -> co.Linearization:
+def zoo(name: str, data: str = "pair", **options: Any) -> co.operators.Linearization:
     """A network of the zoo with targets, linearised."""
     model, inputs = ZOO[name].build()
     targets = call(model, inputs).detach() + 0.1

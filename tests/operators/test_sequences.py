@@ -119,7 +119,9 @@ def definition(model: nn.Module, x: Tensor, likelihood: Any, y: Tensor, each: Te
     return value, torch.einsum("ncd,nc->d", J, r), torch.einsum("ncd,nce,nef->df", J, H, J)
 
 
-def linearised(model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any) -> co.Linearization:
+def linearised(
+    model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any
+) -> co.operators.Linearization:
     given, _, y, w, _ = CASES[case]
     data: Any = (x, y) if w is None else (x, y, w)
     if batches:
@@ -188,7 +190,7 @@ def test_draws_and_conversion_follow() -> None:
 
 def test_a_posterior_counts_a_sequence_as_points() -> None:
     model, x = pointwise()
-    post = co.laplace(linearised(model, x, "mask"), check_mode=False)
+    post = co.laplace(linearised(model, x, "mask"), co.GGN, 1.0, check_mode=False)
     P = co.GGN(post.lin).to_dense() + torch.eye(post.lin.num_parameters).double()
     J = dense_jacobian(model, x).flatten(0, 1)
     expected = J @ torch.linalg.solve(P, J.mT)

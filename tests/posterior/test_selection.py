@@ -23,7 +23,7 @@ def lin():
 
 @pytest.fixture(scope="module")
 def post(lin):
-    return co.laplace(lin, prior_precision=1.0)
+    return co.laplace(lin, co.GGN, prior_precision=1.0)
 
 
 def generator(seed=0):
@@ -155,7 +155,7 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
 
 def test_beyond_what_is_formed_the_variances_left_out_are_estimated(lin, monkeypatch):
     monkeypatch.setattr("curvops.linalg.core.solve_routes.WHOLE", 0)
-    post = co.laplace(lin, prior_precision=100.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=100.0, check_mode=False)
     inverse = torch.linalg.inv(post.precision.to_dense())
     for size in (50, 5):
         own = torch.zeros(51, 51, dtype=DOUBLE)
@@ -180,7 +180,7 @@ def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, 
     before = torch.zeros(15, 15, dtype=DOUBLE)
     for size in (1, 5, 20, 51):
         part = co.linearize(model, (x, y), "classification", parameters=order[:size].sort().values)
-        covariance = co.laplace(part, check_mode=False).predict(X, joint=True).covariance_matrix
+        covariance = co.laplace(part, co.GGN, 1.0, check_mode=False).predict(X, joint=True).covariance_matrix
         assert float(torch.linalg.eigvalsh(covariance - before).min()) > -1e-9
         before = covariance
     torch.testing.assert_close(before, post.predict(X, joint=True).covariance_matrix, rtol=1e-7, atol=1e-9)

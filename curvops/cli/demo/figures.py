@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops import plots
+from curvops import metrics, plots
 from curvops.cli.demo.digits import Images
 from curvops.cli.demo.network import minimize
 from curvops.cli.demo.report import LabelledPredictions, Row
 from curvops.linalg import Estimate, draw
-from curvops.posterior import metrics
 
 CG_RTOL = 1e-5
 EIGEN_RTOL = 1e-3
@@ -62,7 +61,7 @@ def evidence(
     plots.save(plots.evidence(x, y, lower, upper, loss, chosen), path)
 
 
-def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -> float:
+def validation_nll(post: co.posterior.Laplace, data: Images, generator: torch.Generator) -> float:
     """Compute the NLL on held-out data, in nats per point, from a few draws solved to graphical accuracy."""
     noise = draw(post.precision, VALIDATION_DRAWS, generator)
     solution = post.precision.cg(noise, rtol=VALIDATION_RTOL, preconditioner=post.precision.preconditioner(16))
@@ -70,7 +69,7 @@ def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -
     return float(metrics.nll(probabilities, data.y))
 
 
-def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path: Path) -> dict[str, Any]:
+def convergence(post: co.posterior.Laplace, columns: int, generator: torch.Generator, path: Path) -> dict[str, Any]:
     """Draw three ways to solve for the same right-hand sides; return their products and iterations."""
     P = post.precision
     B = torch.randn(columns, len(post.mean), generator=generator, dtype=post.mean.dtype).mT
@@ -119,7 +118,7 @@ def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generat
     minimize(loss, model.parameters(), REGRESSION_STEPS, 1e-2)
 
 
-def covariance(post: co.Laplace, x: Tensor, labels: Sequence[str], path: Path) -> None:
+def covariance(post: co.posterior.Laplace, x: Tensor, labels: Sequence[str], path: Path) -> None:
     """Draw the joint covariance of a few points' logits."""
     matrix = post.predict(x, joint=True, rtol=1e-3).covariance_matrix.detach().numpy()
     plots.save(plots.covariance(matrix, labels), path)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import curvops as co
-from curvops.posterior import metrics
+from curvops import metrics
 
 SCORES = ("accuracy", "nll", "brier", "ece")
 PARTS = ("aleatoric", "epistemic")
@@ -39,7 +39,7 @@ class LabelledPredictions:
 
     labels: Int[Tensor, " N"]
     probabilities: Float[Tensor, "N C"]
-    uncertainty: co.Uncertainty | None
+    uncertainty: co.posterior.Uncertainty | None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 import curvops as co
+from curvops import metrics
 from curvops.cli.demo import demo_checks, digits, figures, network, report
 from curvops.cli.demo.report import LabelledPredictions, Stages
-from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
 SUBNETWORK = "Laplace (subnetwork)"
@@ -59,7 +59,7 @@ class Outcome:
     """The results of one network: tuned posterior, draws of the weights, predictions by method and angle."""
 
     model: torch.nn.Module
-    post: co.Laplace
+    post: co.posterior.Laplace
     draws: Tensor
     evidence: co.evidence.Evidence
     mode_gap: float
@@ -177,7 +177,7 @@ def _posterior(
     group: ProcessGroup | None,
     curvature: Any,
     parameters: Any = None,
-) -> co.Laplace:
+) -> co.posterior.Laplace:
     """Make the posterior around the network's weights; the mode is checked only for all weights together."""
     own = slice(None)
     if group is not None:  # contiguous, so that points keep their places, and draws keep their noise
@@ -188,7 +188,7 @@ def _posterior(
     return co.laplace(lin, curvature=curvature, prior_precision=prior_precision, check_mode=parameters is None)
 
 
-def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
+def _tune(post: co.posterior.Laplace, generator: torch.Generator) -> co.posterior.Laplace:
     """Return the posterior for the prior precision with the largest evidence."""
     return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
 
@@ -201,11 +201,11 @@ def _by_angle(
     return {angle: predict(images) for angle, images in {0: test, **turned}.items()}
 
 
-def _of_network(lin: co.Linearization, temperature: float, images: digits.Images) -> LabelledPredictions:
+def _of_network(lin: co.operators.Linearization, temperature: float, images: digits.Images) -> LabelledPredictions:
     return LabelledPredictions(images.y, (lin.predict(images.x) / temperature).softmax(-1), None)
 
 
-def _of_posterior(post: co.Laplace, draws: Tensor, images: digits.Images) -> LabelledPredictions:
+def _of_posterior(post: co.posterior.Laplace, draws: Tensor, images: digits.Images) -> LabelledPredictions:
     at = post.at(images.x, samples=draws)
     return LabelledPredictions(images.y, at.probabilities(link="probit"), at.uncertainty())
 

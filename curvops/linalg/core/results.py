@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -406,6 +406,10 @@ class Eigenpairs(Summarised, Pairs):
     matvecs: int
     history: Float[Tensor, "looks k"] = field(repr=False)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the values and the vectors: ``values, vectors = eigsh(A, k)``."""
+        return iter((self.values, self.vectors))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SingularTriplets(Summarised, Pairs):
@@ -428,6 +432,10 @@ class SingularTriplets(Summarised, Pairs):
     reasons: tuple[Reason, ...]
     matvecs: int
     history: Float[Tensor, "looks k"] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield U, the values and V: ``U, values, V = svds(A, k)``."""
+        return iter((self.U, self.values, self.V))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -59,7 +59,10 @@ def logdet(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Estimate log det(A + shift I) in nats, for symmetric A.
+    """Estimate log det(A + shift I) in nats, for symmetric A; exact for an operator with a closed form.
+
+    Without a shift, a closed form (`KFAC(lin).add_diagonal(1.0)`, low rank plus a diagonal) gives the
+    value without a product. `A.logdet()`, as of every LinearOperator, is this value as a tensor.
 
     Args:
         A: (n, n), positive semidefinite, or positive definite if neither shift nor lower_bound is given. The value
@@ -102,8 +105,14 @@ def logdet(
     """
     A = as_matrix(A)
     describe_square(A)
+    limits = Limits(rtol, max_matvecs, memory_budget)
+    if shift is None and hasattr(A, "_known_logdet"):
+        limits.check(0)
+        _check_preconditioner(preconditioner)
+        known: Estimate | None = A._known_logdet(limits.tolerance)
+        if known is not None:
+            return known
     with at_work("logdet", max_matvecs, progress, A):
-        limits = Limits(rtol, max_matvecs, memory_budget)
         keep = needs_gradient(A)
         estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
     return estimate if pairs is None else attach_gradient(estimate, A, pairs)

@@ -59,6 +59,7 @@ class Damped(UnaryOperator):
         (tensor([0.2500, 1.0000]), 1.3863)
     """
 
+    _shown = ("base", "shift")
     _is_regularised = True
     _in_formula: ClassVar[str] = "({})"
 

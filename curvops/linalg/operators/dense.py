@@ -114,6 +114,7 @@ class Dense(Operator):
         (tensor([3., 4.]), torch.Size([2]))
     """
 
+    _shown = ("tensor",)
     _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 

@@ -146,6 +146,7 @@ class DirectSum(Operator):
                 [0., 1., 1.]])
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("blocks",)
     _damped_form: ClassVar[type[ClosedForm] | None] = DirectSumForm
 
     def __init__(

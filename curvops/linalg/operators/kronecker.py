@@ -186,6 +186,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
     @property
@@ -236,6 +237,7 @@ class Kronecker(_GroupedBlocks):
                 [0., 2.]])
     """
 
+    _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
@@ -437,6 +439,7 @@ class EigenKronecker(_GroupedBlocks):
         ('EigenKronecker', torch.Size([9, 9]))
     """
 
+    _shown = ("left_vectors", "right_vectors", "values")
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(

@@ -342,6 +342,7 @@ class LowRank(Operator):
         tensor([0.1667, 0.5000, 1.0000])
     """
 
+    _shown = ("error", "values", "vectors", "with_diagonal")
     symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 

@@ -61,6 +61,15 @@ Solver: TypeAlias = Callable[..., Solution]
 
 # Solves for interior pairs are more accurate than the requested pairs by this factor.
 INNER = 0.1
+OTHER_NAMES = {
+    "largest": 'which="LA"',
+    "smallest": 'which="SA"',
+    "both": 'which="BE"',
+    "magnitude": 'which="LM"',
+    "interior": "sigma= alone",
+    "SM": "sigma=0",
+}
+"""Names of earlier versions and of SciPy, with what replaces them."""
 
 
 @on_shards
@@ -68,7 +77,7 @@ INNER = 0.1
 def eigsh(
     A: Matrix | Given,
     k: int,
-    which: str = "largest",
+    which: str = "LM",
     *,
     sigma: float | int | None = None,
     rtol: float | int | None = None,
@@ -93,10 +102,10 @@ def eigsh(
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.
         k: the number of pairs, 1..n.
-        which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
-            (largest |λ|), or "interior" (nearest to ``sigma``). The best pair comes first; "both" is in descending
-            order.
-        sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
+        which: as in SciPy: "LM" (largest |λ|; with ``sigma``, nearest to it), "LA" and "SA" (largest and smallest
+            λ), or "BE" (half from each end, one more of the large ones). The best pair comes first; "BE" is in
+            descending order.
+        sigma: a shift in the interior of the spectrum, or 0 for the smallest |λ|: Lanczos on (A − σ)⁻¹.
         rtol: by default 1e-6; in float32, pairs whose values are much smaller than ‖A‖ converge when they are as
             accurate as rounding allows, up to √eps |λ|. 0 means the best accuracy that the dtype allows, and the reason
             is then PRECISION_LIMIT.
@@ -109,7 +118,7 @@ def eigsh(
         memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
             2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller basis needs more products, and the
             reason is RANK_CAPPED if they did not suffice.
-        solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
+        solver: with ``sigma``, called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
@@ -124,8 +133,8 @@ def eigsh(
         product with NaN or Inf ends the run: every value is then NaN, and the reason is NON_FINITE.
 
     Raises:
-        ValueError: A is not square, k is not in 1..n, ``which`` is unknown, sigma and "interior" are not given
-            together, the budget is too small for k pairs, or the checkpoint belongs to another problem.
+        ValueError: A is not square, k is not in 1..n, ``which`` is unknown, or not "LM" beside sigma, the budget is
+            too small for k pairs, or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
@@ -150,7 +159,7 @@ def eigsh(
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)
-    S = narrow_root(A) if start is None and which in ("largest", "magnitude") else None
+    S = narrow_root(A) if start is None and which in ("LA", "LM") and sigma is None else None
     S = None if S is None or S.shape[1] < k else S
     searched = A if S is None else S.mT @ S
     own, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
@@ -171,7 +180,7 @@ def eigsh(
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
             search = Search(
                 process,
-                "magnitude" if which == "interior" else cast(Which, which),
+                cast(Which, which),
                 k,
                 aimed,
                 capacity,
@@ -203,9 +212,11 @@ def eigsh(
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
     checked_whole("k", k, 1, n)
-    check_choice("which", which, (*get_args(Which), "interior"))
-    if (sigma is None) == (which == "interior"):
-        raise ValueError(f'sigma and which="interior" must be given together, got which={which!r} and sigma={sigma}.')
+    if str(which) in OTHER_NAMES:
+        raise ValueError(f"eigsh has no which={which!r}: pass {OTHER_NAMES[which]}.")
+    check_choice("which", which, get_args(Which))
+    if sigma is not None and which != "LM":
+        raise ValueError(f'sigma finds the pairs nearest to it, which="LM"; got which={which!r} and sigma={sigma}.')
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -256,8 +267,8 @@ def _certify(
     own: bool = False,
 ) -> Eigenpairs:
     """Order the pairs and give each its reason; vectors with memory of their `own` are not copied if in order."""
-    keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
-    order = keys.get(which, -values).argsort()
+    keys = {"SA": values, "LM": -values.abs()}
+    order = (keys.get(which, -values) if sigma is None else (values - sigma).abs()).argsort()
     residuals = residuals[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
     residuals = residuals.nan_to_num(math.inf, math.inf)

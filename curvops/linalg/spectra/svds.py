@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -52,7 +51,7 @@ from curvops.progress import Progress, at_work
 def svds(
     A: Matrix | Given,
     k: int,
-    which: str = "largest",
+    which: str = "LM",
     *,
     rtol: float | int | None = None,
     block_size: int = 2,
@@ -72,7 +71,7 @@ def svds(
     Args:
         A: (m, n), with transposed products.
         k: the number of triplets.
-        which: "largest" or "smallest".
+        which: "LM" for the largest, "SM" for the smallest, as in SciPy.
         rtol: the residual to reach, relative to σ; the default is as in `eigsh`.
         block_size: the number of start vectors, as in `eigsh`.
         maxiter: a limit on iterations; by default as in `eigsh`.
@@ -100,7 +99,7 @@ def svds(
     facts = describe(A)
     n = min(facts.rows, facts.columns)
     checked_whole("k", k, 1, n)
-    check_choice("which", which, ("largest", "smallest"))
+    check_choice("which", which, ("LM", "SM"))
     aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
@@ -120,7 +119,8 @@ def svds(
         start = random_block(describe(tall), b, "gaussian", generator)
         process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
         most_steps = iterations_allowed(n, maxiter)
-        search = Search(process, cast(Which, which), k, aimed, capacity, capped, most_steps, most, callback)
+        end: Which = "LA" if which == "LM" else "SA"  # singular values are not negative
+        search = Search(process, end, k, aimed, capacity, capped, most_steps, most, callback)
         reason = search.run(random_start=True)
         found = _certify(process, k, which, rtol, reason, search.history)
     return replace(found, U=found.V, V=found.U) if facts.rows < facts.columns else found
@@ -152,7 +152,7 @@ def _certify(
         nothing = norm(V)
         return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs, history)
     values, residuals = _sizes(process, U, V)
-    order = values.argsort(descending=which == "largest")
+    order = values.argsort(descending=which == "LM")
     residuals, values = residuals[order], values[order]
     eps, norm_A = torch.finfo(V.dtype).eps, max(process.size * process.scale, float(values.amax()))
     reasons = verdicts(residuals, values, rtol, norm_A, eps, reason)

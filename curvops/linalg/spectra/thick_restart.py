@@ -25,7 +25,7 @@ from curvops.linalg.spectra.projection import Projection
 from curvops.progress import as_step, remark
 from curvops.records import restore, state_of
 
-Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
+Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]
 
 STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
 # Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
@@ -48,21 +48,21 @@ KEPT_PART = 3
 
 def best_positions(values: Tensor, which: Which, k: int) -> Tensor:
     """Return the positions of the k (or fewer) wanted values among ascending ones, best first."""
-    order = values.argsort(descending=which != "smallest", stable=True)
-    if which == "magnitude":
+    order = values.argsort(descending=which != "SA", stable=True)
+    if which == "LM":
         order = values.abs().argsort(descending=True, stable=True)
     k = min(k, len(values))
-    low = k // 2 if which == "both" else 0
+    low = k // 2 if which == "BE" else 0
     return torch.cat([order[: k - low], order[len(order) - low :]])
 
 
 def rejected_interval(values: Tensor, which: Which) -> tuple[float, float]:
     """Return the interval outside which a further value would be better than one of these, all of them wanted."""
-    if which == "largest":
+    if which == "LA":
         return -math.inf, float(values.min())
-    if which == "smallest":
+    if which == "SA":
         return float(values.max()), math.inf
-    if which == "magnitude":
+    if which == "LM":
         least = float(values.abs().min())
         return -least, least
     order = values.sort(descending=True).values

@@ -45,7 +45,7 @@ class BradleyTerry(Categorical):
         if num_outputs != 2:
             raise ValueError(
                 f"BradleyTerry compares two rewards, but the model has {num_outputs} outputs. Wrap a model that rates "
-                "one item as co.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
+                "one item as co.likelihoods.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
@@ -41,6 +41,13 @@ from curvops.storage import WRITTEN_BY
 from curvops.summary import name_of
 
 N = TypeVar("N", bound="TrainedNetwork")
+SHOWN = (
+    *("model", "data", "likelihood", "num_parameters", "num_data", "num_outputs", "output_shape"),
+    *("theta", "predict", "outputs", "log_likelihood", "gradient", "gradients", "hessian_product", "jacobian"),
+    *("flatten", "unflatten", "unflatten_weights", "unflatten_tangent", "with_likelihood", "restrict", "cast"),
+    *("plan", "memory", "memory_budget"),
+)
+"""The names of a linearisation that `dir` shows."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,10 @@ class TrainedNetwork(NetworkOnData):
     is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
     everywhere, position by position.
     """
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls; the other methods serve operators and posteriors."""
+        return list(SHOWN)
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
     """Dataclasses that identify data and weights; operators and records store them in place of both."""
@@ -388,9 +399,9 @@ class TrainedNetwork(NetworkOnData):
         if total is not None and count == sum(self.data.sizes):
             known["log likelihood"] = self.passes.add_up([total])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Return named tensors as one vector, in the order of the selection."""
-        return self.model.selection.flatten(tensors)
+    def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
+        """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors_of(tensors) if isinstance(tensors, nn.Module) else tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
         """Return one vector as named tensors, the inverse of `flatten`, if whole tensors are selected.

@@ -53,6 +53,7 @@ class GGN(Curvature):
         (torch.Size([17, 17]), torch.Size([17]), torch.Size([17]))
     """
 
+    _shown = ()
     OPTIONS = ("draws",)
     _damped_form: ClassVar[type[ClosedForm] | None] = OutputBlocksForm
 
@@ -147,6 +148,8 @@ class DiagonalGGN(UserOperator, Diagonal):
 class DisplacedGGN(Curvature):
     """The GGN with output Fishers at displaced outputs: H_n is taken at f_n + shift_n, with shift = J δ (N, C)."""
 
+    _shown = ()
+
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
         """Return the displaced GGN of a linearisation."""
@@ -198,6 +201,7 @@ class EmpiricalFisher(Curvature):
         (torch.Size([17, 17]), torch.Size([17]))
     """
 
+    _shown = ()
     OPTIONS = ("per_token",)
 
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:

@@ -57,6 +57,7 @@ class TangentKernel(UserOperator, Operator):
         (torch.Size([16, 16]), torch.Size([4, 4]))
     """
 
+    _shown = ("prior", "formed", "blocks")
     CARRIED = True  # the kernel does not depend on the likelihood
     _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 

@@ -54,6 +54,7 @@ class LayerBlocksForm(DirectSumForm):
 class LayerBlocks(DirectSum):
     """A block-diagonal operator with a block for each layer's parameters; the base class of KFAC and EKFAC."""
 
+    _shown = ()
     _damped_form: ClassVar[type[ClosedForm] | None] = LayerBlocksForm
 
     def __init__(

@@ -33,6 +33,8 @@ class Jacobian(NetworkOperator):
         (Jacobian(16 × 17, of 8 points, float32, cpu), torch.Size([16]), torch.Size([17]))
     """
 
+    _shown = ()
+
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
 

@@ -84,7 +84,9 @@ def draw_deviations(
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
     if not (asked is None or isinstance(asked, str)):
-        raise TypeError(f"method must be one of {tuple(METHODS)}, a co.StochasticDescent or None, got {method!r}.")
+        raise TypeError(
+            f"method must be one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None, got {method!r}."
+        )
     if asked is not None:
         check_choice("method", asked, METHODS)
     route, why_not = route_of(terms, k, asked)

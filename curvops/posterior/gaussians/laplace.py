@@ -22,7 +22,7 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
-from curvops.operators import GGN, Linearization
+from curvops.operators import Linearization
 from curvops.posterior.core.arguments import (
     check_linearization,
     checked_count,
@@ -183,10 +183,10 @@ class Laplace(GaussianWeights):
             method: "cg" solves for all draws in one block, preconditioned if that pays off. "dual" solves in function
                 space, where vectors are shorter if there are fewer outputs in all than weights, with more products (GGN
                 and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and reaches few digits;
-                `co.StochasticDescent()` has its options. "closed form", for structured curvatures, gives draws that the
-                other methods do not reproduce from the same noise. None uses the closed form if there is one. Otherwise
-                it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if memory has room
-                only for its far shorter vectors.
+                `co.posterior.StochasticDescent()` has its options. "closed form", for structured curvatures, gives
+                draws that the other methods do not reproduce from the same noise. None uses the closed form if there is
+                one. Otherwise it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if
+                memory has room only for its far shorter vectors.
             x0: initial guess (k, D), such as the draws under a neighbouring prior precision.
             rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
             generator: the source of the noise.
@@ -407,8 +407,8 @@ class Laplace(GaussianWeights):
 
         Args:
             lin: the network, linearised at its new weights on the new data, with the same parameters selected.
-            curvature: an operator class or operator, as in `co.laplace`; None builds it as this posterior's was
-                built, with the same options.
+            curvature: a name, an operator class or an operator, as in `co.laplace`; None builds it as this
+                posterior's was built, with the same options.
             rank: the rank of a low-rank form; None lets it grow to an error of 1 %. A rank alone implies
                 form="low_rank".
             generator: the source of the sketch, and of the draws of a curvature that is built as this one was.
@@ -429,58 +429,15 @@ class Laplace(GaussianWeights):
         return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
 
 
-def laplace(
-    lin: Linearization,
-    curvature: CurvatureChoice = GGN,
-    prior_precision: PriorPrecision = 1.0,
-    prior_mean: PriorMean = 0.0,
-    temperature: float = 1.0,
-    check_mode: bool = True,
+def make_laplace(
+    lin: Linearization, curvature: Any, prior_precision: Any, prior_mean: Any = 0.0, temperature: float = 1.0
 ) -> Laplace:
-    """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
-
-    Args:
-        lin: the linearisation, from `co.linearize`.
-        curvature: G, an operator class to be built from `lin`, or an operator (D, D).
-        prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
-            + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
-            number} that matches each selected parameter once, such as `{"0.*": 1.0, "2.*": 10.0}`. A positive
-            semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
-            Or an earlier posterior, which then is the prior, with its mean and its temperature.
-        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
-            of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
-            the posterior always uses their current values. (An operator is not copied: do not change it.)
-        temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
-            tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
-        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small.
-
-    Returns:
-        A `Laplace`. No matrix is formed.
-
-    Raises:
-        ValueError: the prior precision is not positive and finite, does not name each parameter once, or is an operator
-            not known to be positive semidefinite; the temperature is not positive; the curvature has another size, was
-            linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode) a
-            gradient is not finite.
-        TypeError: an argument is of another kind, or parameters are in half precision.
-
-    A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
-    Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
-    cost nothing here.
-
-    Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
-
-    Examples:
-        >>> post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
-        >>> post.probabilities(x).shape, post.uncertainty(x).unit
-        (torch.Size([8, 2]), 'nats')
-    """
+    """Make a posterior from arguments as those of `co.laplace`, all given, before `checked_posterior`."""
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
-    return checked_posterior(Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature), check_mode)
+    return Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

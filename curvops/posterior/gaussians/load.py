@@ -11,6 +11,7 @@ from linear_operator.operators import LinearOperator
 
 from curvops import storage
 from curvops.argument_types import Data, LikelihoodChoice, Network, Points
+from curvops.checks import check_flag
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator
@@ -71,6 +72,7 @@ def load(
     data: Data | None = None,
     likelihood: LikelihoodChoice | None = None,
     *,
+    load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Any:
@@ -86,6 +88,9 @@ def load(
             data raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
         likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
             saved.
+        load_weights: True writes the saved weights into the model, which may then be untrained. They are those that
+            were linearised: buffers and, under a selection, other parameters have to be loaded before
+            (``model.load_state_dict``). The model is unchanged if it differs in anything else.
         memory_budget: as in `co.linearize`.
         progress: as in `co.linearize`.
 
@@ -110,14 +115,16 @@ def load(
         >>> co.load(folder, model, (x, y)).prior_precision
         tensor(1.)
     """
+    check_flag("load_weights", load_weights)
+
+    def network(record: Any) -> Linearization:
+        return recorded_network(Linearization, record, model, data, likelihood, load_weights, memory_budget, progress)
+
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)
-        given = recorded_network(
-            Linearization, record["linearization"], model, data, likelihood, memory_budget, progress
-        )
-        return operator_of_record(record["operator"], given)
+        return operator_of_record(record["operator"], network(record["linearization"]))
     version, record = storage.load(path, KIND, max(VERSIONS))
-    lin = recorded_network(Linearization, record["linearization"], model, data, likelihood, memory_budget, progress)
+    lin = network(record["linearization"])
     if version == OF_GAUSSIANS:
         return GaussianPosterior.of(lin, **read_gaussian(record, lin))
     return Laplace(lin, **read_parts(record, lin))

@@ -56,6 +56,11 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
     return new
 
 
+def tell_choice(post: Updated, by: str) -> Updated:
+    """Return the posterior with what chose its prior precision, which its repr shows."""
+    return replace(post, prior=replace(post.prior, chosen_by=by))
+
+
 def _require_equal_on_ranks(post: Any) -> None:
     """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
     if post.lin.ranks is not None:

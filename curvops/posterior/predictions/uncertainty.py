@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.metrics import divergences
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
-from curvops.posterior.metrics import divergences
 from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
 
 LABELS = (Categorical, Bernoulli)

@@ -102,7 +102,7 @@ def test_predictions_hessian_and_factors(name: str) -> None:
     lin = co.linearize(model, (x, y), "regression")
     covariance = J @ (J.mT @ J + torch.eye(J.shape[1])).inverse() @ J.mT
     with torch.no_grad():
-        predicted = co.laplace(lin, co.GGN, check_mode=False).predict(x)
+        predicted = co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(x)
     assert agree(predicted.variance.flatten(), covariance.diagonal())
     loss, leaves = 0.5 * model(x.clone()).square().sum(), list(model.parameters())
     slopes = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
@@ -127,7 +127,7 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
         model, x = Field(derive).double(), torch.randn(N, D_IN).double()
         lin = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression")
         given = x.clone().requires_grad_()
-        variance = co.laplace(lin, co.GGN, check_mode=False).predict(given).variance
+        variance = co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(given).variance
         gradients.append(torch.autograd.grad(variance.sum(), given)[0])
     assert agree(*gradients)
 
@@ -136,7 +136,7 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
 def test_derivatives_of_the_models_own_where_the_caller_records_none(mode: Any) -> None:
     model, x, _ = field("autograd of marked inputs")
     lin, expected = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression"), model(x.clone()).detach()
-    post = co.laplace(lin, co.GGN, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     with mode():
         assert agree(lin.predict(x), expected)
         assert agree(post.predict(x).mean, expected)

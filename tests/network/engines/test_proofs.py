@@ -73,7 +73,7 @@ def data(columns: int = 3, points: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(points, columns).double(), torch.randn(points, 2).double()
 
 
-def linearize(model: nn.Module, given: Any = None, **options: Any) -> co.Linearization:
+def linearize(model: nn.Module, given: Any = None, **options: Any) -> co.operators.Linearization:
     return co.linearize(model, given or data(), "regression", **options)
 
 

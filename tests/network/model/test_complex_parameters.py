@@ -60,7 +60,9 @@ def test_factors_and_predictions(form: str) -> None:
     model, data, J = spectral(form)
     lin, G = co.linearize(model, data, "regression"), J.mT @ J
     covariance = J @ (G + torch.eye(len(G))).inverse() @ J.mT
-    assert agree(co.laplace(lin, co.GGN, check_mode=False).predict(data[0]).variance.flatten(), covariance.diagonal())
+    assert agree(
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(data[0]).variance.flatten(), covariance.diagonal()
+    )
     part = lin.model.selection.positions()["weight"].flatten()
     assert agree(co.KFAC(lin).to_dense()[part][:, part], G[part][:, part])
     v = torch.randn(len(G)).double()
@@ -94,7 +96,7 @@ def test_chains_run_together_as_one_by_one(form: str) -> None:
 
 def test_a_file_and_training_under_the_evidence(tmp_path: Path) -> None:
     model, data, _ = spectral("complex layers")
-    post = co.laplace(co.linearize(model, data, "regression"), co.GGN, check_mode=False)
+    post = co.laplace(co.linearize(model, data, "regression"), co.GGN, 1.0, check_mode=False)
     post.save(tmp_path / "posterior")
     again = co.load(tmp_path / "posterior", model, data)
     assert torch.equal(again.predict(data[0]).variance, post.predict(data[0]).variance)

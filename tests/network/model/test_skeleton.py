@@ -119,7 +119,7 @@ def test_linearisations_differentiate_in_threads_of_their_own() -> None:
     lins = [co.linearize(network(), (X, Y), "classification", engine="streamed") for _ in range(2)]
     v, failed = torch.randn(lins[0].num_parameters).double(), []
 
-    def multiply(lin: co.Linearization) -> None:
+    def multiply(lin: co.operators.Linearization) -> None:
         try:
             for _ in range(30):
                 _ = co.GGN(lin) @ v

@@ -50,7 +50,7 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> co.posterior.metrics.accuracy(p, labels)
+        >>> co.metrics.accuracy(p, labels)
         tensor(0.6667)
     """
     _check(probabilities, labels)
@@ -78,7 +78,7 @@ def nll(
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> co.posterior.metrics.nll(p, labels)
+        >>> co.metrics.nll(p, labels)
         tensor(0.5108)
     """
     _check(probabilities, labels, some=reduction != "none")
@@ -102,7 +102,7 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> co.posterior.metrics.brier(p, labels)
+        >>> co.metrics.brier(p, labels)
         tensor(0.3600)
     """
     _check(probabilities, labels)
@@ -116,7 +116,7 @@ class ReliabilityBins(Tabular):
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> bins = co.posterior.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins = co.metrics.reliability_bins(p, labels, bins=4)
         >>> bins
         confidence   points  mean confidence  accuracy
         0.5 to 0.75  1       0.7              0
@@ -162,7 +162,7 @@ def reliability_bins(
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> bins = co.posterior.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins = co.metrics.reliability_bins(p, labels, bins=4)
         >>> bins.count
         tensor([0, 0, 1, 2])
     """
@@ -200,7 +200,7 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
 
     Examples:
         >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
-        >>> co.posterior.metrics.ece(p, labels, bins=4)
+        >>> co.metrics.ece(p, labels, bins=4)
         tensor(0.3333)
     """
     table = reliability_bins(probabilities, labels, bins=bins)
@@ -226,7 +226,7 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
 
     Examples:
         >>> scores, positive = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([True, False, True, False])
-        >>> co.posterior.metrics.auroc(scores, positive)
+        >>> co.metrics.auroc(scores, positive)
         tensor(0.7500)
     """
     check_tensor("scores", scores)
@@ -263,7 +263,7 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
         TypeError, ValueError: the argument does not hold probabilities.
 
     Examples:
-        >>> co.posterior.metrics.predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        >>> co.metrics.predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.6931, 0.0000])
     """
     _check_probabilities(probabilities)
@@ -289,7 +289,7 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
 
     Examples:
         >>> p = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two draws that contradict each other
-        >>> co.posterior.metrics.mutual_information(p)
+        >>> co.metrics.mutual_information(p)
         tensor([0.6931])
     """
     check_tensor("samples", samples)
@@ -334,7 +334,7 @@ def temperature(
 
     Examples:
         >>> logits, labels = torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), torch.tensor([0, 1, 1])
-        >>> co.posterior.metrics.temperature(logits, labels) > 1  # overconfident
+        >>> co.metrics.temperature(logits, labels) > 1  # overconfident
         tensor(True)
     """
     _check_shapes(logits, labels)
