@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import numbers
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.distributed_types import is_dtensor
-from curvops.errors import ManyProductsWarning
+from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -477,10 +476,9 @@ class Operator(LinearOperator):
 
     def _warn_of_products(self, count: int, what: str, instead: str) -> None:
         if count > MANY_PRODUCTS:
-            warnings.warn(
+            warn(
                 f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
                 ManyProductsWarning,
-                stacklevel=3,
             )
 
     def _diagonal(self) -> Tensor:

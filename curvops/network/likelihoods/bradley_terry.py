@@ -29,7 +29,7 @@ class BradleyTerry(Categorical):
 
     Examples:
         >>> pairs, preferred = torch.stack([x, x.flip(0)], 1), torch.zeros(8, dtype=torch.long)
-        >>> rewards = co.RewardPairs(nn.Linear(2, 1))
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
         >>> lin = co.linearize(rewards, (pairs, preferred), co.likelihoods.BradleyTerry())
         >>> lin.output_shape
         torch.Size([2])
@@ -64,7 +64,7 @@ class RewardPairs(nn.Module):
 
     Examples:
         >>> pairs = torch.stack([x, x.flip(0)], 1)
-        >>> rewards = co.RewardPairs(nn.Linear(2, 1))
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
         >>> rewards(pairs).shape
         torch.Size([8, 2])
     """
