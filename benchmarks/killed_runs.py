@@ -37,7 +37,7 @@ def posterior(points: int = 512, hidden: tuple[int, int] = (128, 64), batches: i
     x, y = torch.randn(points, 64, dtype=torch.float64), torch.randint(10, (points,))
     data = list(zip(x.chunk(batches), y.chunk(batches)))
     lin = co.linearize(linear_layers(64, *hidden, 10).double(), data, "classification", memory_budget=2**30)
-    return co.laplace(lin, prior_precision=prior, check_mode=False)
+    return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
 def seeded() -> torch.Generator:

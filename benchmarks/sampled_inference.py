@@ -72,7 +72,7 @@ def setting(seed: int) -> Setting:
     torch.manual_seed(seed)
     model = fit(lenet(), train, prior_precision=1.0, steps=1000, rate=1e-2, cosine=True)
     lin = co.linearize(model, (train.x, train.y), "classification")
-    post = co.laplace(lin, prior_precision=START, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=START, check_mode=False)
     return Setting(model, lin, post, train, test)
 
 
@@ -112,7 +112,7 @@ def likelihoods(given: Setting, alpha: float, seed: int) -> Found:
     exact = given.post.with_prior(alpha)
     last = co.linearize(given.model, (given.train.x, given.train.y), "classification", parameters="last_layer")
     posts = {
-        "last layer": co.laplace(last, prior_precision=alpha, check_mode=False),
+        "last layer": co.laplace(last, co.GGN, prior_precision=alpha, check_mode=False),
         "KFAC": co.laplace(given.lin, co.KFAC, alpha, check_mode=False),
         "sampled": exact,
     }
@@ -159,7 +159,9 @@ def courses(post: co.posterior.Laplace, test: Images, seed: int) -> Found:
 
     found: Found = {"block CG": {"passes": [], "errors": []}}
     for rtol in TOLERANCES:
-        cold = co.laplace(post.lin, prior_precision=post.prior_precision, check_mode=False)  # makes its own sketch
+        cold = co.laplace(
+            post.lin, co.GGN, prior_precision=post.prior_precision, check_mode=False
+        )  # makes its own sketch
         solved = cold.deviations(DRAWS, exact.noise, "cg", rtol=rtol)
         found["block CG"]["passes"].append(solved.matvecs / DRAWS)
         found["block CG"]["errors"].append(error(solved.draws))

@@ -55,7 +55,7 @@ def measure(points: int) -> dict[str, float]:
         begin = time.process_time()
         _ = G @ V
         times.append((time.process_time() - begin) / DRAWS)
-    post = co.laplace(lin, prior_precision=points / 50, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=points / 50, check_mode=False)
     begin = time.process_time()
     drawn = post.deviations(DRAWS, method="cg", rtol=1e-2, generator=torch.Generator().manual_seed(0))
     mode = post.linear_mode(rtol=1e-3)

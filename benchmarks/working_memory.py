@@ -70,7 +70,7 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
     lin = co.linearize(model, batches, "classification", memory_budget=budget)
     prior: dict[str, Any] = {"prior_precision": 1e3 * points, "check_mode": False}
     B = torch.randn(4, lin.num_parameters).mT
-    post = co.laplace(lin, **prior)
+    post = co.laplace(lin, co.GGN, **prior)
 
     def seeded() -> torch.Generator:
         return torch.Generator().manual_seed(0)

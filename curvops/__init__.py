@@ -1,9 +1,21 @@
-"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
+"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C).
+
+The examples of functions and classes go on from these lines:
+
+>>> import torch
+>>> from torch import nn
+>>> import curvops as co
+>>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+>>> x, y = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(8) % 2
+>>> lin = co.linearize(model, (x, y), "classification")
+>>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from curvops import errors, evidence, gp, linalg, metrics, operators, posterior, sampling
+from curvops.defaults import laplace
 from curvops.linalg import low_rank
 from curvops.network import likelihoods
 from curvops.operators import (
@@ -21,7 +33,7 @@ from curvops.operators import (
     linearize,
     subsample,
 )
-from curvops.posterior import laplace, load, save, select, wasserstein
+from curvops.posterior import load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:

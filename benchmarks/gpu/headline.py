@@ -99,7 +99,7 @@ def measure(stage: Stage) -> None:
 
     def inference(n: int) -> Iterator[tuple[str, Row]]:
         """One draw, a step of MacKay, and predictions, from n images under the prior precision of all, scaled."""
-        post = co.laplace(linearised(n), prior_precision=PRECISION * n / full, check_mode=False)
+        post = co.laplace(linearised(n), co.GGN, prior_precision=PRECISION * n / full, check_mode=False)
         generator = torch.Generator(stage.device).manual_seed(SEED)
         begin = stage.clock()
         one = post.deviations(1, rtol=RTOL, method="cg", generator=generator)

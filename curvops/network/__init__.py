@@ -18,6 +18,7 @@ from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
+from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
@@ -60,7 +61,11 @@ __all__ = [
     "SharedPointsWarning",
     "NoProcessGroupWarning",
     "accumulate",
+    "estimated_noise",
+    "gaps_and_weights",
     "likelihoods",
+    "mean_squares",
+    "needs_noise",
     "own_randomness",
     "read_mean",
     "read_precision",

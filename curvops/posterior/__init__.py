@@ -4,7 +4,7 @@ from curvops.errors import DivergenceError, InertWeightsWarning, ModeWarning, No
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import select, wasserstein
 from curvops.posterior.predictions.normals import SampledNormal
@@ -25,7 +25,6 @@ __all__ = [
     "SampledNormal",
     "StochasticDescent",
     "Uncertainty",
-    "laplace",
     "load",
     "save",
     "select",

@@ -70,8 +70,8 @@ OPERATORS: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "DiagonalGGN": co.DiagonalGGN,
     "BlockDiagonal": co.BlockDiagonal,
     "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(9, device=CUDA)),
-    "precision": lambda lin: co.laplace(lin, check_mode=False).precision,
-    "precision, Kronecker": lambda lin: co.laplace(lin, co.KFAC, check_mode=False).precision,
+    "precision": lambda lin: co.laplace(lin, co.GGN, 1.0, check_mode=False).precision,
+    "precision, Kronecker": lambda lin: co.laplace(lin, co.KFAC, 1.0, check_mode=False).precision,
     "sum": lambda lin: co.GGN(lin) + 2.0 * co.DiagonalGGN(lin),
 }
 

@@ -45,7 +45,7 @@ def classified(data: object) -> co.operators.Linearization:
 
 
 def regressed(targets: Tensor) -> co.operators.Linearization:
-    return co.linearize(nn.Linear(4, 3), (POINTS, targets), "regression")
+    return co.linearize(nn.Linear(4, 3), (POINTS, targets), co.likelihoods.Gaussian(noise=1.0))
 
 
 def broken(value: float) -> Tensor:
@@ -372,7 +372,7 @@ DOORS = [
                 lambda: co.linearize(
                     nn.Sequential(nn.Flatten(), nn.Linear(6, 3)).double(),
                     (normal(4, 3, 2), normal(4, 3), MASK),
-                    "regression",
+                    co.likelihoods.Gaussian(noise=1.0),
                     weights=True,
                 ),
                 ValueError,

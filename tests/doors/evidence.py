@@ -29,7 +29,7 @@ def other() -> co.posterior.Laplace:
     """Of fewer points and weights."""
     x = torch.linspace(-1, 1, 15, dtype=DOUBLE).view(5, 3)
     lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, x[:, :1]), co.likelihoods.Gaussian(1.0))
-    return co.laplace(lin, check_mode=False)
+    return co.laplace(lin, co.GGN, 1.0, check_mode=False)
 
 
 @cache
@@ -39,9 +39,9 @@ def network(likelihood: object = 0.3) -> co.posterior.Laplace:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(25, 4, dtype=DOUBLE)
     if likelihood == "classification":
-        return co.laplace(co.linearize(model, (x, x[:, :2].argmax(1)), likelihood), check_mode=False)
+        return co.laplace(co.linearize(model, (x, x[:, :2].argmax(1)), likelihood), co.GGN, 1.0, check_mode=False)
     likelihood = co.likelihoods.Gaussian(likelihood)
-    return co.laplace(co.linearize(model, (x, x[:, :2].sin()), likelihood), check_mode=False)
+    return co.laplace(co.linearize(model, (x, x[:, :2].sin()), likelihood), co.GGN, 1.0, check_mode=False)
 
 
 DATA = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
@@ -86,13 +86,13 @@ DOORS = [
             ),
             "noise of an empirical Fisher": (
                 lambda: co.evidence.mackay(
-                    co.laplace(post().lin, co.EmpiricalFisher, check_mode=False), tune_noise=True
+                    co.laplace(post().lin, co.EmpiricalFisher, 1.0, check_mode=False), tune_noise=True
                 ),
                 ValueError,
                 "square",
             ),
             "no curvature": (
-                lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), check_mode=False), None),
+                lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), 1.0, check_mode=False), None),
                 ValueError,
                 "likelihood of the curvature",
             ),
@@ -122,13 +122,15 @@ DOORS = [
                 "operator",
             ),
             "noise of an empirical Fisher": (
-                lambda: co.evidence.maximize(co.laplace(network().lin, co.EmpiricalFisher, check_mode=False), "noise"),
+                lambda: co.evidence.maximize(
+                    co.laplace(network().lin, co.EmpiricalFisher, 1.0, check_mode=False), "noise"
+                ),
                 ValueError,
                 "square",
             ),
             "noise of an empirical diagonal": (
                 lambda: co.evidence.maximize(
-                    co.laplace(network().lin, co.DiagonalGGN(network().lin, fisher="empirical"), check_mode=False),
+                    co.laplace(network().lin, co.DiagonalGGN(network().lin, fisher="empirical"), 1.0, check_mode=False),
                     "noise",
                 ),
                 ValueError,
@@ -136,13 +138,19 @@ DOORS = [
             ),
             "noise of a sum": (
                 lambda: co.evidence.maximize(
-                    co.laplace(network().lin, co.low_rank(network().curvature), check_mode=False), "noise"
+                    co.laplace(network().lin, co.low_rank(network().curvature), 1.0, check_mode=False), "noise"
                 ),
                 ValueError,
                 "how it was built",
             ),
             "noise that is zero": (lambda: network().with_noise(0.0), ValueError, "noise"),
             "noise that is a word": (lambda: network().with_noise("1"), TypeError, "noise"),
+            "noises for more outputs": (
+                lambda: network().with_noise(torch.ones(7)),
+                ValueError,
+                "a number or a tensor",
+            ),
+            "noises that are negative": (lambda: network().with_noise(-torch.ones(1)), ValueError, "variance"),
             "noise of several outputs": (
                 lambda: co.evidence.maximize(network(torch.tensor([0.1, 0.2])), "noise"),
                 ValueError,

@@ -113,7 +113,11 @@ DOORS = [
         "laplace_gp",
         rows={
             "a network": (lambda: laplace_gp(network()), TypeError, "linearised network"),
-            "a posterior": (lambda: laplace_gp(co.laplace(lin(), check_mode=False)), TypeError, "linearised network"),
+            "a posterior": (
+                lambda: laplace_gp(co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
+                TypeError,
+                "linearised network",
+            ),
             "half precision": (lambda: laplace_gp(half()), TypeError, "too coarse"),
             "no precision": (lambda: laplace_gp(lin(), 0.0), ValueError, "prior_precision"),
             "a negative precision": (lambda: laplace_gp(lin(), -1.0), ValueError, "prior_precision"),
@@ -126,7 +130,7 @@ DOORS = [
                 "co.laplace accepts operators",
             ),
             "an earlier posterior": (
-                lambda: laplace_gp(lin(), co.laplace(lin(), check_mode=False)),
+                lambda: laplace_gp(lin(), co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
                 TypeError,
                 "prior_precision",
             ),
@@ -167,7 +171,7 @@ DOORS = [
         rows={
             "a network": (lambda: LinearizedKernel(network()), TypeError, "lin must be a linearised network"),
             "a posterior": (
-                lambda: LinearizedKernel(co.laplace(lin(), check_mode=False)),
+                lambda: LinearizedKernel(co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
                 TypeError,
                 "lin must be a linearised network, .* got Laplace",
             ),
@@ -322,7 +326,9 @@ DOORS = [
                 "pass GaussianLikelihood",
             ),
             "a posterior as the kernel": (
-                lambda: LinearizedGP(lin("gaussian"), kernel=co.laplace(lin("gaussian"), check_mode=False)),
+                lambda: LinearizedGP(
+                    lin("gaussian"), kernel=co.laplace(lin("gaussian"), co.GGN, 1.0, check_mode=False)
+                ),
                 TypeError,
                 "kernel must be one of gpytorch, got Laplace",
             ),

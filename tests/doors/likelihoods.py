@@ -107,6 +107,15 @@ DOORS = [
         "Gaussian",
         rows={
             "zero": (lambda: Gaussian(0.0), ValueError, "variance"),
+            "a word": (lambda: Gaussian("estimate"), TypeError, "None or 'per_output'"),
+            "a flag": (lambda: Gaussian(True), TypeError, "variance"),
+            "one for each channel of an image, to be estimated": (
+                lambda: co.linearize(
+                    nn.Conv2d(1, 2, 1), (torch.ones(3, 1, 4, 5), torch.ones(3, 2, 4, 5)), Gaussian("per_output")
+                ),
+                ValueError,
+                r"\(C, 1, 1\)",
+            ),
             "negative": (lambda: Gaussian(-1.0), ValueError, "variance"),
             "NaN": (lambda: Gaussian(math.nan), ValueError, "variance"),
             "infinite": (lambda: Gaussian(math.inf), ValueError, "variance"),

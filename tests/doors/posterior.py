@@ -17,18 +17,29 @@ from tests.posterior.trained import problem
 DOUBLE = torch.float64
 
 
+TRAINING = (torch.linspace(-1, 1, 36, dtype=DOUBLE).sin().view(12, 3), torch.arange(12) % 2)
+
+
 @cache
 def small() -> co.operators.Linearization:
     """Of two classes, with 26 weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(12, 3, dtype=DOUBLE)
-    return co.linearize(model, (x, (x[:, 0] > 0).long()), "classification")
+    return co.linearize(model, TRAINING, "classification")
+
+
+@cache
+def numbers() -> co.operators.Linearization:
+    """A regression of 26 weights, far from a mode."""
+    x, _ = TRAINING
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return co.linearize(model, (x, 9 * x[:, :2]), co.likelihoods.Gaussian(1.0))
 
 
 @cache
 def small_post() -> co.posterior.Laplace:
-    return co.laplace(small(), check_mode=False)
+    return co.laplace(small(), co.GGN, 1.0, check_mode=False)
 
 
 @cache
@@ -40,7 +51,7 @@ def lin(n: int = 30, parameters: str | None = None) -> co.operators.Linearizatio
 
 @cache
 def post(curvature: type = co.GGN) -> co.posterior.Laplace:
-    return co.laplace(lin(), curvature, check_mode=False)
+    return co.laplace(lin(), curvature, 1.0, check_mode=False)
 
 
 @cache
@@ -51,6 +62,7 @@ def after() -> co.posterior.Laplace:
 
 COVARIANCE = co.linalg.Diagonal(torch.linspace(1, 2, 51, dtype=DOUBLE))
 TWO = torch.ones(2, 3, dtype=DOUBLE)
+HELD_OUT = TWO, torch.tensor([0, 1])
 X = torch.linspace(-1, 1, 20, dtype=DOUBLE).view(5, 4)
 DRAWS = "samples must be"
 SNAPSHOTS = torch.linspace(-1, 1, 9 * 51, dtype=DOUBLE).view(9, 51)
@@ -90,7 +102,50 @@ DOORS = [
         rows={
             "a module": (lambda: co.laplace(nn.Linear(3, 2)), TypeError, "linearised network"),
             "a curvature first": (lambda: co.laplace(co.GGN(small())), TypeError, "linearised network"),
-            "a word": (lambda: co.laplace(small(), "ggn"), TypeError, "curvature.*'ggn'"),
+            "another package's word": (lambda: co.laplace(small(), "kron"), ValueError, "one of 'kfac'.*got 'kron'"),
+            "a prior and held-out data": (
+                lambda: co.laplace(small(), prior_precision=1.0, validation=HELD_OUT),
+                ValueError,
+                "leave one of them out",
+            ),
+            "held-out data by position": (
+                lambda: co.laplace(small(), co.KFAC, HELD_OUT),
+                TypeError,
+                "prior_precision must be a positive number",
+            ),
+            "held-out inputs alone": (lambda: co.laplace(small(), validation=TWO), TypeError, "inputs, targets"),
+            "held-out targets of another length": (
+                lambda: co.laplace(small(), validation=(TWO, torch.zeros(3).long())),
+                ValueError,
+                "2 inputs, but 3 targets",
+            ),
+            "held-out targets of another kind": (
+                lambda: co.laplace(small(), validation=(TWO, TWO)),
+                (TypeError, ValueError),
+                "targets",
+            ),
+            "no held-out data": (lambda: co.laplace(small(), validation=[]), ValueError, "no points"),
+            "a share of the data": (lambda: co.laplace(small(), validation=0.2), TypeError, "float"),
+            "the training data as held-out ones": (
+                lambda: co.laplace(small(), validation=TRAINING),
+                ValueError,
+                "training data",
+            ),
+            "a curvature without data, and no prior": (
+                lambda: co.laplace(numbers(), 0 * co.GGN(numbers())),
+                ValueError,
+                r"left out.*validation=\(x, y\).*likelihood of the curvature",
+            ),
+            "a Hessian, and no prior": (
+                lambda: co.laplace(numbers(), "hessian"),
+                ValueError,
+                r"left out.*indefinite.*Pass a prior_precision",
+            ),
+            "a link that is no name": (
+                lambda: co.laplace(small()).probabilities(TWO, 1),
+                ValueError,
+                "link must be one of",
+            ),
             "the prior second": (lambda: co.laplace(small(), 1.0), TypeError, "curvature.*1.0"),
             "a tensor": (lambda: co.laplace(small(), torch.eye(26, dtype=DOUBLE)), TypeError, "co.linalg.Dense"),
             "a function": (lambda: co.laplace(small(), lambda lin: co.GGN(lin)), TypeError, "call it"),
@@ -103,7 +158,6 @@ DOORS = [
                 "float32.*convert",
             ),
             "a prior in words": (lambda: co.laplace(small(), prior_precision="1"), TypeError, "prior_precision.*'1'"),
-            "no prior": (lambda: co.laplace(small(), prior_precision=None), TypeError, "prior_precision.*None"),
             "a list": (lambda: co.laplace(small(), prior_precision=[1.0] * 26), TypeError, "prior_precision"),
             "a truth": (lambda: co.laplace(small(), prior_precision=True), TypeError, "prior_precision"),
             "a matrix": (lambda: co.laplace(small(), prior_precision=torch.eye(26)), ValueError, "prior_precision.*26"),
@@ -222,12 +276,12 @@ DOORS = [
                 "operator or an earlier posterior",
             ),
             "two means": (
-                lambda: co.laplace(lin(), prior_precision=co.laplace(lin()), prior_mean=1.0, check_mode=False),
+                lambda: co.laplace(lin(), prior_precision=post(), prior_mean=1.0, check_mode=False),
                 ValueError,
                 "its own mean",
             ),
             "the same data": (
-                lambda: co.laplace(lin(), prior_precision=co.laplace(lin()), check_mode=False),
+                lambda: co.laplace(lin(), prior_precision=post(), check_mode=False),
                 ValueError,
                 "count twice",
             ),
@@ -310,7 +364,7 @@ DOORS = [
             ),
             "no grid": (lambda: co.evidence.grid(post(), []), ValueError, "positive finite numbers"),
             "a linear mode of data counted twice": (
-                lambda: co.laplace(lin(), co.GGN(lin()) + co.GGN(lin()), check_mode=False).linear_mode(),
+                lambda: co.laplace(lin(), co.GGN(lin()) + co.GGN(lin()), 1.0, check_mode=False).linear_mode(),
                 ValueError,
                 "counts data 2 times",
             ),
@@ -384,6 +438,28 @@ DOORS = [
             "x again": (lambda: post().at(X).predict(X), TypeError, "joint"),
             "x as a link": (lambda: post().at(X).probabilities(X), (TypeError, ValueError), "link"),
             "another link": (lambda: post().at(X).probabilities("logit"), ValueError, "'bridge_norm', 'network'"),
+            "a score by another link": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'mc', 'probit', got 'bridge'",
+            ),
+            "pairs by probit": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), True, link="probit"),
+                ValueError,
+                "joint=True, need link='mc'",
+            ),
+            "numbers by probit": (
+                lambda: co.laplace(numbers(), co.GGN, 1.0, check_mode=False).log_likelihood(
+                    TWO, TWO[:, :2], link="probit"
+                ),
+                ValueError,
+                "no class probabilities",
+            ),
+            "held-out data by another link": (
+                lambda: co.evidence.validate(post(), X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'probit', 'mc', got 'bridge'",
+            ),
             "a seed": (lambda: post().at(X).uncertainty(0), TypeError, "manual_seed"),
             "functions without draws": (lambda: post().at(X).functions(), ValueError, "samples=post.sample"),
             "one target too many": (
@@ -417,7 +493,7 @@ DOORS = [
             "a rank of 1.5": (lambda: post().update(lin(), rank=1.5), TypeError, "whole number"),
             "a GGN as KFAC": (lambda: post().update(lin(20), form="kronecker"), ValueError, "curvature=co.KFAC"),
             "blocks of other kinds": (
-                lambda: co.laplace(lin(), co.KFAC, check_mode=False).update(
+                lambda: co.laplace(lin(), co.KFAC, 1.0, check_mode=False).update(
                     lin(20), co.KFAC(lin(20), bias="separate"), form="kronecker", check_mode=False
                 ),
                 ValueError,

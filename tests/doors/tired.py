@@ -45,7 +45,7 @@ def autocast(call: Callable[[], object]) -> object:
 
 @cache
 def post() -> co.posterior.Laplace:
-    return co.laplace(lin(), co.KFAC, check_mode=False)
+    return co.laplace(lin(), co.KFAC, 1.0, check_mode=False)
 
 
 @cache
@@ -123,9 +123,9 @@ DOORS = [
             "a number by position": (
                 lambda: co.laplace(lin(), 1.0),
                 TypeError,
-                r"curvature must be an operator class.*co.laplace\(lin, prior_precision=1.0\)",
+                r"curvature must be a name.*co.laplace\(lin, prior_precision=1.0\)",
             ),
-            "a curvature's name": (lambda: co.laplace(lin(), "kfac"), TypeError, "pass the class itself.*co.KFAC"),
+            "a curvature's name": (lambda: co.laplace(lin(), "KFAC"), ValueError, "one of 'kfac'.*got 'KFAC'"),
             "draws and inputs swapped": (
                 lambda: post().functions(3, X),
                 TypeError,
@@ -164,7 +164,7 @@ DOORS = [
                 "torch.autocast is on",
             ),
             "predictions under autocast": (
-                lambda: autocast(lambda: co.laplace(single(), co.KFAC, check_mode=False).predict(X).variance),
+                lambda: autocast(lambda: co.laplace(single(), co.KFAC, 1.0, check_mode=False).predict(X).variance),
                 ValueError,
                 "torch.autocast is on",
             ),

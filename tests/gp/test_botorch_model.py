@@ -179,7 +179,7 @@ class TestAsBotorchTestsModels(BotorchTestCase):  # type: ignore[misc]
                 x, y = get_random_data(torch.Size(), m=m, d=2, **kinds)
                 net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, m)).to(dtype)
                 lin = co.linearize(net, (x, y), co.likelihoods.Gaussian(NOISE))
-                model = LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
+                model = LaplaceModel(co.laplace(lin, co.KFAC, 1.0, check_mode=False))
                 self._check(model, m, torch.Size(batch), kinds)
 
     def _check(self, model: LaplaceModel, m: int, batch: torch.Size, kinds: dict[str, Any]) -> None:

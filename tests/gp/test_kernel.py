@@ -81,7 +81,7 @@ def dense_kernel(lin: co.operators.Linearization, x: Tensor, x2: Tensor, kernel:
 def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
     lin, x, y = linearized(name)
     gp, likelihood, targets = process(lin, x, y, **PRIORS[prior])
-    post = co.laplace(lin, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
     new = torch.randn(4, *x.shape[1:], dtype=DOUBLE)
 
     gp.train()
@@ -181,7 +181,7 @@ def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(5, 3, dtype=DOUBLE), torch.randn(5, 2, dtype=DOUBLE)
-    lin = co.linearize(net, data, "regression", parameters=torch.tensor([1, 5, 17, 20]))
+    lin = co.linearize(net, data, co.likelihoods.Gaussian(noise=1.0), parameters=torch.tensor([1, 5, 17, 20]))
     kernel = LinearizedKernel(lin, 2.0, over="layers")
     torch.testing.assert_close(kernel(data[0]).to_dense(), dense_kernel(lin, data[0], data[0], kernel))
 

@@ -54,7 +54,7 @@ def make(lin: co.operators.Linearization, *args: Any, **options: Any) -> co.gp.R
 
 def precision(lin: co.operators.Linearization, prior: Any) -> Tensor:
     """A as a vector (D,)."""
-    found = co.laplace(lin, prior_precision=prior, check_mode=False).prior_precision
+    found = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False).prior_precision
     return found.expand_as(lin.theta)
 
 
@@ -286,7 +286,7 @@ def test_repeated_points_and_small_ranks_leave_fewer_features():
     for features in FEATURES:
         post = make(repeated, 20, features=features)
         assert float(post.error.value) <= float(post.error.bias_bound)
-        exact = co.laplace(repeated, check_mode=False)
+        exact = co.laplace(repeated, co.GGN, 1.0, check_mode=False)
         torch.testing.assert_close(covariance(post), covariance(exact), rtol=0, atol=1e-10)
 
 

@@ -81,7 +81,7 @@ def test_with_all_points_inducing_the_best_bound_is_the_evidence_of_the_process(
     new = torch.randn(4, 2, dtype=DOUBLE)
     predicted = gp.eval()(new)
     if outputs == 1:
-        post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+        post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
         exact = co.gp.laplace_gp(lin, 1.0)
         torch.testing.assert_close(
             predicted.covariance_matrix, post.predict(new, joint=True).covariance_matrix, rtol=1e-3, atol=1e-4

@@ -45,7 +45,11 @@ def exact(x, prior):
 @pytest.mark.parametrize(("scale", "prior"), [(1.0, 1.0), (1.0, 1e-8), (2.0**13, 1.0), (2.0**13, 1e-8)])
 def test_closed_forms_are_within_their_intervals(scale, prior, curvature, kind, dtype):
     x = inputs(kind) * scale
-    lin = co.linearize(nn.Linear(WIDTH, 1).to(dtype), (x.to(dtype), torch.zeros(40, 1, dtype=dtype)), "regression")
+    lin = co.linearize(
+        nn.Linear(WIDTH, 1).to(dtype),
+        (x.to(dtype), torch.zeros(40, 1, dtype=dtype)),
+        co.likelihoods.Gaussian(noise=1.0),
+    )
     post = co.laplace(lin, curvature, prior, check_mode=False)
     found = post.effective_parameters(), co.linalg.logdet(post.precision), post.precision.inverse().trace()
     for estimate, expected in zip(found, exact(x, prior)):
@@ -62,7 +66,11 @@ def test_a_third_of_the_effective_parameters_cannot_be_certain(curvature):
     """The decomposition in float64 takes directions of the data for none: 6 where 11 are determined."""
     x = inputs("rank 5") * 1e4
     for dtype in (torch.float32, torch.float64):
-        lin = co.linearize(nn.Linear(WIDTH, 1).to(dtype), (x.to(dtype), torch.zeros(40, 1, dtype=dtype)), "regression")
+        lin = co.linearize(
+            nn.Linear(WIDTH, 1).to(dtype),
+            (x.to(dtype), torch.zeros(40, 1, dtype=dtype)),
+            co.likelihoods.Gaussian(noise=1.0),
+        )
         found = co.laplace(lin, curvature, 1e-8, check_mode=False).effective_parameters()
         assert found.reason is Reason.PRECISION_LIMIT and found.stderr == found.bias_bound > 1
 

@@ -129,7 +129,9 @@ def test_rows_that_a_kronecker_factor_keeps_are_those_of_all_data(
     """Two equal shards: few points, whose rows are kept in place of their sum."""
     torch.manual_seed(0)
     model = nn.Linear(9, 8).double()
-    lin = co.linearize(model, (torch.randn(3, 9).double(), torch.randn(3, 8).double()), "regression")
+    lin = co.linearize(
+        model, (torch.randn(3, 9).double(), torch.randn(3, 8).double()), co.likelihoods.Gaussian(noise=1.0)
+    )
     before, line_up = factors(lin), Passes.line_up
     doubled()
     monkeypatch.setattr(Passes, "line_up", lambda self, parts, *rest: line_up(self, [*parts, *parts], *rest))

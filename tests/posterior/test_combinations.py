@@ -349,6 +349,6 @@ def test_answers_neither_read_nor_advance_the_global_generator(ask):
         lin = co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        found.append(ask(co.laplace(lin, prior_precision=0.1, check_mode=False)))
+        found.append(ask(co.laplace(lin, co.GGN, prior_precision=0.1, check_mode=False)))
         assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(*found)

@@ -55,7 +55,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
     a, b, both = halves
-    expected = co.laplace(both, prior_precision=1.0)
+    expected = co.laplace(both, co.GGN, prior_precision=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a mode of all data, of neither half alone
         post = co.laplace(b, SUMS[name](a, b), prior_precision=1.0)
@@ -67,7 +67,7 @@ def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
 
 def test_a_half_that_is_no_mode_of_its_own_still_warns(halves):
     with pytest.warns(co.errors.ModeWarning):
-        co.laplace(halves[1], prior_precision=1.0)
+        co.laplace(halves[1], co.GGN, prior_precision=1.0)
 
 
 UNKNOWN = {
@@ -228,9 +228,9 @@ def test_every_curvature_is_of_the_data_that_it_was_made_of(halves, name):
     _, b, both = halves
     curvature = KINDS[name](both)
     is_of([both], both, curvature)
-    gap = co.laplace(both, co.GGN, check_mode=False).mode_gap
+    gap = co.laplace(both, co.GGN, 1.0, check_mode=False).mode_gap
     for change in CHANGES.values() if name in PICKLED else ():
-        assert co.laplace(both, change(curvature), check_mode=False).mode_gap == gap
+        assert co.laplace(both, change(curvature), 1.0, check_mode=False).mode_gap == gap
         is_refused(b, change(curvature), "other data")
 
 
@@ -291,7 +291,7 @@ def test_converted_data_are_the_same_data():
     double = single.cast(DOUBLE)
     is_of([double], double, co.GGN(single).to(DOUBLE))
     is_of([double], double, co.KFAC(single).to(DOUBLE))
-    assert not math.isnan(co.laplace(single, co.KFAC(double).to(torch.float32), check_mode=False).mode_gap)
+    assert not math.isnan(co.laplace(single, co.KFAC(double).to(torch.float32), 1.0, check_mode=False).mode_gap)
 
 
 @pytest.mark.parametrize("kind", [co.KFAC, co.GGN])

@@ -192,7 +192,7 @@ def test_warm_starts_save_products_and_noise_is_reused():
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3)).double()
     x = torch.randn(200, 6, dtype=DOUBLE)
     lin = co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
-    post = co.laplace(lin, prior_precision=0.1, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=0.1, check_mode=False)
     cold = post.deviations(4, method="cg", rtol=1e-8, generator=seeded())
     warm = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8, x0=cold.draws)
     fresh = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8)
@@ -203,7 +203,7 @@ def test_warm_starts_save_products_and_noise_is_reused():
 def test_single_precision_reaches_what_it_can():
     model, x, y = problem()
     lin = co.linearize(model.float(), (x.float(), y), "classification")
-    post = co.laplace(lin, prior_precision=0.5, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=0.5, check_mode=False)
     found = post.deviations(2, method="cg", rtol=1e-5, generator=seeded())
     for method in ("dual", co.posterior.StochasticDescent(batch_size=15, epochs=40)):
         other = post.deviations(2, found.noise, method=method, rtol=1e-5 if method == "dual" else 0.2)
@@ -215,11 +215,12 @@ def test_single_precision_reaches_what_it_can():
 
 def test_noise_does_not_depend_on_batches_or_on_the_number_of_draws():
     model, x, y = problem()
-    whole = co.laplace(co.linearize(model, (x, y), "classification"), check_mode=False)
+    whole = co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, 1.0, check_mode=False)
     found = whole.deviations(5, method="cg", rtol=1e-10, generator=seeded())
     lin = co.linearize(model, (x, y), "classification", memory_budget=2**16)
     torch.testing.assert_close(
-        co.laplace(lin, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws, found.draws
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws,
+        found.draws,
     )
     fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded())
     torch.testing.assert_close(fewer.draws, found.draws[:2])

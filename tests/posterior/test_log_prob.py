@@ -95,7 +95,7 @@ def test_it_has_the_gradient_in_the_prior_precision(curvature):
 
 def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
     """One determinant for all rows: differences have no error."""
-    post = co.laplace(LIN, check_mode=False)
+    post = co.laplace(LIN, co.GGN, 1.0, check_mode=False)
     exact, ratio = post.log_prob(ROWS), post.log_evidence().log_determinant_ratio
     estimated = co.linalg.Estimate(
         ratio.value + 0.3, torch.tensor(0.4, dtype=torch.float64), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT

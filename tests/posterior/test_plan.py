@@ -29,23 +29,27 @@ def network(width, points, outputs="classification"):
 
 
 CASES = {  # the posterior, columns, the route
-    "dense": (lambda: co.laplace(network(20, 30), check_mode=False), 3, "dense"),
-    "closed form": (lambda: co.laplace(network(20, 30), co.KFAC, check_mode=False), 3, "closed form"),
-    "formed matrix": (lambda: co.laplace(network(40, 200), check_mode=False), 41, "formed matrix"),
-    "cg with a sketch": (lambda: co.laplace(network(40, 200), check_mode=False), 3, "cg with a sketch"),
+    "dense": (lambda: co.laplace(network(20, 30), co.GGN, 1.0, check_mode=False), 3, "dense"),
+    "closed form": (lambda: co.laplace(network(20, 30), co.KFAC, 1.0, check_mode=False), 3, "closed form"),
+    "formed matrix": (lambda: co.laplace(network(40, 200), co.GGN, 1.0, check_mode=False), 41, "formed matrix"),
+    "cg with a sketch": (lambda: co.laplace(network(40, 200), co.GGN, 1.0, check_mode=False), 3, "cg with a sketch"),
     "a vector": (
-        lambda: co.laplace(network(40, 20), prior_precision=torch.full((323,), 2.0, dtype=DOUBLE), check_mode=False),
+        lambda: co.laplace(
+            network(40, 20), co.GGN, prior_precision=torch.full((323,), 2.0, dtype=DOUBLE), check_mode=False
+        ),
         3,
         "cg with a sketch",
     ),
     "an operator": (
-        lambda: co.laplace(network(40, 20), prior_precision=co.linalg.Dense(2 * torch.eye(323).double(), psd=True)),
+        lambda: co.laplace(
+            network(40, 20), co.GGN, prior_precision=co.linalg.Dense(2 * torch.eye(323).double(), psd=True)
+        ),
         3,
         "cg",
     ),
-    "formed kernel": (lambda: co.laplace(network(200, 10), check_mode=False), 3, "formed kernel"),
+    "formed kernel": (lambda: co.laplace(network(200, 10), co.GGN, 1.0, check_mode=False), 3, "formed kernel"),
     "within rounding": (
-        lambda: co.laplace(network(200, 10), prior_precision=1e-12, check_mode=False),
+        lambda: co.laplace(network(200, 10), co.GGN, prior_precision=1e-12, check_mode=False),
         3,
         "cg with a sketch",
     ),
@@ -134,7 +138,7 @@ def test_determinants(name):
 def test_memory_decides_between_the_two_spaces():
     """Outputs in all a quarter of the weights, whose kernel costs more than the draws."""
     lin = network(40, 20)
-    post = co.laplace(lin, co.EmpiricalFisher, check_mode=False)
+    post = co.laplace(lin, co.EmpiricalFisher, 1.0, check_mode=False)
     assert post.plan(3).chosen["draws"] == "cg with a sketch"
     with patch.object(type(lin.memory), "room", return_value=16 * 2 * 323 * 8):
         assert post.plan(2).chosen["draws"] == "cg with a sketch"

@@ -193,7 +193,7 @@ def test_a_gradient_in_the_prior_is_computed_again() -> None:
 def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = {name: torch.tensor(2.0, dtype=DOUBLE, requires_grad=True) for name in ("noise", "prior precision")}
     monkeypatch.setitem(LIKELIHOODS, "gaussian", co.likelihoods.Gaussian(learned["noise"]))
-    post = co.laplace(linearized("gaussian"), prior_precision=learned["prior precision"], check_mode=False)
+    post = co.laplace(linearized("gaussian"), co.GGN, prior_precision=learned["prior precision"], check_mode=False)
     at = post.at(X)
     with torch.no_grad():
         before = at.predict().variance
@@ -216,7 +216,7 @@ def test_sequences_are_shared_position_by_position() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x = torch.randn(8, 5, 4, dtype=DOUBLE)
     likelihood = co.likelihoods.Categorical()
-    post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, check_mode=False)
+    post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, 1.0, check_mode=False)
     at = post.at(x[:2])
     assert at.probabilities().shape == (10, 3)
     assert torch.equal(at.probabilities(), post.probabilities(x[:2]))

@@ -48,8 +48,8 @@ def linearised(dtype=DOUBLE, likelihood="classification", **options):
     return model, co.linearize(model, data(dtype), likelihood, **options)
 
 
-def laplace(lin, *args, **options):
-    return co.laplace(lin, *args, check_mode=False, **options)
+def laplace(lin, curvature=co.GGN, prior_precision=1.0, **options):
+    return co.laplace(lin, curvature, prior_precision, check_mode=False, **options)
 
 
 def answers(post, x, evidence=True):
@@ -264,7 +264,7 @@ def test_without_data_every_method_that_needs_them_says_so(tmp_path):
         lambda: back.gradients() @ back.theta,
         lambda: co.subsample(back, 3),
         lambda: co.select(back, 3),
-        lambda: co.laplace(back, co.linalg.Diagonal(lin.theta.abs())),
+        lambda: co.laplace(back, co.linalg.Diagonal(lin.theta.abs()), 1.0),
     ):
         assert "needs the 12 training points, and the posterior was loaded without them" in refusal(work)
     x = normal(3, 4, seed=7)

@@ -29,7 +29,7 @@ Run = Callable[[co.operators.Linearization, Any], torch.Tensor]
 
 
 def posterior(lin: co.operators.Linearization, prior: Any = 3.0) -> co.posterior.Laplace:
-    return co.laplace(lin, prior_precision=prior, check_mode=False)
+    return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
 def solved(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:

@@ -274,7 +274,7 @@ def refused_on_rank(group: Any) -> dict[str, str]:
         "Hessian": lambda: co.Hessian(lin),
         "KFAC": lambda: co.KFAC(lin),
         "Subnetwork": lambda: co.Subnetwork(G, torch.arange(3)) @ plain[:3],
-        "laplace": lambda: co.laplace(lin, prior_precision=1.0),
+        "laplace": lambda: co.laplace(lin, co.GGN, prior_precision=1.0),
         "kernel": lambda: co.TangentKernel(lin, 1.0),
         "select": lambda: co.select(lin, 3),
         "subsample": lambda: co.subsample(lin, 3),

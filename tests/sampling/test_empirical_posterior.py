@@ -166,7 +166,7 @@ def test_gradients_in_the_inputs() -> None:
 def test_many_draws_in_one_pass_or_one_by_one_give_one_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = ZOO[name].build()
     outputs = call(model, inputs)
-    lin = co.linearize(model, (inputs, torch.zeros_like(outputs)), "regression")
+    lin = co.linearize(model, (inputs, torch.zeros_like(outputs)), co.likelihoods.Gaussian(noise=1.0))
     vectors = lin.theta + 0.1 * torch.randn(2, 3, lin.num_parameters, dtype=torch.float64)
     post = co.sampling.empirical(lin, vectors)
     expected = torch.stack([lin.predict(inputs, row).reshape(-1, outputs.shape[-1]) for row in post.draws])

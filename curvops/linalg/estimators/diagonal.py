@@ -78,6 +78,11 @@ def diagonal(
         NotPositiveSemidefiniteError: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> co.linalg.diagonal(A).value
+        tensor([2., 3.])
     """
     A = as_matrix(A)
     describe_square(A)

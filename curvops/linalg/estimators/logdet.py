@@ -97,6 +97,11 @@ def logdet(
         NotPositiveSemidefiniteError: an eigenvalue that is not positive was found (it is also a ValueError).
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
             without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> round(float(co.linalg.logdet(A).value.exp()), 4)
+        5.0
     """
     A = as_matrix(A)
     describe_square(A)

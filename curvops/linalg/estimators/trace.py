@@ -70,6 +70,11 @@ def trace(
         NotPositiveSemidefiniteError: xnystrace found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> float(co.linalg.trace(A))
+        5.0
     """
     A = as_matrix(A)
     facts = describe_square(A)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import numbers
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.distributed_types import is_dtensor
-from curvops.errors import ManyProductsWarning
+from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -111,6 +110,11 @@ class Operator(LinearOperator):
     `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
 
     Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), psd=True)
+        >>> A @ torch.ones(2), A.mT.shape, A.add_diagonal(1.0).to_dense().diagonal()
+        (tensor([3., 4.]), torch.Size([2, 2]), tensor([3., 4.]))
     """
 
     @cached_property
@@ -470,10 +474,9 @@ class Operator(LinearOperator):
 
     def _warn_of_products(self, count: int, what: str, instead: str) -> None:
         if count > MANY_PRODUCTS:
-            warnings.warn(
+            warn(
                 f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
                 ManyProductsWarning,
-                stacklevel=4,
             )
 
     def _diagonal(self) -> Tensor:

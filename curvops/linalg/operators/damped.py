@@ -52,6 +52,11 @@ class Damped(UnaryOperator):
 
     Raises:
         TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
+
+    Examples:
+        >>> P = co.linalg.Diagonal(torch.tensor([3.0, 0.0])).add_diagonal(1.0)
+        >>> P.solve(torch.ones(2)), round(float(P.logdet()), 4)
+        (tensor([0.2500, 1.0000]), 1.3863)
     """
 
     _shown = ("base", "shift")
@@ -359,6 +364,11 @@ class Inverse(UnaryOperator):
     Args:
         base: A, symmetric.
         rtol: the relative residual of each solve; None means that of `solve`.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.diag(torch.tensor([4.0, 2.0])), psd=True)
+        >>> A.inverse() @ torch.ones(2)
+        tensor([0.2500, 0.5000])
     """
 
     sources = None

@@ -229,6 +229,12 @@ class Kronecker(_GroupedBlocks):
     Raises:
         TypeError: the factors are not tensors of one dtype.
         ValueError: the factors do not fit each other.
+
+    Examples:
+        >>> A, B = torch.diag(torch.tensor([1.0, 2.0])), torch.ones(1, 1)
+        >>> co.linalg.Kronecker(B[None], A[None]).to_dense()
+        tensor([[1., 0.],
+                [0., 2.]])
     """
 
     _shown = ("left", "right", "eigenvalues", "heuristic_damping")
@@ -426,6 +432,11 @@ class EigenKronecker(_GroupedBlocks):
         values: the eigenvalues, (g, p, q).
         rounding: the largest error of the values, relative to the largest value.
         of_rows: the largest error of their roots, relative to the root of their sum.
+
+    Examples:
+        >>> K = co.EKFAC(lin)
+        >>> type(K.blocks[0]).__name__, K.blocks[0].shape
+        ('EigenKronecker', torch.Size([9, 9]))
     """
 
     _shown = ("left_vectors", "right_vectors", "values")

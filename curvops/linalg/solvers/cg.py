@@ -149,6 +149,12 @@ def cg(
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000; conjugation to all directions as for full orthogonalisation in Lanczos' method.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> solution = co.linalg.cg(A, torch.tensor([3.0, 4.0]))
+        >>> solution.x.round(decimals=4), solution.reasons[0].name
+        (tensor([1., 1.]), 'CONVERGED')
     """
     A = as_matrix(A, B)
     facts = describe_square(A)

@@ -131,6 +131,10 @@ def method_for(A: Matrix) -> Method:
 
     Raises:
         TypeError, ValueError: A is no matrix.
+
+    Examples:
+        >>> co.linalg.method_for(torch.eye(3)), co.linalg.method_for(torch.ones(3, 2))
+        ('dense', 'lsmr')
     """
     check_tensor("A", A)
     if A.ndim < 2:
@@ -292,6 +296,11 @@ def solve(
             linear_operator's NotPSDError. A closed form raises NotPositiveSemidefiniteError. To solve with an
             indefinite A, name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> co.linalg.solve(A, torch.tensor([3.0, 4.0])).round(decimals=4)
+        tensor([1., 1.])
     """
     A = as_matrix(A, B)
     check_choice("method", method, ("auto", *get_args(Method)))

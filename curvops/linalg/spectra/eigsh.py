@@ -54,7 +54,7 @@ from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import iterations_allowed, shifted
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
 Solver: TypeAlias = Callable[..., Solution]
@@ -80,7 +80,7 @@ def eigsh(
     which: str = "LM",
     *,
     sigma: float | int | None = None,
-    rtol: float | int = 1e-6,
+    rtol: float | int | None = None,
     block_size: int = 2,
     maxiter: int | None = None,
     max_matvecs: int | None = None,
@@ -106,7 +106,9 @@ def eigsh(
             λ), or "BE" (half from each end, one more of the large ones). The best pair comes first; "BE" is in
             descending order.
         sigma: a shift in the interior of the spectrum, or 0 for the smallest |λ|: Lanczos on (A − σ)⁻¹.
-        rtol: 0 means the best accuracy that the dtype allows, and the reason is then PRECISION_LIMIT.
+        rtol: by default 1e-6; in float32, pairs whose values are much smaller than ‖A‖ converge when they are as
+            accurate as rounding allows, up to √eps |λ|. 0 means the best accuracy that the dtype allows, and the reason
+            is then PRECISION_LIMIT.
         block_size: the number of vectors multiplied at once. A larger block needs somewhat more products.
         maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. At least k
             products are always made.
@@ -136,11 +138,17 @@ def eigsh(
         OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> pairs = co.linalg.eigsh(A, 2)
+        >>> pairs.values.round(decimals=6), pairs.vectors.shape
+        (tensor([4., 3.], dtype=torch.float64), torch.Size([4, 2]))
     """
     A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
-    checked_number("rtol", rtol, "[0, inf)")
+    aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
     _check(n, k, which, sigma)
@@ -168,13 +176,13 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
-            inverse = None if sigma is None else invert_shifted(A, float(sigma), float(rtol), most, solver)
+            inverse = None if sigma is None else invert_shifted(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
             search = Search(
                 process,
                 cast(Which, which),
                 k,
-                float(rtol),
+                aimed,
                 capacity,
                 capped,
                 iterations_allowed(n, maxiter),
@@ -198,7 +206,7 @@ def eigsh(
                 values, residuals = rayleigh(vectors, multiply, b)
         reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
-        verdict = which, sigma, float(rtol), size, reason
+        verdict = which, sigma, rtol, size, reason
         return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
 
 
@@ -251,7 +259,7 @@ def _certify(
     residuals: Tensor,
     which: str,
     sigma: float | None,
-    rtol: float,
+    rtol: float | None,
     size: float,
     reason: Reason,
     matvecs: int,
@@ -264,9 +272,9 @@ def _certify(
     residuals = residuals[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
     residuals = residuals.nan_to_num(math.inf, math.inf)
-    noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
+    eps, norm_A = torch.finfo(vectors.dtype).eps, max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
-    reasons = verdicts(residuals, rtol * sizes, noise, reason)
+    reasons = verdicts(residuals, sizes, rtol, norm_A, eps, reason)
     vectors = vectors if own and bool((order.diff() == 1).all()) else columns(vectors, order)
     return Eigenpairs(values, vectors, residuals, reasons, matvecs, history)
 

@@ -34,6 +34,8 @@ MOST_COLUMNS = 512
 # The number of blocks of vectors held in a step, in addition to the basis.
 BLOCK_VECTORS = 4
 # A true residual of this many units of rounding is the best that the dtype allows.
+RTOL = 1e-6
+"""The default tolerance, relative to the eigenvalue; it is wider where rounding of ‖A‖ is, up to √eps."""
 ROUNDING = 20
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, since the true one is slightly larger.
@@ -244,8 +246,13 @@ def basis_columns(
     raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
-def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
-    """Return a reason for each true residual, given how the search ended."""
+def verdicts(
+    residuals: Tensor, sizes: Tensor, rtol: float | None, norm_A: float, eps: float, reason: Reason
+) -> tuple[Reason, ...]:
+    """Return a reason for each true residual, given the sizes that it is relative to and how the search ended."""
+    noise = ROUNDING * eps * norm_A
+    usual = torch.maximum(RTOL * sizes, (math.sqrt(eps) * sizes).clamp_max(noise))
+    aims = usual if rtol is None else rtol * sizes
     unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
     found = []
     for residual, aim in zip(residuals.tolist(), aims.tolist()):

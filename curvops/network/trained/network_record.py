@@ -21,6 +21,7 @@ from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import FromLoss, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
@@ -180,7 +181,11 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
         stored = recorded_likelihood(known, device)
-        if named is not None and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):
+        if (
+            named is not None
+            and not needs_noise(named)
+            and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored)
+        ):
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:

@@ -46,6 +46,11 @@ class GGN(Curvature):
 
     Raises:
         ValueError: mc_samples is below 1, or is given while hyperparameters require a gradient.
+
+    Examples:
+        >>> G = co.GGN(lin)
+        >>> G.shape, (G @ torch.ones(17)).shape, G.add_diagonal(1.0).solve(torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]), torch.Size([17]))
     """
 
     _shown = ()
@@ -116,6 +121,11 @@ class DiagonalGGN(UserOperator, Diagonal):
 
     Raises:
         ValueError: `fisher` is none of these, or `mc_samples` is given with a `fisher` that draws nothing.
+
+    Examples:
+        >>> D = co.DiagonalGGN(lin)
+        >>> D.shape, D.diagonal().shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     STORED = "space"
@@ -184,6 +194,11 @@ class EmpiricalFisher(Curvature):
 
     Raises:
         TypeError: per_token is neither True nor False.
+
+    Examples:
+        >>> F = co.EmpiricalFisher(lin)
+        >>> F.shape, (F @ torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     _shown = ()

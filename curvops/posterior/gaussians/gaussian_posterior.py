@@ -213,6 +213,12 @@ class GaussianPosterior(GaussianWeights):
 
     It predicts, is saved and serves as a prior like a `Laplace` posterior. It has no evidence, because it does not
     record its prior and its likelihood. Predictions are those of the linearised network.
+
+    Examples:
+        >>> variances = torch.full((17,), 0.1)
+        >>> fit = co.posterior.GaussianPosterior(lin, co.linalg.Diagonal(variances), co.linalg.Diagonal(1 / variances))
+        >>> fit.predict(x).mean.shape
+        torch.Size([8, 2])
     """
 
     lin: Linearization

@@ -10,6 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops import storage
+from curvops.argument_types import Data, LikelihoodChoice, Network, Points
 from curvops.checks import check_flag
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
@@ -24,7 +25,9 @@ OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""
 
 
-def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
+def save(
+    operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Points | None = None
+) -> None:
     """Write an operator into a folder, from which `co.load(path, model)` reads it again, as `post.save` does.
 
     Args:
@@ -41,6 +44,13 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
         TypeError: an argument is of another kind; to save a posterior, use post.save(path).
 
     Gradients are not saved. Cost: writing as many numbers as the operator has.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> co.save(co.KFAC(lin), folder, lin)
+        >>> co.load(folder, model, (x, y))
+        KFAC(17 × 17, 2 blocks, on 8 points, float32, cpu)
     """
     if not isinstance(operator, LinearOperator):
         hint = "; to save a posterior, use post.save(path)" if hasattr(operator, "save") else ""
@@ -58,9 +68,9 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
 
 def load(
     path: str | os.PathLike[str],
-    model: Any,
-    data: Any = None,
-    likelihood: Any = None,
+    model: Network,
+    data: Data | None = None,
+    likelihood: LikelihoodChoice | None = None,
     *,
     load_weights: bool = False,
     memory_budget: int | None = None,
@@ -97,6 +107,13 @@ def load(
 
     Nothing in the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one pass over these.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> post.save(folder)
+        >>> co.load(folder, model, (x, y)).prior_precision
+        tensor(1.)
     """
     check_flag("load_weights", load_weights)
 

@@ -98,7 +98,7 @@ def test_a_preconditioner_leaves_room_for_a_column_and_counts_while_it_lives():
 @pytest.mark.parametrize("vectors", [60])
 def test_predictions_are_the_same_whatever_memory_there_is(vectors):
     lin = linearized(vectors)
-    post = co.laplace(lin, prior_precision=0.5, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=0.5, check_mode=False)
     x = torch.randn(3, 100, generator=generator(2)).double()
     J = lin.jacobian(x)
     rows = J._t_matmul(torch.eye(3 * C).double()).mT

@@ -74,7 +74,7 @@ def data(columns: int = 3, points: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def linearize(model: nn.Module, given: Any = None, **options: Any) -> co.operators.Linearization:
-    return co.linearize(model, given or data(), "regression", **options)
+    return co.linearize(model, given or data(), co.likelihoods.Gaussian(noise=1.0), **options)
 
 
 def patched(model: Any) -> None:

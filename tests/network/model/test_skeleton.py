@@ -336,12 +336,12 @@ def test_a_gaussian_process_that_caches_has_its_derivatives() -> None:
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
     data = x, torch.randn(6, 1).double()
-    lin = co.linearize(model.eval(), data, "regression")
+    lin = co.linearize(model.eval(), data, co.likelihoods.Gaussian(noise=1.0))
     J = dense_jacobian(model, x)
     torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=r"variational_mean'\].* cache.* in GPyTorch by model.train\(\)"):
-        co.linearize(model, data, "regression")
-    again = co.linearize(model.train().eval(), data, "regression")
+        co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0))
+    again = co.linearize(model.train().eval(), data, co.likelihoods.Gaussian(noise=1.0))
     torch.testing.assert_close(again.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
 
 
