@@ -456,7 +456,7 @@ class Operator(LinearOperator):
         """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
 
         `co.linalg.diagonal(A)` estimates it from 128 products, with an error bar. Above 1,000 products the call warns
-        before it starts.
+        before it starts (`ManyProductsWarning`).
 
         Args:
             offset: 0; linear_operator's signature.
@@ -469,8 +469,6 @@ class Operator(LinearOperator):
         Raises:
             RuntimeError: A is not square.
         """
-        instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
-        self._warn_of_products(self.diagonal_matvecs, "the exact diagonal", instead)
         found: Tensor = super().diagonal(offset, dim1, dim2)
         return found
 
@@ -483,16 +481,18 @@ class Operator(LinearOperator):
 
     def _diagonal(self) -> Tensor:
         positions = torch.arange(min(self.matrix_shape), device=self.device)
+        instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
+        self._warn_of_products(len(positions), "the exact diagonal", instead)
         return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
         """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
 
         A small matrix is kept for further calls as long as the operator's tensors are unchanged; each call returns a
-        copy. Above 1,000 products with a network the call warns before it starts.
+        copy. Above 1,000 products with a curvature of a network the call warns before it starts.
         """
         if max(self.matrix_shape) > routes.DENSE_SIZE:
-            products = min(self.matrix_shape) if self.memories else 0
+            products = min(self.matrix_shape) if self.memories and all(self.spaces) else 0
             instead = "the solvers, eigenpairs and estimates of co.linalg take fewer"
             self._warn_of_products(products, "the dense matrix", instead)
             return self._form_dense()
