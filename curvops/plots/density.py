@@ -67,7 +67,8 @@ def spectral_density(
             f"it with spectral_density(A, scale={'log' if scale == 'log' else 'linear'!r})."
         )
     if isinstance(top, Eigenpairs):
-        top, size = top.values, top.vectors.shape[0] if size is None else size
+        size = top.vectors.shape[0] if size is None else size
+        top = top.values
     x, middle, low, high = (
         style.as_array(part) for part in (density.grid, density.density, density.lower, density.upper)
     )

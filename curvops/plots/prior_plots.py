@@ -102,16 +102,17 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
     >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
     (3,)
     """
+    found: Any = tunings
     if isinstance(tunings, Mapping):
-        tunings = {name: given.tuning if isinstance(given, Laplace) else given for name, given in tunings.items()}
-    style.check_named("evidence_trace", tunings, Tuning, "a posterior from co.evidence.mackay or its tuning")
-    if not all(tuning.steps for tuning in tunings.values()):
+        found = {name: given.tuning if isinstance(given, Laplace) else given for name, given in tunings.items()}
+    style.check_named("evidence_trace", found, Tuning, "a posterior from co.evidence.mackay or its tuning")
+    if not all(tuning.steps for tuning in found.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)
     left, middle, right = axes_of_all
     lines = {
         f"{name} · {tuning.groups[g]}" if len(tuning.groups) > 1 else name: (tuning, g)
-        for name, tuning in tunings.items()
+        for name, tuning in found.items()
         for g in range(len(tuning.steps[0].prior_precision))
     }
     for (name, look), (tuning, g) in zip(style.looks(lines).items(), lines.values()):
@@ -126,7 +127,7 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         middle.fill_between(x, gamma - 2 * error, gamma + 2 * error, color=look.color, alpha=style.BAND, linewidth=0)
         if not tuning.converged:
             left.plot(x[-1:], alpha[-1:], marker="x", markersize=11, markeredgewidth=2.2, color=look.color)
-    for (name, look), tuning in zip(style.looks(tunings).items(), tunings.values()):
+    for (name, look), tuning in zip(style.looks(found).items(), found.values()):
         options = look._asdict() | {"label": name, "markersize": 4, "linewidth": 2}
         right.plot([step.matvecs for step in tuning.steps], **options)
     left.set_yscale("log")

@@ -49,7 +49,7 @@ def run(output: Path, seed: int, say: Callable[[str], None], size: Size | None =
     announce("checks and figures")
     x, y = (torch.cat(parts) for parts in zip(*((batch.inputs, batch.targets) for batch in curve.post.lin.data)))
     at = torch.linspace(-4, 4, 20).unsqueeze(1)
-    checks = demo_checks.run_checks(curve.post.lin.model.module, x, y, at, torch.Generator().manual_seed(seed))
+    checks = demo_checks.run_checks(curve.model, x, y, at, torch.Generator().manual_seed(seed))
     say("\n".join(map(str, checks)))
     _draw(curve, digits, output)
     rows = {"regression": curve.rows, "digits": digits.rows, "temperature": [digits.temperature]}

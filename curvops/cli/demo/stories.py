@@ -48,6 +48,7 @@ class Row:
 class Regression:
     """Error bars that open in a gap."""
 
+    model: nn.Module
     post: co.Laplace
     widths: tuple[float, float]
     """The mean standard deviation of the function among the data, and in the gap."""
@@ -113,7 +114,7 @@ def regression(seed: int, size: Size) -> Regression:
         rows.append(Row(f"NLL {where}", _nll(alone, targets), _nll(averaged, targets)))
         rows.append(Row(f"outside 2 std {where}", _outside(alone, targets), _outside(averaged, targets)))
         widths.append(float(post.predict(at).stddev.mean()))
-    return Regression(post, (widths[0], widths[1]), rows)
+    return Regression(model, post, (widths[0], widths[1]), rows)
 
 
 def _nll(predicted: torch.distributions.Normal, targets: Tensor) -> float:
@@ -151,7 +152,7 @@ def classification(seed: int, size: Size) -> Classification:
     }
     nll, ece = ([float(score(p, y_test)) for p in found.values()] for score in (metrics.nll, metrics.ece))
     areas = [float(metrics.auroc(score, is_unseen)) for score in scores.values()]
-    rows = [Row("NLL", *nll), Row("ECE", *ece), Row("AUROC", *areas, larger_is_better=True)]
+    rows = [Row("NLL", *nll), Row("ECE", *ece), Row("AUROC", areas[0], areas[1], larger_is_better=True)]
     scaled = Row("NLL", float(metrics.nll((logits / temperature).softmax(-1), y_test)), nll[1])
     return Classification(post, found, y_test, is_unseen, scores, scaled, rows)
 
@@ -160,4 +161,5 @@ def roc(score: Tensor, positive: Tensor) -> tuple[Any, Any]:
     """Return the shares of negatives and of positives above each threshold, from 0 to 1."""
     ordered = positive[score.argsort(descending=True)].double()
     zero = ordered.new_zeros(1)
-    return tuple(torch.cat([zero, part.cumsum(0) / part.sum()]).numpy() for part in (1 - ordered, ordered))
+    below, above = (torch.cat([zero, part.cumsum(0) / part.sum()]).numpy() for part in (1 - ordered, ordered))
+    return below, above
