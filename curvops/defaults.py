@@ -21,6 +21,8 @@ from curvops.errors import UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
+from curvops.network import needs_noise
+from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
 from curvops.posterior.core.arguments import check_linearization
@@ -71,7 +73,8 @@ def laplace(
             semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
             Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
-            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`.
+            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
+            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that was not given.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
@@ -79,8 +82,7 @@ def laplace(
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: whether the gradient of the log-likelihood is checked to be finite, at the cost of one gradient, and
             whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
-            weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). A prior that
-            `validation` or the variance of the logits chose fits any weights, and is not checked. Likewise whether a
+            weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
             given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
             forward pass, with a `NoiseWarning` if one is more than three times the other.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
@@ -126,8 +128,7 @@ def laplace(
         post = choose_prior(post, validation)
     if check_mode:
         warn_of_noise(post.lin)
-    needs_mode = post.prior.chosen_by in ("", "the evidence")
-    return checked_posterior(post, check_mode and needs_mode)
+    return checked_posterior(post, check_mode)
 
 
 def default_curvature(lin: Linearization) -> type[LinearOperator]:
@@ -145,11 +146,14 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         with warnings.catch_warnings():
             # It is an answer, too, that averaging over the weights does not pay.
             warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
-            return validate(post, validation, generator=_seeded(post))
+            over = ("scalar", "noise") if needs_noise(post.lin.likelihood) else "scalar"
+            return validate(post, validation, over=over, generator=_seeded(post))
     try:
         if isinstance(post.lin.likelihood.of_position, LABELS):
             return limit_variance(post)
-        return maximize(post, generator=_seeded(post))
+        # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
+        mode = "linear" if isinstance(post.lin.likelihood.of_position, Gaussian) else "auto"
+        return maximize(post, generator=_seeded(post), mode=mode)
     except ValueError as error:
         raise ValueError(
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "

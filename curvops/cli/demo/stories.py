@@ -104,7 +104,7 @@ def regression(seed: int, size: Size) -> Regression:
     train(model, x, y, nn.functional.mse_loss, size.steps, rate=1e-2)
 
     lin = co.linearize(model, (x, y), "regression")
-    post = co.laplace(lin, check_mode=False)
+    post = co.laplace(lin)
 
     rows, widths = [], []
     noise = float(post.observation_noise) ** 0.5
