@@ -74,7 +74,8 @@ def laplace(
             Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
             logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
-            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that was not given.
+            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
+            was not given.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
