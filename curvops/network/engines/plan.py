@@ -38,6 +38,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
 from curvops.summary import Table, Tabular
