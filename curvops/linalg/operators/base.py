@@ -67,7 +67,6 @@ from curvops.linalg.operators import indexing, roots
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.draws import draw, draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.kept_directions import KeptDirections, most_directions
 from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
@@ -631,31 +630,9 @@ class Operator(LinearOperator):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    @property
-    def _past_directions(self) -> KeptDirections | None:
-        """The search directions of earlier solves, to which a solve adds its own; None if they are not kept."""
-        return None
-
-    def directions(self, columns: int = 1, *, memory_budget: int | None = None) -> KeptDirections | None:
-        """Return the search directions of earlier solves with A, for another one by conjugate gradients.
-
-        Args:
-            columns: the number of right-hand sides.
-            memory_budget: bytes for them and for the working vectors; None is the rest of the linearisation's budget.
-
-        Returns:
-            The directions, none before the first solve; None if a sketch or plain CG is expected to take fewer
-            products.
-        """
-        system = routes.System(self.shape[-1], columns, itemsize=self.dtype.itemsize)
-        taken = routes.chosen(routes.conjugate_gradients(self._iterated(system, memory_budget)))
-        return self._past_directions if taken is not None and taken.name == routes.RECYCLED else None
-
-    def _iterated(self, system: routes.System, memory_budget: int | None = None) -> routes.System:
+    def _iterated(self, system: routes.System) -> routes.System:
         """Return the system with the facts about its solution by conjugate gradients."""
-        past, columns = self._past_directions, min(system.columns, routes.MOST_COLUMNS)
-        most = None if past is None else most_directions(self, columns, memory_budget, past)
-        return replace(system, sketch=self._takes_sketch, directions=most)
+        return replace(system, sketch=self._takes_sketch)
 
     # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first. Without
     # one, a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.checkpoint import Place, current
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, memories_of, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
@@ -30,7 +30,6 @@ from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
-from curvops.linalg.solvers.kept_directions import KeptDirections
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
@@ -208,14 +207,6 @@ class Damped(UnaryOperator):
                     found = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
                 cache.put(*key, (columns, found), (self.shift,))
             return found
-
-    @property
-    def _past_directions(self) -> KeptDirections | None:
-        # A run with a checkpoint saves a sketch, and continues with it to the bit.
-        if not memories_of(self) or self.batch_shape or current():
-            return None
-        past = self._cache.get_or_compute("directions", self.representation(), KeptDirections, (self.shift,))
-        return None if past.ended else past
 
     @property
     def _takes_sketch(self) -> bool:
