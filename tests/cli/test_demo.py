@@ -59,7 +59,7 @@ def test_stories_numbers_and_figures(alone):
 
 def stories(gain: float) -> tuple[Regression, Classification]:
     rows = [Row("score", 1.0, 1.0 - gain)] * 4
-    curve = Regression(None, None, (0.1, 0.4), rows)  # type: ignore[arg-type]
+    curve = Regression(None, None, None, (0.1, 0.4), rows)  # type: ignore[arg-type]
     area = Row("AUROC", 0.7, 0.7 + gain, larger_is_better=True)
     parts = dict.fromkeys(("post", "probabilities", "labels", "unseen", "scores"))
     return curve, Classification(**parts, temperature=rows[0], rows=[rows[0], rows[0], area])  # type: ignore[arg-type]
