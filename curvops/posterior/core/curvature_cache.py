@@ -72,7 +72,8 @@ class CurvatureCache:
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
         self._hyperparameters, self._values = [t.clone() for t in self._present()], dict[str, Any]()
-        self.of_data = _of_data.setdefault(id(lin.passes), OfData())
+        # When an earlier cache is collected differs between ranks, which must agree on what is known.
+        self.of_data = OfData() if lin.passes.shard is not None else _of_data.setdefault(id(lin.passes), OfData())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"} | {"generator": None}
