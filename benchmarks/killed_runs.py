@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from curvops import checkpoint
-from curvops.cli.demo.network import linear_layers
 from curvops.records import record_of
 
 KILLS = 20
@@ -53,7 +53,7 @@ def formed(folder: Path | None) -> Any:
 
 
 def descent(folder: Path | None) -> Any:
-    post, options = posterior(hidden=(32, 16), prior=1.0), co.StochasticDescent(batch_size=128, epochs=60)
+    post, options = posterior(hidden=(32, 16), prior=1.0), co.posterior.StochasticDescent(batch_size=128, epochs=60)
     return post.deviations(4, method=options, rtol=0.1, generator=seeded(), checkpoint=folder).draws
 
 

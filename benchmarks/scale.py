@@ -18,10 +18,10 @@ from torch import Tensor
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import perceptron
 from benchmarks.machine import run_apart
 from benchmarks.peak import load_code, peak_bytes
 from benchmarks.tables import MIB, table
-from curvops.cli.demo.network import perceptron
 
 POINTS = (500, 2_000, 10_000, 50_000)
 BATCH, DRAWS, ROUNDS, BUDGET = 500, 8, 3, 64 * MIB

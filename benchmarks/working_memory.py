@@ -116,7 +116,7 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int
     from torch import nn
 
     import curvops as co
-    from curvops.cli.demo.network import linear_layers
+    from benchmarks.layers import linear_layers
 
     torch.manual_seed(0)
     model = linear_layers(*WIDTHS, activation=nn.ReLU)

@@ -15,16 +15,19 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch.utils._pytree import tree_map
 
+from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
 from curvops.checks import check_flag
 from curvops.errors import UndeterminedWarning
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.linalg.core.solve_routes import WHOLE
+from curvops.network import needs_noise
+from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, KFAC, Linearization
 from curvops.posterior import Laplace
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
-from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
 from curvops.posterior.predictions.uncertainty import LABELS
 
 START = 1.0
@@ -42,13 +45,13 @@ POINTS, ROWS, DRAWS = 20, 2000, 32
 
 def laplace(
     lin: Linearization,
-    curvature: Any = None,
-    prior_precision: Any = None,
-    prior_mean: Any = 0.0,
+    curvature: CurvatureChoice | None = None,
+    prior_precision: PriorPrecision | None = None,
+    prior_mean: PriorMean = 0.0,
     temperature: float = 1.0,
     check_mode: bool = True,
     *,
-    validation: Any = None,
+    validation: Data | None = None,
 ) -> Laplace:
     """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 
@@ -70,15 +73,19 @@ def laplace(
             semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
             Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
             and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
-            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`.
+            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
+            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
+            was not given.
         prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
             of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
             the posterior always uses their current values. (An operator is not copied: do not change it.)
         temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
             tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
-        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small. A prior that `validation` or the variance of the logits chose
-            fits any weights, and is not checked.
+        check_mode: whether the gradient of the log-likelihood is checked to be finite, at the cost of one gradient, and
+            whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
+            weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
+            given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
+            forward pass, with a `NoiseWarning` if one is more than three times the other.
         validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
             the prior precision, whatever training did, as the one under which they are most likely. Some hundred
             points are enough.
@@ -101,6 +108,11 @@ def laplace(
     with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
     precision that is needed.
 
+    Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
+    training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
+    network's weights fitted to the others (in closed form from J Jᵀ, up to 2,000 training outputs). The first is too
+    small for a network that overfits. An operator that is given for G keeps the noise of `lin`.
+
     Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
     """
     check_linearization(lin)
@@ -115,8 +127,9 @@ def laplace(
     post = make_laplace(lin, chosen, given, prior_mean, temperature)
     if prior_precision is None:
         post = choose_prior(post, validation)
-    needs_mode = post.prior.chosen_by in ("", "the evidence")
-    return checked_posterior(post, check_mode and needs_mode)
+    if check_mode:
+        warn_of_noise(post.lin)
+    return checked_posterior(post, check_mode)
 
 
 def default_curvature(lin: Linearization) -> type[LinearOperator]:
@@ -134,11 +147,14 @@ def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
         with warnings.catch_warnings():
             # It is an answer, too, that averaging over the weights does not pay.
             warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
-            return validate(post, validation, generator=_seeded(post))
+            over = ("scalar", "noise") if needs_noise(post.lin.likelihood) else "scalar"
+            return validate(post, validation, over=over, generator=_seeded(post))
     try:
         if isinstance(post.lin.likelihood.of_position, LABELS):
             return limit_variance(post)
-        return maximize(post, generator=_seeded(post))
+        # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
+        mode = "linear" if isinstance(post.lin.likelihood.of_position, Gaussian) else "auto"
+        return maximize(post, generator=_seeded(post), mode=mode)
     except ValueError as error:
         raise ValueError(
             "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "

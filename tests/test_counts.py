@@ -50,7 +50,7 @@ class Data:
         return iter(list(zip(self.x.split(BATCH), self.y.split(BATCH), strict=True)))
 
 
-def linearized(**options: Any) -> co.Linearization:
+def linearized(**options: Any) -> co.operators.Linearization:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Counting().double()
@@ -67,7 +67,7 @@ class Counts(NamedTuple):
     of_J: Any = 0
 
 
-def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] | None = None) -> Counts:
+def counted(call: Callable[[co.operators.Linearization], object], options: dict[str, Any] | None = None) -> Counts:
     """Return what a call costs beyond the linearisation itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,7 +105,7 @@ def counted(call: Callable[[co.Linearization], object], options: dict[str, Any] 
 class Row(NamedTuple):
     """A call, the options of the linearisation, and what the call costs."""
 
-    call: Callable[[co.Linearization], object]
+    call: Callable[[co.operators.Linearization], object]
     expected: Counts
     options: dict[str, Any] | None = None
 
@@ -123,15 +123,15 @@ def times(A: Any, columns: int = 1, repeats: int = 1) -> None:
         _ = A @ ones(A, columns)
 
 
-def damped(lin: co.Linearization) -> Any:
+def damped(lin: co.operators.Linearization) -> Any:
     return co.GGN(lin).add_diagonal(1.0)
 
 
-def posterior(lin: co.Linearization) -> Any:
+def posterior(lin: co.operators.Linearization) -> Any:
     return co.laplace(lin, co.GGN, 1.0, check_mode=False)
 
 
-def answers_at(lin: co.Linearization, curvature: Any, count: int, draws: int | None = None) -> None:
+def answers_at(lin: co.operators.Linearization, curvature: Any, count: int, draws: int | None = None) -> None:
     """Ask the first `count` of five questions at four points."""
     post = co.laplace(lin, curvature(lin), 1.0, check_mode=False)
     at = post.at(X, None if draws is None else post.mean + torch.ones(draws, 1))
@@ -151,7 +151,7 @@ def everything_of(post: Any) -> object:
 
 
 @torch.no_grad()
-def score(lin: co.Linearization) -> Tensor:
+def score(lin: co.operators.Linearization) -> Tensor:
     return lin.log_likelihood()
 
 

@@ -72,9 +72,9 @@ def measure(stage: Stage) -> None:
     model = train(stage, images, epochs=1)
     trained = stage.clock() - begin
     data = {n: Images(n, stage.device, size) for n in (full, *fewer)}
-    lins: dict[int, co.Linearization] = {}
+    lins: dict[int, co.operators.Linearization] = {}
 
-    def linearised(n: int) -> co.Linearization:
+    def linearised(n: int) -> co.operators.Linearization:
         if n not in lins:
             lins.clear()
             lins[n] = co.linearize(model, data[n], "classification")
@@ -140,6 +140,6 @@ def measure(stage: Stage) -> None:
                 break
 
 
-def lin_outputs(post: co.Laplace, x: Tensor, draws: Tensor) -> Tensor:
+def lin_outputs(post: co.posterior.Laplace, x: Tensor, draws: Tensor) -> Tensor:
     """Return J(x) z for each draw, (N·C, K)."""
     return post.lin.jacobian(x) @ draws.mT

@@ -8,14 +8,13 @@ has eigenvalues between −½ and −3/2, for any groups (Gershgorin: A^½P⁻¹
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import UndeterminedWarning
+from curvops.errors import UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
@@ -86,7 +85,7 @@ class Ascent:
         self._check_limits(start)
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
-        tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ", stacklevel=3)
+        tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
         by = "the evidence" if self.over else start.origin.prior.chosen_by
         return tell_choice(self.now.posterior_with(tuning, self.generator), by)
 
@@ -140,9 +139,8 @@ class Ascent:
             return
         stuck = (self.now.alpha / start.alpha).log().abs() > math.log(FURTHEST_WEIGHT) * (1 - 1e-6)
         if bool(stuck.any()):
-            warnings.warn(
+            warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
                 f"within a factor {FURTHEST_WEIGHT:.0g} of the start; these precisions now have the limiting value.",
                 UndeterminedWarning,
-                stacklevel=4,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
-from curvops.errors import MaxStepsWarning, UndeterminedWarning
+from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
+from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
@@ -49,8 +50,8 @@ AT_EDGE = {
 
 def validate(
     post: Laplace,
-    x: Any,
-    y: Any = None,
+    x: Points,
+    y: Tensor | None = None,
     over: str | Sequence[str] = "scalar",
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,
@@ -71,7 +72,8 @@ def validate(
             together.
         y: the targets of x.
         over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
-            "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
+            "noise" for a factor of the variance of a Gaussian likelihood, or of its variances; or ("scalar", "noise")
+            for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
         link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
@@ -93,6 +95,11 @@ def validate(
     Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
     which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
     reached its accuracy.
+
+    Examples:
+        >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
+        >>> float(tuned.prior_precision) in (0.5, 1.0, 2.0)
+        True
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
@@ -122,8 +129,8 @@ def validate(
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
-        if "noise" in parts:
-            _ = post.observation_noise  # raises an error for other likelihoods
+        if "noise" in parts and not isinstance(post.lin.likelihood.of_position, Gaussian):
+            _ = post.observation_noise  # raises an error that names the likelihood
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
@@ -194,11 +201,10 @@ class _Search:
         best = max(scores, key=scores.__getitem__)
         if best in (min(scores), max(scores)):
             value = _precision(self.best.prior.diagonal) if part == "scalar" else _noise(self.best)
-            warnings.warn(
+            warn(
                 f"held-out data are predicted the better, {AT_EDGE[part][best > 0]}. The returned posterior has the "
                 f"last value tried, {value:.3g}.",
                 UndeterminedWarning,
-                stacklevel=4,
             )
             return
         span = math.log(10) * (best - 1), math.log(10) * (best + 1)
@@ -219,11 +225,10 @@ class _Search:
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
-            warnings.warn(
+            warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
                 "xtol: continue from the returned posterior, or raise xtol.",
                 MaxStepsWarning,
-                stacklevel=3,
             )
 
     def result(self, by: str = "held-out data") -> Laplace:
@@ -249,5 +254,5 @@ def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
     """Return functions that build the posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(post.observation_noise * factor),
+        "noise": lambda factor: post.with_noise(post.lin.likelihood.hyperparameters[0].detach() * factor),
     }

@@ -3,6 +3,7 @@
 from curvops.errors import DivergenceError, InertWeightsWarning, ModeWarning, NotSolvedError
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.gaussians.fit_mode import ModeFit, fit_mode
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
@@ -19,12 +20,14 @@ __all__ = [
     "InertWeightsWarning",
     "Laplace",
     "LinearMode",
+    "ModeFit",
     "ModeWarning",
     "NotSolvedError",
     "Predictions",
     "SampledNormal",
     "StochasticDescent",
     "Uncertainty",
+    "fit_mode",
     "load",
     "save",
     "select",

@@ -25,7 +25,7 @@ def network(outputs: int = 2) -> nn.Module:
 
 
 @cache
-def lin(likelihood: str = "classification") -> co.Linearization:
+def lin(likelihood: str = "classification") -> co.operators.Linearization:
     """Of 26 weights and two classes, or of one number."""
     if likelihood == "classification":
         return co.linearize(network(), (X, (X[:, 0] > 0).long()), likelihood)
@@ -37,33 +37,33 @@ def process() -> co.gp.LaplaceProcess:
     return laplace_gp(lin())
 
 
-def learned() -> co.Linearization:
+def learned() -> co.operators.Linearization:
     noise = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
     return co.linearize(network(1), (X, Y), co.likelihoods.Gaussian(noise))
 
 
-def half() -> co.Linearization:
+def half() -> co.operators.Linearization:
     return co.linearize(network().bfloat16(), (X, (X[:, 0] > 0).long()), "classification")
 
 
 @cache
-def elsewhere() -> co.Linearization:
+def elsewhere() -> co.operators.Linearization:
     moved = network(1)
     with torch.no_grad():
         next(moved.parameters()).add_(1)
     return co.linearize(moved, (X, Y), co.likelihoods.Gaussian(0.1))
 
 
-def two_numbers() -> co.Linearization:
+def two_numbers() -> co.operators.Linearization:
     return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(0.1))
 
 
-def several_noises() -> co.Linearization:
+def several_noises() -> co.operators.Linearization:
     noise = torch.tensor([0.1, 0.2], dtype=DOUBLE)
     return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(noise))
 
 
-def weighted() -> co.Linearization:
+def weighted() -> co.operators.Linearization:
     return co.linearize(network(1), (X, Y, Y[:, 0].abs()), co.likelihoods.Gaussian(0.1), weights=True)
 
 
@@ -76,7 +76,7 @@ class Added(nn.Module):
         return self.inner(a + b)
 
 
-def of_pairs() -> co.Linearization:
+def of_pairs() -> co.operators.Linearization:
     return co.linearize(Added().double(), [((X, X), Y)], co.likelihoods.Gaussian(0.1))
 
 

@@ -40,9 +40,11 @@ def of_two_tensors() -> co.gp.LaplaceModel:
     return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, 1.0, check_mode=False))
 
 
-def of_sequences() -> co.Laplace:
+def of_sequences() -> co.posterior.Laplace:
     data = torch.ones(3, 4, 2, dtype=DOUBLE), torch.ones(3, 4, 1, dtype=DOUBLE)
-    return co.laplace(co.linearize(nn.Linear(2, 1).double(), data, "regression"), co.GGN, 1.0, check_mode=False)
+    return co.laplace(
+        co.linearize(nn.Linear(2, 1).double(), data, co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+    )
 
 
 DOORS = [

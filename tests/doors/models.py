@@ -24,7 +24,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def classifier(model: Any) -> co.Linearization:
+def classifier(model: Any) -> co.operators.Linearization:
     return co.linearize(model, (X, Y), "classification")
 
 
@@ -44,7 +44,7 @@ class Keywords(nn.Linear):
         return super().forward(x) * mask
 
 
-def called_with(inputs: Any) -> co.Linearization:
+def called_with(inputs: Any) -> co.operators.Linearization:
     return co.linearize(Keywords(4, 3), (inputs, Y), "classification")
 
 

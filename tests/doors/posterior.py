@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import metrics
+from curvops import metrics
 from tests.doors.door import Door
 from tests.posterior.trained import problem
 
@@ -21,7 +21,7 @@ TRAINING = (torch.linspace(-1, 1, 36, dtype=DOUBLE).sin().view(12, 3), torch.ara
 
 
 @cache
-def small() -> co.Linearization:
+def small() -> co.operators.Linearization:
     """Of two classes, with 26 weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -29,7 +29,7 @@ def small() -> co.Linearization:
 
 
 @cache
-def numbers() -> co.Linearization:
+def numbers() -> co.operators.Linearization:
     """A regression of 26 weights, far from a mode."""
     x, _ = TRAINING
     torch.manual_seed(0)
@@ -38,24 +38,24 @@ def numbers() -> co.Linearization:
 
 
 @cache
-def small_post() -> co.Laplace:
+def small_post() -> co.posterior.Laplace:
     return co.laplace(small(), co.GGN, 1.0, check_mode=False)
 
 
 @cache
-def lin(n: int = 30, parameters: str | None = None) -> co.Linearization:
+def lin(n: int = 30, parameters: str | None = None) -> co.operators.Linearization:
     """Of three classes, at a mode, with 51 weights."""
     model, x, y = problem(n=n)
     return co.linearize(model, (x, y), "classification", parameters)
 
 
 @cache
-def post(curvature: type = co.GGN) -> co.Laplace:
+def post(curvature: type = co.GGN) -> co.posterior.Laplace:
     return co.laplace(lin(), curvature, 1.0, check_mode=False)
 
 
 @cache
-def after() -> co.Laplace:
+def after() -> co.posterior.Laplace:
     """The posterior of a second task."""
     return post().update(lin(20), check_mode=False)
 
@@ -85,7 +85,7 @@ def rewards(outputs: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
 
 
-def preferences(model: nn.Module, pairs: torch.Tensor, targets: torch.Tensor) -> co.Linearization:
+def preferences(model: nn.Module, pairs: torch.Tensor, targets: torch.Tensor) -> co.operators.Linearization:
     return co.linearize(model, (pairs, targets), co.likelihoods.BradleyTerry())
 
 
@@ -474,7 +474,7 @@ DOORS = [
     Door(
         "log_prob",
         rows={
-            "a module": (lambda: post().log_prob(nn.Linear(4, 3)), TypeError, "named_parameters"),
+            "another model": (lambda: post().log_prob(nn.Linear(4, 3)), ValueError, "lacks '0.weight'"),
             "a missing name": (lambda: post().log_prob({"0.weight": torch.zeros(6, 4).double()}), ValueError, "0.bias"),
             "another length": (
                 lambda: post().log_prob(torch.zeros(2, 3).double()),
@@ -499,7 +499,13 @@ DOORS = [
                 ValueError,
                 "bias='joint' and 'separate'",
             ),
-            "a module": (lambda: post().penalty(nn.Linear(2, 2)), TypeError, "named_parameters"),
+            "another model": (lambda: post().penalty(nn.Linear(2, 2)), ValueError, "lacks '0.weight'"),
+            "a model of another size": (
+                lambda: post().penalty(nn.Sequential(nn.Linear(2, 6))),
+                ValueError,
+                "'0.weight' has shape",
+            ),
+            "the parameters": (lambda: post().penalty(nn.Linear(2, 2).parameters()), TypeError, "must be the model"),
             "a missing name": (lambda: post().penalty({"0.weight": torch.zeros(6, 4)}), ValueError, "0.bias"),
             "another length": (lambda: post().penalty(torch.zeros(3)), ValueError, "51"),
             "rows": (lambda: post().penalty(post().mean.expand(2, 51)), ValueError, r"\(51,\), got shape \(2, 51\)"),
@@ -564,13 +570,13 @@ DOORS = [
     Door(
         "StochasticDescent",
         rows={
-            "loss": (lambda: co.StochasticDescent(loss="L"), ValueError, "loss"),
-            "epochs": (lambda: co.StochasticDescent(epochs=0), ValueError, "epochs"),
-            "clip": (lambda: co.StochasticDescent(clip=math.nan), ValueError, "clip"),
-            "a negative step": (lambda: co.StochasticDescent(step_size=-1.0), ValueError, "step_size"),
+            "loss": (lambda: co.posterior.StochasticDescent(loss="L"), ValueError, "loss"),
+            "epochs": (lambda: co.posterior.StochasticDescent(epochs=0), ValueError, "epochs"),
+            "clip": (lambda: co.posterior.StochasticDescent(clip=math.nan), ValueError, "clip"),
+            "a negative step": (lambda: co.posterior.StochasticDescent(step_size=-1.0), ValueError, "step_size"),
             **{
                 f"{name}={value}": (
-                    lambda name=name, value=value: co.StochasticDescent(**{name: value}),
+                    lambda name=name, value=value: co.posterior.StochasticDescent(**{name: value}),
                     ValueError,
                     f"{name} must {words}, got",
                 )
@@ -578,12 +584,12 @@ DOORS = [
                 for value in outside
             },
             "a word for momentum": (
-                lambda: co.StochasticDescent(momentum="0.9"),
+                lambda: co.posterior.StochasticDescent(momentum="0.9"),
                 TypeError,
                 "momentum must be a number, got '0.9'",
             ),
             "a truth for a batch size": (
-                lambda: co.StochasticDescent(batch_size=True),
+                lambda: co.posterior.StochasticDescent(batch_size=True),
                 TypeError,
                 "batch_size must be a whole number, got True",
             ),
@@ -592,27 +598,43 @@ DOORS = [
     Door(
         "GaussianPosterior",
         rows={
-            "not a covariance": (lambda: co.GaussianPosterior.of(lin()), ValueError, "covariance or its precision"),
-            "a model": (lambda: co.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE), TypeError, "linearised network"),
+            "not a covariance": (
+                lambda: co.posterior.GaussianPosterior.of(lin()),
+                ValueError,
+                "covariance or its precision",
+            ),
+            "a model": (
+                lambda: co.posterior.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE),
+                TypeError,
+                "linearised network",
+            ),
             "a small covariance": (
-                lambda: co.GaussianPosterior.of(lin(), co.linalg.Diagonal(torch.ones(48, dtype=DOUBLE))),
+                lambda: co.posterior.GaussianPosterior.of(lin(), co.linalg.Diagonal(torch.ones(48, dtype=DOUBLE))),
                 ValueError,
                 r"shape \(51, 51\)",
             ),
             "another dtype": (
-                lambda: co.GaussianPosterior.of(lin(), COVARIANCE.to(torch.float32)),
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE.to(torch.float32)),
                 ValueError,
                 "float32",
             ),
-            "no draws": (lambda: co.GaussianPosterior.of(lin(), COVARIANCE).sample(0), ValueError, "at least 1"),
-            "half a draw": (lambda: co.GaussianPosterior.of(lin(), COVARIANCE).sample(1.5), TypeError, "whole number"),
+            "no draws": (
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).sample(0),
+                ValueError,
+                "at least 1",
+            ),
+            "half a draw": (
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).sample(1.5),
+                TypeError,
+                "whole number",
+            ),
             "a tensor for the trace": (
-                lambda: co.GaussianPosterior.of(lin(), COVARIANCE).trace(torch.eye(51)),
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).trace(torch.eye(51)),
                 TypeError,
                 "M must be an operator",
             ),
             "its evidence": (
-                lambda: co.evidence.maximize(co.GaussianPosterior.of(lin(), COVARIANCE)),
+                lambda: co.evidence.maximize(co.posterior.GaussianPosterior.of(lin(), COVARIANCE)),
                 TypeError,
                 "GaussianPosterior",
             ),
@@ -645,22 +667,22 @@ DOORS = [
         "BradleyTerry",
         rows={
             "one item": (
-                lambda: preferences(co.RewardPairs(rewards()), PAIRS[:, 0], CHOSEN),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards()), PAIRS[:, 0], CHOSEN),
                 ValueError,
                 r"two items per point.*torch.stack",
             ),
             "two outputs an item": (
-                lambda: preferences(co.RewardPairs(rewards(2)), PAIRS, CHOSEN),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards(2)), PAIRS, CHOSEN),
                 ValueError,
                 "one output per item",
             ),
             "a bare reward model": (
                 lambda: preferences(rewards(), PAIRS[:, 0], CHOSEN),
                 ValueError,
-                r"two rewards.*co.RewardPairs\(model\)",
+                r"two rewards.*co.likelihoods.RewardPairs\(model\)",
             ),
             "a third item": (
-                lambda: preferences(co.RewardPairs(rewards()), PAIRS, CHOSEN + 1),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards()), PAIRS, CHOSEN + 1),
                 ValueError,
                 "must lie in 0 .. 1",
             ),

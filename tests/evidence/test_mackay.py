@@ -350,7 +350,9 @@ def test_data_that_determine_nothing_are_named():
     for inputs, targets in ((batch.inputs, 0 * batch.targets), (0 * batch.inputs, batch.targets)):
         model = nn.Linear(4, 1, bias=False).double()
         model.weight.data.zero_()
-        post = co.laplace(co.linearize(model, (inputs, targets), "regression"), co.GGN, 1.0, check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (inputs, targets), co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+        )
         with pytest.raises(ValueError, match="no maximum"):
             co.evidence.mackay(post, None)
     assert math.isfinite(float(post.log_evidence()))

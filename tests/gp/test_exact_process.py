@@ -22,7 +22,7 @@ NETWORKS = {
 }
 
 
-def linearized(name: str, noise: Any = 1e-5) -> co.Linearization:
+def linearized(name: str, noise: Any = 1e-5) -> co.operators.Linearization:
     torch.manual_seed(0)
     make, shape, outputs = NETWORKS[name]
     x, y = torch.randn(12, *shape, dtype=DOUBLE), torch.randn(12, outputs, dtype=DOUBLE)

@@ -57,7 +57,7 @@ PRIORS: dict[str, Any] = {"number": 0.7, "layers": {"0.*": 0.5, "2.*": 2.0}}
 SPACES = ("formed", "streamed")
 
 
-def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) -> co.Linearization:
+def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) -> co.operators.Linearization:
     torch.manual_seed(0)
     make, targets, likelihood = PROBLEMS[name]
     network, x, y = make(), torch.randn(N, 3, dtype=DOUBLE), targets()
@@ -70,7 +70,7 @@ def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) ->
     return lin
 
 
-def dense_posterior(lin: co.Linearization, precision: Any, mean: Any) -> tuple[Tensor, Tensor, float]:
+def dense_posterior(lin: co.operators.Linearization, precision: Any, mean: Any) -> tuple[Tensor, Tensor, float]:
     """The linear model's mode by damped Newton steps in weight space, its precision there and its log evidence."""
     J, f, prior = lin.jacobian().to_dense(), lin.outputs(), read_prior(precision, mean, lin.model)
     A = prior.diagonal.expand(len(lin.theta)).diag()
@@ -156,7 +156,7 @@ def test_at_its_mode_a_linear_network_has_the_same_posterior_in_both_spaces(spac
     network = nn.Linear(12, 3).double()
     x, y = torch.randn(N, 12, dtype=DOUBLE), labels(3)
 
-    def linearize() -> co.Linearization:
+    def linearize() -> co.operators.Linearization:
         lin = co.linearize(network, (x, y), "classification")
         if space == "streamed":
             lin.memory.room = lambda: 0  # type: ignore[method-assign]

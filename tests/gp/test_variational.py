@@ -23,7 +23,7 @@ DOUBLE = torch.float64
 N = 12
 
 
-def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.Linearization, Tensor]:
+def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.operators.Linearization, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(N, 2, dtype=DOUBLE)
     network = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs)).double()
@@ -33,7 +33,7 @@ def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.Linearizati
 class Variational(gpytorch.models.ApproximateGP):
     """One process, or a batch of them, one of each output."""
 
-    def __init__(self, lin: co.Linearization, inducing: Tensor, learned: bool = True, **options: Any) -> None:
+    def __init__(self, lin: co.operators.Linearization, inducing: Tensor, learned: bool = True, **options: Any) -> None:
         several = lin.num_outputs > 1
         batch = torch.Size([lin.num_outputs]) if several else torch.Size()
         q = gpytorch.variational.CholeskyVariationalDistribution(inducing.shape[-2], batch_shape=batch)

@@ -34,7 +34,7 @@ def by_points(model: nn.Module, losses: Tensor) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in gradients]) for gradients in found])
 
 
-def weighted(engine: Any = "auto") -> tuple[co.Linearization, Tensor]:
+def weighted(engine: Any = "auto") -> tuple[co.operators.Linearization, Tensor]:
     model, x, w = network(), normal(N, 3), torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
     loss = nn.CrossEntropyLoss(weight=w)
     data = [(x[:3], LABELS[:3], WEIGHTS[:3]), (x[3:], LABELS[3:], WEIGHTS[3:])]

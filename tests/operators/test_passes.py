@@ -30,7 +30,7 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(30, 4).double(), torch.randn(30, 3).double()
 
 
-def linearized(noise: float | Tensor = 0.3) -> co.Linearization:
+def linearized(noise: float | Tensor = 0.3) -> co.operators.Linearization:
     model, x, y = problem()
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
 
@@ -71,7 +71,7 @@ def test_every_pass_is_the_next_call_of_the_users_module(kind: type[nn.Linear], 
     model, x = kind(4, 3).double().eval(), torch.randn(5, 4).double()
     for _ in range(calls):
         model(x)
-    lin = co.linearize(model, (x, torch.zeros(5, 3)), "regression")
+    lin = co.linearize(model, (x, torch.zeros(5, 3)), co.likelihoods.Gaussian(noise=1.0))
     first, second = lin.outputs(), lin.outputs()
     assert torch.equal(first, second)
     torch.testing.assert_close(first, model(x).detach())

@@ -108,7 +108,7 @@ def spread(n):
 
 def variational(covariance):
     """What variational inference and filters give, of other data."""
-    return under(lambda lin: co.GaussianPosterior.of(task(1), covariance(task(1))))
+    return under(lambda lin: co.posterior.GaussianPosterior.of(task(1), covariance(task(1))))
 
 
 def constant(curvature):
@@ -228,7 +228,7 @@ def matrix_of_draws(post, method, monkeypatch):
 
 def descent(loss):
     """All points in one step of constant length, the last iterate as the answer: a linear map with a fixed point."""
-    return co.StochasticDescent(loss, epochs=500, momentum=0.5, final=1.0, averaging=1.0)
+    return co.posterior.StochasticDescent(loss, epochs=500, momentum=0.5, final=1.0, averaging=1.0)
 
 
 DESCENTS = {co.GGN: descent("standard"), co.EmpiricalFisher: descent("low_variance")}

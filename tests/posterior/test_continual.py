@@ -3,6 +3,7 @@
 Tests `kfac_sum.py`, `updating.py`.
 """
 
+import copy
 from contextlib import nullcontext
 from importlib import import_module
 from unittest.mock import patch
@@ -39,7 +40,16 @@ def test_the_penalty_is_the_negative_log_density_with_its_gradient(first, curvat
     gradient = post.lin.flatten(dict(zip(moved, torch.autograd.grad(value, list(moved.values())))))
     torch.testing.assert_close(gradient, 2 * P @ gap, **TIGHT)
     torch.testing.assert_close(post.penalty(post.mean + 0.1), value.detach(), **TIGHT)
-    assert float(post.penalty(post.mean)) == 0.0
+    assert float(post.penalty(post.mean)) == float(post.penalty(model).detach()) == 0.0
+    twin = copy.deepcopy(model)
+    twin.load_state_dict({name: p.detach() for name, p in moved.items()})
+    for trained in (twin, nn.DataParallel(twin)):
+        found = post.penalty(trained)
+        torch.testing.assert_close(found, value.detach(), **TIGHT)
+        torch.testing.assert_close(
+            nn.utils.parameters_to_vector(torch.autograd.grad(found, list(twin.parameters()))), gradient, **TIGHT
+        )
+    torch.testing.assert_close(post.log_prob(twin).value, post.log_prob(post.mean + 0.1).value, **TIGHT)
 
 
 def test_training_with_the_penalty_stays_nearer_to_the_first_task(first):
@@ -55,7 +65,7 @@ def test_training_with_the_penalty_stays_nearer_to_the_first_task(first):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
             if penalised:
-                loss = loss + post.penalty(dict(model.named_parameters()))
+                loss = loss + post.penalty(model)
             loss.backward()
             optimizer.step()
         with torch.no_grad():

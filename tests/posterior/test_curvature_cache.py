@@ -103,7 +103,7 @@ def test_copies_keep_the_values(cache, copied):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_sketches_and_the_quadrature_go_into_a_record_and_back(scaled):
     model, x, y = problem("regression")
-    lin = co.linearize(model, (x, y), "regression")
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0))
     prior = torch.linspace(0.1, 0.2, lin.num_parameters, dtype=DOUBLE) if scaled else 0.1
     post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
     made = post.precision.preconditioner(8, torch.Generator().manual_seed(0))

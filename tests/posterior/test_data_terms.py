@@ -65,9 +65,8 @@ def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
     torch.testing.assert_close(tuned.prior_precision, reference.prior_precision, rtol=1e-6, atol=0)
 
 
-def test_a_half_that_is_no_mode_of_its_own_still_warns(halves):
-    with pytest.warns(co.errors.ModeWarning):
-        co.laplace(halves[1], co.GGN, prior_precision=1.0)
+def test_a_half_is_no_mode_of_its_own(halves):
+    assert co.laplace(halves[1], co.GGN, prior_precision=1.0).mode_gap > 0.1
 
 
 UNKNOWN = {
@@ -253,7 +252,7 @@ def test_scaled_curvatures_and_sums_are_of_their_data_or_refused(halves, name):
 @pytest.mark.parametrize("name", PICKLED)
 def test_a_small_curvature_keeps_no_data(halves, name):
     a = halves[0]
-    lin = co.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
+    lin = co.operators.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
     gone, curvature = weakref.ref(lin), KINDS[name](lin)
     del lin
     gc.collect()

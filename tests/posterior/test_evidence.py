@@ -108,7 +108,7 @@ def test_effective_parameters_in_single_precision_are_within_their_error(curvatu
     x, prior = torch.randn(20, 4, dtype=torch.float64) * scale, scale**-1.5
     found = []
     for dtype in (torch.float64, torch.float32):
-        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), "regression")
+        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), co.likelihoods.Gaussian(noise=1.0))
         given = torch.full_like(lin.theta, prior)
         if kind == "operator":
             given = co.linalg.Diagonal(given)

@@ -85,7 +85,9 @@ def test_a_network_with_a_normalisation_uses_it_by_default(layer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), layer(), nn.Tanh(), nn.Linear(5, 1)).double().eval()
     x = torch.randn(9, 3, dtype=DOUBLE)
-    post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), co.GGN, 1.0, check_mode=False)
+    post = co.laplace(
+        co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+    )
     found = post.log_evidence()
     assert found.mode == "linear" and "mode='linear'" in repr(found)
     torch.testing.assert_close(found.value, post.log_evidence(mode="linear").value)

@@ -37,7 +37,7 @@ LIKELIHOODS: dict[str, Any] = {
 }
 
 
-def linearized(likelihood: str, parameters: str | None = None) -> co.Linearization:
+def linearized(likelihood: str, parameters: str | None = None) -> co.operators.Linearization:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3 if likelihood == "classification" else 2))
     x = torch.randn(30, 4, dtype=DOUBLE)
@@ -54,7 +54,9 @@ def laplace(curvature: Any, parameters: str | None = None, **options: Any) -> Ca
 
 def gaussian(likelihood: str) -> Any:
     lin = linearized(likelihood)
-    return co.GaussianPosterior.of(lin, co.linalg.Diagonal(torch.linspace(1, 9, len(lin.theta), dtype=DOUBLE)))
+    return co.posterior.GaussianPosterior.of(
+        lin, co.linalg.Diagonal(torch.linspace(1, 9, len(lin.theta), dtype=DOUBLE))
+    )
 
 
 def empirical(through: str) -> Callable[[str], Any]:

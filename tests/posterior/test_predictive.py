@@ -183,7 +183,7 @@ def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype,
     expected = ((p * z.square()).sum(-1) - (p * z).sum(-1).square()).mean(0) / 2
     found = decompose_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
     torch.testing.assert_close(found.epistemic.double(), expected, rtol=max(1e-3, spread), atol=0)
-    sampled = co.posterior.metrics.mutual_information((logits + z).softmax(-1))
+    sampled = co.metrics.mutual_information((logits + z).softmax(-1))
     torch.testing.assert_close(sampled, expected, rtol=max(1e-3, spread), atol=0)
 
 

@@ -41,7 +41,9 @@ CHOSEN = torch.arange(12) % 2
 
 
 def posterior(curvature=co.GGN, model=None, pairs=PAIRS, targets=CHOSEN, **options):
-    lin = co.linearize(co.RewardPairs(model or reward()), (pairs, targets), co.likelihoods.BradleyTerry(), **options)
+    lin = co.linearize(
+        co.likelihoods.RewardPairs(model or reward()), (pairs, targets), co.likelihoods.BradleyTerry(), **options
+    )
     return co.laplace(lin, curvature, prior_precision=0.7, check_mode=False)
 
 
@@ -104,5 +106,5 @@ def test_mappings_soft_preferences_and_files(tmp_path):
     soft = posterior(targets=nn.functional.one_hot(CHOSEN, 2).double())
     torch.testing.assert_close(soft.predict(NEW).covariance_matrix, expected.covariance_matrix, **TIGHT)
     posterior(co.KFAC).save(tmp_path / "post")
-    back = co.load(tmp_path / "post", co.RewardPairs(reward()))
+    back = co.load(tmp_path / "post", co.likelihoods.RewardPairs(reward()))
     torch.testing.assert_close(back.probabilities(NEW), posterior(co.KFAC).probabilities(NEW), **TIGHT)

@@ -77,7 +77,7 @@ def test_inert_weights_are_warned_of_with_their_share():
     with torch.no_grad():
         model[0].weight[1], model[0].bias[1] = 0.0, -1.0
     x = torch.randn(20, 3, dtype=DOUBLE)
-    lin = co.linearize(model, (x, x[:, :2]), "regression")
+    lin = co.linearize(model, (x, x[:, :2]), co.likelihoods.Gaussian(noise=1.0))
     with pytest.warns(co.errors.InertWeightsWarning, match="100% of the 4 weights selected by 'variance'"):
         co.select(lin, 4, "variance")
     with pytest.warns(co.errors.InertWeightsWarning, match="75% of the 8"):  # the dead unit's weights in and out
@@ -137,7 +137,9 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(dtype)
         x = torch.randn(20, 4, dtype=DOUBLE).to(dtype)
-        post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), curvature, prior, check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), curvature, prior, check_mode=False
+        )
         found.append([co.wasserstein(post, range(size)) for size in (31, 30, 5)])
         if dtype == DOUBLE:
             P = post.precision.to_dense()

@@ -82,7 +82,7 @@ class Disk:
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     rank = dist.get_rank(group)
 
-    def linearize(**changed: Any) -> co.Linearization:
+    def linearize(**changed: Any) -> co.operators.Linearization:
         given = {"model": network(), "data": shard(rank), "likelihood": "classification", "process_group": group}
         return co.linearize(**given | changed)
 

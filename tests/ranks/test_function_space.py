@@ -48,7 +48,7 @@ class Mesh:
         return co.linalg.Dense(K.to_dense(), psd=True) if self.mesh is None else K.formed(self.mesh)
 
 
-def of_jacobians(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_jacobians(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     J = lin.jacobian()
     rows, D = J.shape
     yield "J", lambda: J @ on.place(D)
@@ -61,7 +61,7 @@ def of_jacobians(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
     yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).values
 
 
-def of_kernels(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     D, rows = lin.num_parameters, lin.num_data * lin.num_outputs
     scales = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     K = co.TangentKernel(lin, scales)
@@ -153,7 +153,7 @@ def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:
     return found | {"forming": forming.numbers, "solving": solving.numbers}
 
 
-def refusals(mesh: Any, lin: co.Linearization) -> None:
+def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     """Refuse what are no vectors of this function space, on all ranks and by name."""
     K, J = co.TangentKernel(lin, 2.0), lin.jacobian()
     whole = torch.ones(K.shape[0], 2, dtype=DOUBLE)
@@ -193,7 +193,7 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
         co.TangentKernel(lin, 2.0, torch.ones(2, 4, dtype=DOUBLE), torch.ones(3, 4, dtype=DOUBLE)).formed(mesh)
 
 
-def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
+def answers(lin: co.operators.Linearization, on: Mesh) -> dict[str, np.ndarray]:
     with torch.no_grad():
         return answered(question for shelf in (of_jacobians, of_kernels) for question in shelf(lin, on))
 

@@ -95,6 +95,11 @@ def apply_function(
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos with full reorthogonalisation; the estimate of the error from Ilić, Turner & Simpson 2010.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([1.0, 2.0]).double())
+        >>> co.linalg.apply_function(A, torch.exp, torch.ones(2).double()).value.round(decimals=4)
+        tensor([2.7183, 7.3891], dtype=torch.float64)
     """
     A = as_matrix(A, B)
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)

@@ -186,6 +186,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
     @property
@@ -228,8 +229,15 @@ class Kronecker(_GroupedBlocks):
     Raises:
         TypeError: the factors are not tensors of one dtype.
         ValueError: the factors do not fit each other.
+
+    Examples:
+        >>> A, B = torch.diag(torch.tensor([1.0, 2.0])), torch.ones(1, 1)
+        >>> co.linalg.Kronecker(B[None], A[None]).to_dense()
+        tensor([[1., 0.],
+                [0., 2.]])
     """
 
+    _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
@@ -424,8 +432,14 @@ class EigenKronecker(_GroupedBlocks):
         values: the eigenvalues, (g, p, q).
         rounding: the largest error of the values, relative to the largest value.
         of_rows: the largest error of their roots, relative to the root of their sum.
+
+    Examples:
+        >>> K = co.EKFAC(lin)
+        >>> type(K.blocks[0]).__name__, K.blocks[0].shape
+        ('EigenKronecker', torch.Size([9, 9]))
     """
 
+    _shown = ("left_vectors", "right_vectors", "values")
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(

@@ -334,8 +334,15 @@ class LowRank(Operator):
     Raises:
         TypeError: vectors and values are not tensors of one dtype.
         ValueError: vectors and values do not fit each other.
+
+    Examples:
+        >>> vectors, values = torch.eye(3)[:, :2], torch.tensor([5.0, 1.0])
+        >>> P = co.linalg.LowRank(vectors, values).add_diagonal(1.0)
+        >>> P.solve(torch.ones(3))
+        tensor([0.1667, 0.5000, 1.0000])
     """
 
+    _shown = ("error", "values", "vectors", "with_diagonal")
     symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 

@@ -101,6 +101,11 @@ def lsmr(
         ValueError: shapes or devices do not fit, or damp, rtol, maxiter or memory_budget is negative.
 
     Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
+
+    Examples:
+        >>> A = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+        >>> co.linalg.lsmr(A, torch.tensor([1.0, 2.0, 3.0])).x.round(decimals=4)
+        tensor([1., 1.])
     """
     A = as_matrix(A, B)
     facts = describe(A)

@@ -117,6 +117,11 @@ def minres(
             rtol, maxiter or memory_budget is negative.
 
     Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([1.0, -2.0]))
+        >>> co.linalg.minres(A, torch.ones(2)).x.round(decimals=4)
+        tensor([ 1.0000, -0.5000])
     """
     A = as_matrix(A, B)
     facts = describe_square(A)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
@@ -24,6 +24,7 @@ from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
+from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
@@ -41,6 +42,13 @@ from curvops.storage import WRITTEN_BY
 from curvops.summary import name_of
 
 N = TypeVar("N", bound="TrainedNetwork")
+SHOWN = (
+    *("model", "data", "likelihood", "num_parameters", "num_data", "num_outputs", "output_shape"),
+    *("theta", "predict", "outputs", "log_likelihood", "gradient", "gradients", "hessian_product", "jacobian"),
+    *("flatten", "unflatten", "unflatten_weights", "unflatten_tangent", "with_likelihood", "restrict", "cast"),
+    *("plan", "memory", "memory_budget"),
+)
+"""The names of a linearisation that `dir` shows."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class NetworkOnData:
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
             f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
-            f"{self.likelihood.kind}, {name_of(dtype)}, {place})"
+            f"{self.likelihood.described}, {name_of(dtype)}, {place})"
         )
 
 
@@ -100,6 +108,10 @@ class TrainedNetwork(NetworkOnData):
     is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
     everywhere, position by position.
     """
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls; the other methods serve operators and posteriors."""
+        return list(SHOWN)
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
     """Dataclasses that identify data and weights; operators and records store them in place of both."""
@@ -141,7 +153,7 @@ class TrainedNetwork(NetworkOnData):
     ) -> N:
         """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
 
-        Costs one pass over the data, and some over two points.
+        Costs one pass over the data, some over two points, and a forward pass if the noise is to be estimated.
         """
         if ranks is None:
             warn_without_group()
@@ -171,7 +183,10 @@ class TrainedNetwork(NetworkOnData):
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
-        return cls(network, batches, probability, shape, engine, memory, progress, token, engines)
+        new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
+        if not needs_noise(probability):
+            return new
+        return new.with_likelihood(estimated_noise(probability, new.squared_residuals(), theta))
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
@@ -295,6 +310,15 @@ class TrainedNetwork(NetworkOnData):
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
+    @torch.no_grad()
+    def squared_residuals(self) -> Float[Tensor, "3 C"]:
+        """Return Σ w (y − f)², Σ w y² and Σ w for each output of a Gaussian likelihood. One forward pass."""
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)
+
+        return self.sum_over_batches(term, 0)
+
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
@@ -388,9 +412,9 @@ class TrainedNetwork(NetworkOnData):
         if total is not None and count == sum(self.data.sizes):
             known["log likelihood"] = self.passes.add_up([total])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Return named tensors as one vector, in the order of the selection."""
-        return self.model.selection.flatten(tensors)
+    def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
+        """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors_of(tensors) if isinstance(tensors, nn.Module) else tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
         """Return one vector as named tensors, the inverse of `flatten`, if whole tensors are selected.
@@ -439,6 +463,10 @@ class TrainedNetwork(NetworkOnData):
         new._known = None, {}
         return new
 
+    def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
+        """Return the network at other values of its selected parameters, with the same data."""
+        return self._with(self.data, self.token, model=self.model.at(theta))
+
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
         """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
         data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard
@@ -452,6 +480,11 @@ class TrainedNetwork(NetworkOnData):
                 data.append((take(batch.inputs, index), batch.targets[index], weights))
         reading = Reading(theta.device, theta.dtype, weights=True)
         return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)
+
+    def of_whole_network(self: N) -> N:
+        """Return the network with all parameters that require a gradient, whatever selection this one has."""
+        model = self.model.with_all_parameters()
+        return self if model is self.model else self._with(self.data, self.token, model=model)
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files; over a process group the first rank writes, while the others wait."""

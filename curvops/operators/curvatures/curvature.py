@@ -27,6 +27,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
+    _shown = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -79,6 +80,10 @@ class Curvature(UserOperator, NetworkOperator):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
 
+    @property
+    def diagonal_matvecs(self) -> int:
+        return self.shape[-1] if carries_graph(self._args[1:]) else 0
+
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at the cost of one pull of J per draw.
 
@@ -96,6 +101,8 @@ class CurvatureRoot(NetworkOperator):
 
     S Z and Sᵀ V each cost half a product of the curvature.
     """
+
+    _shown = ()
 
     # The stored form has θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced`
     # to Lᵀ J.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import digest, part_of_rank
-from curvops.errors import NoFactorsWarning
+from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
@@ -169,12 +168,11 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         if block.exact is None or block.exact.ndim == 2:
             continue
         why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
-        warnings.warn(
+        warn(
             f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
             f"({len(block.positions):,}): they get only the exact diagonal of their block; use co.GGN(lin) if "
             "that is too crude.",
             NoFactorsWarning,
-            stacklevel=6,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -12,8 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
+from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.gradients import Gradients
@@ -44,6 +45,11 @@ class Linearization(TrainedNetwork):
         progress: as in `co.linearize`.
         token: the fingerprint of data and weights, if it is known.
         engines: engines shared with another linearisation of the same data.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin.num_parameters, lin.num_data, lin.output_shape
+        (17, 8, torch.Size([2]))
     """
 
     @property
@@ -56,7 +62,7 @@ class Linearization(TrainedNetwork):
         """The keywords by which operators made of tensors record the weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
-    def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
+    def jacobian(self, x: Points | None = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
         With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
@@ -111,14 +117,14 @@ class Linearization(TrainedNetwork):
 
 
 def linearize(
-    model: Any,
-    data: Any,
-    likelihood: Any,
-    parameters: Any = None,
+    model: Network,
+    data: Data,
+    likelihood: LikelihoodChoice,
+    parameters: ParameterChoice | None = None,
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
-    weights: Any = False,
+    weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
 ) -> Linearization:
@@ -136,13 +142,14 @@ def linearize(
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
-            `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
-            `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
-            "classification" or "regression"; or any other loss: a function of (outputs, targets) that returns one loss
-            per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
-            and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all others the
-            outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised as one of
-            `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
+            `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
+            noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
+            `nn.MSELoss()`, whose GGN is that of the sum of squares, as for a noise of ½; a function from outputs to a
+            `torch.distributions.Distribution`; or any other loss: a function of (outputs, targets) that returns one
+            loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
+            outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
+            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised
+            as one of `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
         parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
             found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
             positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
@@ -183,10 +190,18 @@ def linearize(
         RankFailedError: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
             environment variable CURVOPS_RANK_TIMEOUT).
 
-    Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, and with `NotLogitsWarning` if a
-    classifier returns probabilities or their logarithms. Costs one pass over the data and a few passes over two to four
-    points, about twenty for the first network of a structure; its derivatives are then known to be right, and are not
-    checked again.
+    Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
+    classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all
+    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and a few passes over
+    two to four points, about twenty for the first network of a structure; its derivatives are then known to be right,
+    and are not checked again.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> x, y = torch.rand(8, 2), torch.arange(8) % 2
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin
+        Linearization(17 weights, 8 points, 2 outputs, Categorical, float32, cpu)
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
@@ -208,5 +223,5 @@ def linearize(
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
     lin = read(**arguments, progress=progress)
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
-        warnings.warn(TF32, UserWarning, stacklevel=2)
+        warn(TF32, UserWarning)
     return lin

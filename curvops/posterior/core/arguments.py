@@ -18,7 +18,6 @@ from curvops.operators import (
     EKFAC,
     GGN,
     KFAC,
-    KNOWN_OF_SHARDS,
     BlockDiagonal,
     DiagonalGGN,
     EmpiricalFisher,
@@ -26,6 +25,7 @@ from curvops.operators import (
     Linearization,
     ShardedLinearization,
 )
+from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS
 
 CURVATURES: dict[str, type[LinearOperator]] = {
     "kfac": KFAC,

@@ -78,7 +78,7 @@ def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
-    cache = CurvatureCache(lin, curvature)
+    cache = CurvatureCache(lin, curvature, checks_mode=False)  # the data may be absent
     for name, tensor in (("log likelihood", record["log_likelihood"]), ("gradient", record["gradient"])):
         if tensor is not None:
             cache.put(name, tensor.to(device))

@@ -278,6 +278,11 @@ class Predictions:
     have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
     with `samples` the products J z_k. Exact covariances that have a gradient, in x or in a hyperparameter, are computed
     for each answer. Results share memory with this object: copy them before changing them in place.
+
+    Examples:
+        >>> at = post.at(x)
+        >>> at.predict().mean.shape, at.probabilities().shape
+        (torch.Size([8, 2]), torch.Size([8, 2]))
     """
 
     posterior: Predictive
@@ -374,7 +379,7 @@ class Predictions:
         return split.of(found)
 
     def log_likelihood(
-        self, y: Any, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
+        self, y: Tensor, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
     ) -> Estimate:
         """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)

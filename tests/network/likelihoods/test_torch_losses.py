@@ -295,7 +295,7 @@ RIGHT: dict[str, tuple[Any, Tensor, co.likelihoods.Likelihood]] = {
 WRONG = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
 
 
-def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.Linearization:
+def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.operators.Linearization:
     """A network trained to these outputs: its inputs times the identity."""
     model = nn.Linear(C, C).to(dtype)
     model.load_state_dict({"weight": torch.eye(C), "bias": torch.zeros(C)})
