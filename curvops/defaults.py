@@ -125,7 +125,6 @@ def laplace(
     chosen = default_curvature(lin) if curvature is None else curvature
     given = START if prior_precision is None else prior_precision
     post = make_laplace(lin, chosen, given, prior_mean, temperature)
-    post.cache.checks_mode = check_mode
     if prior_precision is None:
         post = choose_prior(post, validation)
     if check_mode:

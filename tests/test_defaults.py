@@ -217,9 +217,6 @@ def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_witho
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        co.laplace(linearised("numbers"), check_mode=False)
 
 
 def test_what_chose_the_prior_is_saved_and_further_data_forget_it(tmp_path: Any) -> None:
