@@ -67,7 +67,7 @@ def probabilities(moments: Moments, link: str) -> Tensor:
     """Class probabilities of Gaussian logits."""
     mean, covariance = moments
     if link == "probit":
-        return links.probit(mean, covariance.diagonal(dim1=-2, dim2=-1))
+        return links.scale_logits(mean, covariance.diagonal(dim1=-2, dim2=-1)).softmax(-1)
     if link == "bridge":
         return links.bridge(mean, covariance)
     return drawn(moments).mean(0)

@@ -1,7 +1,7 @@
 """What the default posterior of a regression is worth: log losses beside those of the network and of other priors.
 
-    python -m benchmarks.defaults_regression             # a few minutes on one core
-    python -m benchmarks.defaults_regression --report
+python -m benchmarks.defaults_regression             # a few minutes on one core
+python -m benchmarks.defaults_regression --report
 """
 
 from __future__ import annotations

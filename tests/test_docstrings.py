@@ -150,4 +150,4 @@ def test_signatures_name_the_types_that_calls_take() -> None:
         if parameter.name not in UNTYPED
     }
     assert not of_any, sorted(of_any)
-    assert inspect.signature(co.laplace).parameters["prior_precision"].annotation == "PriorPrecision"
+    assert inspect.signature(co.laplace).parameters["prior_precision"].annotation == "PriorPrecision | None"

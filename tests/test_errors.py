@@ -68,6 +68,10 @@ def ill_conditioned() -> Tensor:
     return co.linalg.solve((A + A.mT) / 2, torch.ones(60), method="cg")
 
 
+def far_noise() -> co.operators.Linearization:
+    return co.linearize(nn.Linear(3, 1), (X, 100 * torch.ones(8, 1)), co.likelihoods.Gaussian(1e-3))
+
+
 CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a softmax at the end": (
         "NotLogitsWarning",
@@ -77,7 +81,8 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
         "NoCurvatureWarning",
         lambda: co.linearize(nn.Linear(3, 1), (X, torch.ones(8, 1) * 9), nn.L1Loss()),
     ),
-    "no mode": ("ModeWarning", lambda: co.laplace(linearization(), co.GGN, prior_precision=1.0)),
+    "no mode": ("ModeWarning", lambda: co.laplace(linearization(), co.GGN, prior_precision=1.0).log_evidence()),
+    "a noise far off": ("NoiseWarning", lambda: co.laplace(far_noise(), co.KFAC, prior_precision=1.0)),
     "a few steps of maximize": ("MaxStepsWarning", lambda: co.evidence.maximize(posterior(), "layers", steps=1)),
     "a few steps of mackay": ("MaxStepsWarning", lambda: co.evidence.mackay(posterior(), steps=1)),
     "a rank that is too low": ("RankWarning", lambda: co.low_rank(torch.eye(50), 5, rtol=1e-3)),

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from curvops.checks import shown
 from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
 from curvops.plots import style
-from curvops.plots.style import Numbers
+from curvops.plots.style import NumberSequence
 
 FLOOR = 1e-2
 """How far below the height of a single eigenvalue the y axis ends."""
@@ -22,7 +22,7 @@ DENSITIES = 4
 def spectral_density(
     density: SpectralDensity,
     *,
-    top: Eigenpairs | Numbers | None = None,
+    top: Eigenpairs | NumberSequence | None = None,
     size: int | None = None,
     scale: Literal["linear", "log", "symlog"] | None = None,
     title: str = "Spectral density",

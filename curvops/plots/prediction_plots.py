@@ -14,13 +14,16 @@ from torch import Tensor
 from curvops import metrics
 from curvops.network import likelihoods
 from curvops.plots import style
-from curvops.plots.style import Numbers
+from curvops.plots.style import NumberSequence
+from curvops.posterior import Laplace
 
 Probabilities = Float[Tensor, "N *C"] | Float[np.ndarray, "N *C"]
 """Class probabilities (N, C); or the probability of class 1, (N,) or (N, 1)."""
 
 
-def regression(post: Any, x: Numbers, *, output: int | None = None, title: str = "", ax: Axes | None = None) -> Axes:
+def regression(
+    post: Laplace, x: NumberSequence, *, output: int | None = None, title: str = "", ax: Axes | None = None
+) -> Axes:
     """Draw a posterior's mean with two bands of two standard deviations, of the function and of targets, and the data.
 
     The widest stretch without data between two training points is marked if it covers at least a tenth of their range.
@@ -180,8 +183,8 @@ def _classes(name: str, given: Any) -> Float[Tensor, "N C"]:
 
 
 def ray(
-    distances: Numbers,
-    confidence: Mapping[str, Numbers],
+    distances: NumberSequence,
+    confidence: Mapping[str, NumberSequence],
     *,
     limits: Mapping[str, float] | None = None,
     radius: float | None = None,

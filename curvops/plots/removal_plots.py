@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from curvops.plots import style
-from curvops.plots.style import Numbers
+from curvops.plots.style import NumberSequence
 
 
-def influence(truth: Numbers, predicted: Mapping[str, Numbers], *, ax: Axes | None = None) -> Axes:
+def influence(truth: NumberSequence, predicted: Mapping[str, NumberSequence], *, ax: Axes | None = None) -> Axes:
     """Draw predicted changes against the true changes after training without each point, with the line of equality.
 
     The legend gives Pearson's correlation of each prediction with the truth.
@@ -47,7 +47,7 @@ def influence(truth: Numbers, predicted: Mapping[str, Numbers], *, ax: Axes | No
 
 
 def pruning(
-    sparsity: Numbers, errors: Mapping[str, Numbers], *, full: float | None = None, ax: Axes | None = None
+    sparsity: NumberSequence, errors: Mapping[str, NumberSequence], *, full: float | None = None, ax: Axes | None = None
 ) -> Axes:
     """Draw the error of pruned networks against the share of weights removed.
 

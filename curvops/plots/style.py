@@ -29,7 +29,9 @@ INK = "#1F1F1F"
 REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": (0, (6, 3))}
 """Options of a line that shows a bound or a tolerance."""
 
-Numbers = Real[np.ndarray, " _"] | Real[Tensor, " _"] | Sequence[float] | Real[np.ndarray, "_ 1"] | Real[Tensor, "_ 1"]
+NumberSequence = (
+    Real[np.ndarray, " _"] | Real[Tensor, " _"] | Sequence[float] | Real[np.ndarray, "_ 1"] | Real[Tensor, "_ 1"]
+)
 """Numbers (N,), or a column (N, 1), as an array, a tensor on any device, or a list."""
 
 TITLE, LABEL, SMALL = 13, 12, 10.5

@@ -337,7 +337,7 @@ FACE: dict[str, Callable[[World], Any]] = {
     "linear_mode": lambda w: w.post.linear_mode(),
     "fit_mode": lambda w: (
         co.fit_mode(*w.fresh()[:1], w.fresh()[1:], "classification", 1.0).remaining < 0.01,
-        co.fit_mode(*w.fresh()[:1], w.fresh()[1:], "classification", 1.0, parameters="last_layer").losses,
+        co.fit_mode(*w.fresh()[:1], w.fresh()[1:], "classification", 1.0, parameters="last_layer"),
     ),
     "mode_gap": lambda w: w.post.mode_gap,
     "plan": lambda w: [route.name for route in w.post.plan(2).tables["draws"]],
@@ -723,6 +723,7 @@ def test_the_walk_leaves_nothing_out() -> None:
 ADDRESS = re.compile("0x[0-9a-f]{4}|object at")
 
 ON_THE_HOST = {
+    "losses",
     "converged",
     "history",
     "alphas",

@@ -68,7 +68,13 @@ PER_SEQUENCE = torch.tensor([1.0, 0.0, 2.5, 0.3]).double()
 CASES: dict[str, tuple[Any, co.likelihoods.Likelihood, Tensor, Tensor | None, Tensor]] = {
     "ignored labels": ("classification", co.likelihoods.Categorical(), MASKED, None, MASK.double()),
     "mask": ("classification", co.likelihoods.Categorical(), LABELS, MASK, MASK.double()),
-    "weights of positions": ("regression", co.likelihoods.Gaussian(noise=1.0), REALS, PER_POSITION, PER_POSITION),
+    "weights of positions": (
+        co.likelihoods.Gaussian(noise=1.0),
+        co.likelihoods.Gaussian(noise=1.0),
+        REALS,
+        PER_POSITION,
+        PER_POSITION,
+    ),
     "weights of sequences": (
         co.likelihoods.Gaussian(0.5),
         co.likelihoods.Gaussian(0.5),

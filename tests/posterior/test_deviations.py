@@ -25,7 +25,7 @@ def seeded(seed=0):
 
 def setting(kind="classification", prior=1.0, curvature=co.GGN, n=30, **options):
     model, x, y = problem(kind, n)
-    lin = co.linearize(model, (x, y), kind)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0) if kind == "regression" else kind)
     return co.laplace(
         lin, curvature if isinstance(curvature, type) else curvature(lin), prior, check_mode=False, **options
     )

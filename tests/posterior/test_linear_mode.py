@@ -22,7 +22,8 @@ def untrained(kind, outputs=3):
         "regression": x[:, :outputs].sin(),
         "poisson": x[:, :outputs].abs().round(),
     }[kind]
-    return model, x, y, co.likelihoods.Poisson() if kind == "poisson" else kind
+    likelihoods = {"poisson": co.likelihoods.Poisson(), "regression": co.likelihoods.Gaussian(noise=1.0)}
+    return model, x, y, likelihoods.get(kind, kind)
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression", "poisson"])

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import check_generator
 from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
@@ -92,6 +93,7 @@ def diagonal(
         "bekas": Bekas,
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
+    check_generator(generator)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)
         return Estimate.rounded(*known, limits.tolerated)

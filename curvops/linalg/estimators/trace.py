@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from curvops.checks import check_generator
 from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
@@ -85,6 +86,7 @@ def trace(
         "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
+    check_generator(generator)
     if method is None and (known := known_diagonal(A)) is not None:
         limits.check(0)
         diagonal, error = known

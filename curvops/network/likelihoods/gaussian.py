@@ -22,14 +22,6 @@ class Gaussian(Independent):
 
     Targets have the outputs' shape (n, C). A different known variance per point is a sample weight.
 
-        >>> import torch, curvops as co
-        >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
-        >>> y = x + 0.1 * torch.where(torch.arange(50) % 2 == 0, 1.0, -1.0).unsqueeze(1)
-        >>> model = torch.nn.Linear(1, 1)
-        >>> _ = model.weight.data.fill_(1.0), model.bias.data.fill_(0.0)
-        >>> co.linearize(model, (x, y), co.likelihoods.Gaussian()).likelihood
-        Gaussian(noise=0.01, estimated)
-
     Args:
         noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
             per output (C,); a tensor may require a gradient. For a model of images (N, C, ...) it goes with the
@@ -44,9 +36,13 @@ class Gaussian(Independent):
         ValueError: the noise is not positive and finite.
 
     Examples:
-        >>> likelihood = co.likelihoods.Gaussian(noise=0.1)  # the variance
-        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), likelihood)
-        >>> lin.likelihood
+        >>> line = torch.linspace(-1, 1, 50).unsqueeze(1)
+        >>> noisy = line + 0.1 * torch.where(torch.arange(50) % 2 == 0, 1.0, -1.0).unsqueeze(1)
+        >>> identity = nn.Linear(1, 1)
+        >>> _ = identity.weight.data.fill_(1.0), identity.bias.data.fill_(0.0)
+        >>> co.linearize(identity, (line, noisy), co.likelihoods.Gaussian()).likelihood
+        Gaussian(noise=0.01, estimated)
+        >>> co.likelihoods.Gaussian(noise=0.1)  # the variance
         Gaussian(noise=0.1)
     """
 

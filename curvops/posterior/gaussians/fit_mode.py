@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checks import checked_number, checked_whole
 from curvops.distributed_types import holds_shards
 from curvops.errors import ConvergenceError, ModeWarning, warn
@@ -49,6 +49,11 @@ class ModeFit(Summarised):
     the final weights and P = GGN + A. The log evidence at these weights is too low by this much at most.
     ``losses`` are minus the log posterior without the prior's constant, in nats, at the start and after every 50 steps;
     ``gradients`` counts gradients over all data (for a last layer, products with its curvature).
+
+    Examples:
+        >>> fit = co.fit_mode(nn.Linear(2, 2), (x, y), "classification", prior_precision=1.0)
+        >>> fit.converged, fit.remaining < 0.01
+        (True, True)
     """
 
     reason: Reason
@@ -63,13 +68,13 @@ class ModeFit(Summarised):
 
 
 def fit_mode(
-    model: Any,
-    data: Any,
-    likelihood: Any,
-    prior_precision: Any,
-    prior_mean: Any = 0.0,
+    model: Network,
+    data: Data,
+    likelihood: LikelihoodChoice,
+    prior_precision: PriorPrecision,
+    prior_mean: PriorMean = 0.0,
     *,
-    parameters: Any = None,
+    parameters: ParameterChoice | None = None,
     weights: bool = False,
     atol: float = 0.01,
     maxiter: int = 3000,

@@ -16,6 +16,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.network import PointNormals
@@ -379,7 +380,7 @@ class Predictions:
         return split.of(found)
 
     def log_likelihood(
-        self, y: Tensor, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
+        self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
     ) -> Estimate:
         """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)

@@ -42,7 +42,7 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
     lower = 0.5 * float(inner(gradient.unsqueeze(1), found.x.unsqueeze(1)))
     if A is None:
         return lower, lower
-    residual = found.relative_residuals * norm(gradient.unsqueeze(1))
+    residual = found.relative_residuals.to(gradient.device) * norm(gradient.unsqueeze(1))
     return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
 
 
