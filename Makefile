@@ -1,5 +1,5 @@
 # Each target sets up what it needs: an environment of its own, pinned by constraints.txt. A second run starts at once.
-#   make demo ARGS=--quick        make test ARGS="tests/linalg -x"        make bench ARGS="-k mlp"
+#   make demo ARGS="--seed 1"      make test ARGS="tests/linalg -x"        make bench ARGS="-k mlp"
 
 PYTHON ?= python3
 ARGS ?=

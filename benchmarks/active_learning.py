@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Images, load_digits
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.digits import Images, load_digits
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 START, TOGETHER, ROUNDS, CANDIDATES = 20, 10, 10, 300
@@ -65,7 +65,7 @@ def train(network: nn.Module, data: Images, prior: float) -> None:
     optimizer.step(loss)
 
 
-def scores(method: str, post: co.Laplace, x: Tensor, generator: torch.Generator) -> Tensor:
+def scores(method: str, post: co.posterior.Laplace, x: Tensor, generator: torch.Generator) -> Tensor:
     """How much each point is asked for."""
     if method == "at random":
         return torch.rand(len(x), generator=generator)

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 DOUBLE = torch.float64
@@ -174,7 +174,7 @@ class LinearisedNetwork(Surrogate):
 
         optimizer.step(loss)
 
-    def _tuned(self, x: Tensor, y: Tensor) -> co.Laplace:
+    def _tuned(self, x: Tensor, y: Tensor) -> co.posterior.Laplace:
         lin = self._linearized((x, y), co.likelihoods.Gaussian(torch.tensor(self.noise, dtype=DOUBLE)))
         names = sorted({name.split(".")[0] for name in lin.unflatten(lin.theta)})
         start = {f"{name}.*": a for name, a in zip(names, self.precisions[-len(names) :])}
@@ -187,7 +187,9 @@ class LinearisedNetwork(Surrogate):
         self.noise = best.observation_noise
         return best
 
-    def _linearized(self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian) -> co.Linearization:
+    def _linearized(
+        self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian
+    ) -> co.operators.Linearization:
         return co.linearize(self.network, data, likelihood)
 
 
@@ -196,7 +198,9 @@ class LinearisedLastLayer(LinearisedNetwork):
 
     width = WIDE
 
-    def _linearized(self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian) -> co.Linearization:
+    def _linearized(
+        self, data: tuple[Tensor, Tensor], likelihood: co.likelihoods.Gaussian
+    ) -> co.operators.Linearization:
         return co.linearize(self.network, data, likelihood, parameters="last_layer")
 
 

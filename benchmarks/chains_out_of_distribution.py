@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
+from benchmarks.digits import all_digits, rotate
+from benchmarks.layers import perceptron
 from benchmarks.tables import tables
-from curvops.cli.demo.digits import all_digits, rotate
-from curvops.cli.demo.network import perceptron
+from curvops import metrics
 from curvops.plots import style
-from curvops.posterior import metrics
 from curvops.posterior.predictions import uncertainty
 
 CHAINS = 10

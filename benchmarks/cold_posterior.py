@@ -23,8 +23,8 @@ import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
 from benchmarks.tables import table
+from curvops import metrics
 from curvops.plots import style
-from curvops.posterior import metrics
 
 TEMPERATURES = (0.03, 0.1, 0.3, 1.0, 3.0)
 WORDS, NEGATIONS, LENGTH, FLIPPED = 16, 1, 8, 0.1
@@ -103,7 +103,7 @@ def starts(count: int) -> list[dict[str, Tensor]]:
     return [dict(network(i).named_parameters()) for i in range(count)]
 
 
-def at(params: dict[str, Tensor], data: Data) -> co.Linearization:
+def at(params: dict[str, Tensor], data: Data) -> co.operators.Linearization:
     """The network linearised at these parameters."""
     model = network(0)
     model.load_state_dict(params)
@@ -133,7 +133,7 @@ def of_gaussian(post: Any, name: str, parts: Sequence[Data], seed: int) -> dict[
     }
 
 
-def laplace(lin: co.Linearization, parts: Sequence[Data], temperature: float, seed: int) -> dict[str, Tensor]:
+def laplace(lin: co.operators.Linearization, parts: Sequence[Data], temperature: float, seed: int) -> dict[str, Tensor]:
     """Diagonal Laplace with the empirical Fisher and with the GGN."""
     found = {}
     fisher = co.linalg.Diagonal(co.EmpiricalFisher(lin).diagonal())
@@ -160,7 +160,12 @@ def variational(
 
 
 def hamiltonian(
-    data: Data, lin: co.Linearization, parts: Sequence[Data], temperature: float, seeds: int, steps: int = LONG
+    data: Data,
+    lin: co.operators.Linearization,
+    parts: Sequence[Data],
+    temperature: float,
+    seeds: int,
+    steps: int = LONG,
 ) -> dict[str, Tensor]:
     """By part and seed: the last weights of `CHAINS` chains, and as many draws of the first of them."""
     sampler = co.sampling.sghmc(density(data), STEP_SIZE, alpha=FRICTION, temperature=temperature, momentum_first=True)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Digits, Images, load_digits
 from benchmarks.tables import table
-from curvops.cli.demo.digits import Digits, Images, load_digits
 from curvops.plots import style
 
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
@@ -58,12 +58,17 @@ def of_task(images: Images, task: int) -> Images:
     return Images(images.x[own], images.y[own] - TASKS[task][0])
 
 
-Next = Callable[[co.Laplace | None, co.Linearization, torch.Generator], co.Laplace]
+Next = Callable[[co.posterior.Laplace | None, co.operators.Linearization, torch.Generator], co.posterior.Laplace]
 """From yesterday's posterior and the network linearised on today's data, today's posterior."""
 
 
-def _first_or(update: Callable[[co.Laplace, co.Linearization, torch.Generator], co.Laplace], curvature: Any) -> Next:
-    def step(post: co.Laplace | None, lin: co.Linearization, generator: torch.Generator) -> co.Laplace:
+def _first_or(
+    update: Callable[[co.posterior.Laplace, co.operators.Linearization, torch.Generator], co.posterior.Laplace],
+    curvature: Any,
+) -> Next:
+    def step(
+        post: co.posterior.Laplace | None, lin: co.operators.Linearization, generator: torch.Generator
+    ) -> co.posterior.Laplace:
         if post is None:
             return co.laplace(lin, curvature, PRIOR, check_mode=False)
         return update(post, lin, generator)
@@ -124,13 +129,13 @@ def run(method: str, seed: int, strength: float, data: Digits, part: Images) -> 
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     network, step = Heads(), METHODS.get(method)
-    post: co.Laplace | None = None
+    post: co.posterior.Laplace | None = None
     found, errors = [], []
     for task in range(len(TASKS)):
         own = of_task(data.train, task)
         seen = [(t, of_task(data.train, t)) for t in (range(task + 1) if method == JOINT else [task])]
 
-        def loss(post: co.Laplace | None = post, seen: Any = seen, task: int = task) -> Tensor:
+        def loss(post: co.posterior.Laplace | None = post, seen: Any = seen, task: int = task) -> Tensor:
             total = torch.stack([misfit(network, images, t) for t, images in seen]).sum()
             if post is None:
                 return total + decay(network)

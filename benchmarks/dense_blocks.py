@@ -14,11 +14,11 @@ import torch
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import load_digits
+from benchmarks.layers import add_corrections, convolutional_network
 from benchmarks.machine import resident, run_apart
 from benchmarks.tables import tables
 from curvops.cli.bench.measure import clock
-from curvops.cli.demo.digits import load_digits
-from curvops.cli.demo.network import add_corrections, convolutional_network
 
 SIZES = (500, 2000, 5000, 10000)
 DISTANCES = (500, 2000, 5000)

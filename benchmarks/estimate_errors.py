@@ -13,11 +13,11 @@ from torch import Tensor
 
 import curvops as co
 from benchmarks.coverage_cells import TRACES, generator, spectra
+from benchmarks.digits import all_digits
+from benchmarks.layers import fit, perceptron
 from benchmarks.study_page import Study
 from benchmarks.tables import table
 from curvops.cli.bench.problems import log_spaced, symmetric
-from curvops.cli.demo.digits import all_digits
-from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Estimate, logdet, trace
 
 SIZE, FEW = 1000, 10

@@ -27,7 +27,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sin() + NOISE**0.5 * noise
 
 
-def trained() -> co.Linearization:
+def trained() -> co.operators.Linearization:
     """Linearise a network of 1,153 weights at a mode."""
     torch.manual_seed(0)
     x, y = data()
@@ -45,7 +45,7 @@ def trained() -> co.Linearization:
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE))
 
 
-def doubt(axes: Axes, lin: co.Linearization) -> None:
+def doubt(axes: Axes, lin: co.operators.Linearization) -> None:
     """Draw the mean, and two standard deviations of the function under each posterior."""
     at = torch.linspace(-SPAN, SPAN, 281).unsqueeze(1).double()
     posteriors = {name: co.laplace(lin, curvature, PRECISION) for name, curvature in CURVATURES.items()}
@@ -66,7 +66,7 @@ def doubt(axes: Axes, lin: co.Linearization) -> None:
     axes.legend(fontsize=style.SMALL, loc="upper left", ncols=2, framealpha=0.9)
 
 
-def classifier() -> co.Linearization:
+def classifier() -> co.operators.Linearization:
     """Linearise a classifier of 3,107 weights on 300 points of three classes, trained to small losses."""
     torch.manual_seed(0)
     x = 2 * torch.randn(300, 6).double()
@@ -80,7 +80,7 @@ def classifier() -> co.Linearization:
     return co.linearize(model, (x, y), "classification")
 
 
-def spectrum(axes: Axes, lin: co.Linearization) -> None:
+def spectrum(axes: Axes, lin: co.operators.Linearization) -> None:
     """Draw the density of the GGN's eigenvalues with its band, and the eight largest eigenvalues."""
     generator = torch.Generator().manual_seed(0)
     G = co.GGN(lin)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import spread_cell, table
 from benchmarks.timing import Comparison, Spread, alternate, seconds
-from curvops.cli.demo.network import linear_layers
 
 DOUBLE = torch.float64
 INPUTS, TRAINING = 8, 500
@@ -44,7 +44,7 @@ def network(widths: tuple[int, ...]) -> tuple[nn.Sequential, Tensor, Tensor]:
     return linear_layers(INPUTS, *widths).double(), x, y
 
 
-def posterior(curvature: str, widths: tuple[int, ...] = MIDDLE) -> co.Laplace:
+def posterior(curvature: str, widths: tuple[int, ...] = MIDDLE) -> co.posterior.Laplace:
     """A posterior by its name."""
     model, x, y = network(widths)
     options = {"parameters": "last_layer"} if curvature == "last layer" else {}

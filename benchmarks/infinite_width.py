@@ -88,7 +88,7 @@ def feature_kernel(model: nn.Sequential, x: Tensor, theta: Mapping[str, Tensor] 
 
 def tangent_kernel(model: nn.Module, x: Tensor) -> Tensor:
     """The empirical tangent kernel, J A⁻¹Jᵀ under the prior."""
-    lin = co.linearize(model, (x, x[:, :1]), "regression")
+    lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
     return co.TangentKernel(lin, co.sampling.ntk_precision(model, WEIGHT_STD, BIAS_STD)).to_dense()
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from curvops import checkpoint
-from curvops.cli.demo.network import linear_layers
 from curvops.records import record_of
 
 KILLS = 20
@@ -37,7 +37,7 @@ def posterior(points: int = 512, hidden: tuple[int, int] = (128, 64), batches: i
     x, y = torch.randn(points, 64, dtype=torch.float64), torch.randint(10, (points,))
     data = list(zip(x.chunk(batches), y.chunk(batches)))
     lin = co.linearize(linear_layers(64, *hidden, 10).double(), data, "classification", memory_budget=2**30)
-    return co.laplace(lin, prior_precision=prior, check_mode=False)
+    return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
 def seeded() -> torch.Generator:
@@ -53,7 +53,7 @@ def formed(folder: Path | None) -> Any:
 
 
 def descent(folder: Path | None) -> Any:
-    post, options = posterior(hidden=(32, 16), prior=1.0), co.StochasticDescent(batch_size=128, epochs=60)
+    post, options = posterior(hidden=(32, 16), prior=1.0), co.posterior.StochasticDescent(batch_size=128, epochs=60)
     return post.deviations(4, method=options, rtol=0.1, generator=seeded(), checkpoint=folder).draws
 
 

@@ -76,7 +76,7 @@ def growth(points: int) -> Iterator[dict[str, object]]:
     begin = time.perf_counter()
     _ = co.GGN(lin) @ v
     product = time.perf_counter() - begin
-    post = co.laplace(lin, prior_precision=1e3 * points, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1e3 * points, check_mode=False)
     begin = time.perf_counter()
     drawn = post.deviations(1, method="cg", rtol=0.1, generator=torch.Generator().manual_seed(0))
     seconds = time.perf_counter() - begin

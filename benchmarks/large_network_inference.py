@@ -45,7 +45,7 @@ def inference(images: int) -> Iterator[dict[str, object]]:
     model.eval()
     yield row(stage="training", gradient=one_pass(model, data), images=images)
     lin = co.linearize(model, data, "classification", memory_budget=BUDGET)
-    post = co.laplace(lin, prior_precision=START, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=START, check_mode=False)
     generator = torch.Generator().manual_seed(0)
     begin = time.perf_counter()
     first = post.effective_parameters()

@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import perceptron
 from benchmarks.machine import peer_version, run_apart
 from benchmarks.peak import peak_bytes
 from benchmarks.tables import MIB, table
-from curvops.cli.demo.network import perceptron
 from curvops.plots import style
 
 INPUTS, NOISE, PRIOR = 8, 0.1, 3.5
@@ -198,7 +198,7 @@ class Process(gpytorch.models.ApproximateGP):
 
 
 @cache
-def inducing(lin: co.Linearization) -> Tensor:
+def inducing(lin: co.operators.Linearization) -> Tensor:
     """The points that a pivoted Cholesky of the network's kernel chooses."""
     rows = co.gp.reduced_posterior(lin, RANK, PRIOR, check_mode=False).rows
     assert rows is not None
@@ -208,7 +208,7 @@ def inducing(lin: co.Linearization) -> Tensor:
 class Training:
     """An SVGP with what trains it, epoch by epoch."""
 
-    def __init__(self, x: Tensor, y: Tensor, lin: co.Linearization | None = None, learn: bool = True) -> None:
+    def __init__(self, x: Tensor, y: Tensor, lin: co.operators.Linearization | None = None, learn: bool = True) -> None:
         """Over the RBF kernel, or over that of a network at the points of its pivoted Cholesky."""
         self.generator = torch.Generator().manual_seed(0)
         if lin is None:

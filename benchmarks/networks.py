@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import transformer
-from curvops.cli.demo.network import linear_layers
+from benchmarks.layers import linear_layers
 
 SEED = 0
 

@@ -131,7 +131,9 @@ def adapted(base: nn.Module, seed: int) -> nn.Module:
     return Logits(peft.get_peft_model(copy.deepcopy(base.model), config)).eval()
 
 
-def posterior(post: co.Laplace | None, lin: co.Linearization, additive: bool) -> co.Laplace:
+def posterior(
+    post: co.posterior.Laplace | None, lin: co.operators.Linearization, additive: bool
+) -> co.posterior.Laplace:
     """Make the next posterior from the diagonal Fishers of all episodes, each where it was, or of the last alone."""
     if post is None or not additive:
         return co.laplace(lin, co.DiagonalGGN(lin, fisher="empirical"), PRIOR, check_mode=False)
@@ -194,12 +196,12 @@ def run(method: Method, base: nn.Module, seed: int, steps: int = STEPS) -> Tenso
     training, held_out = episodes(seed)
     model, found = adapted(base, seed), torch.zeros(EPISODES, EPISODES)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    post: co.Laplace | None = None
+    post: co.posterior.Laplace | None = None
     for episode in range(EPISODES):
         seen = training[: episode + 1] if method.offline else [training[episode]]
         tokens, following = (torch.cat(parts) for parts in zip(*seen))
 
-        def loss(data: Data = (tokens, following), post: co.Laplace | None = post) -> Tensor:
+        def loss(data: Data = (tokens, following), post: co.posterior.Laplace | None = post) -> Tensor:
             if post is None:
                 penalty = 0.5 * PRIOR * torch.stack([p.square().sum() for p in named.values()]).sum()
             else:

@@ -71,7 +71,7 @@ def operator(problem: Problem, batches: list[tuple[Tensor, Tensor]], V: Tensor, 
     return ""
 
 
-OPERATORS: dict[str, Callable[[co.Linearization], object]] = {
+OPERATORS: dict[str, Callable[[co.operators.Linearization], object]] = {
     "products": lambda lin: [co.GGN(lin) @ torch.ones_like(lin.theta) for _ in range(8)],
     "sampled": lambda lin: co.GGN(lin, mc_samples=1) @ torch.ones_like(lin.theta),
     "diagonal": co.DiagonalGGN,

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks.digits import Images
+from benchmarks.layers import fit, perceptron
 from curvops import linalg
 from curvops.cli.bench.problems import flat, geometric, log_spaced, powers, step, symmetric
-from curvops.cli.demo.digits import Images
-from curvops.cli.demo.network import fit, perceptron
 
 ROUNDING = 1e-8
 N = 300
@@ -61,7 +61,7 @@ def of_matrix(A: Tensor, definite: bool) -> Iterator[tuple[str, Call]]:
             yield f"cg {rtol:g}", lambda rtol=rtol: linalg.cg(A, B, rtol=rtol)
             yield f"cg by columns {rtol:g}", lambda rtol=rtol: linalg.cg(A, B, rtol=rtol, block=False)
             yield f"refined cg {rtol:g}", lambda rtol=rtol: linalg.cg(A.float(), B.float(), rtol=rtol, refine=True)
-    for which in ("largest", "smallest", "magnitude"):
+    for which in ("LA", "SA", "LM"):
         yield f"eigsh {which}", lambda which=which: linalg.eigsh(A, 4, which, rtol=1e-7, generator=seeded())
     yield "lanczos", lambda: linalg.lanczos(A, 30, generator=seeded()).T
     yield "svds", lambda: linalg.svds(tall, 4, rtol=1e-7, generator=seeded())

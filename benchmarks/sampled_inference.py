@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.digits import Images, load_digits
+from benchmarks.layers import fit
 from benchmarks.tables import table, tables
-from curvops.cli.demo.digits import Images, load_digits
-from curvops.cli.demo.network import fit
 from curvops.operators.curvatures.curvature import root_of
 from curvops.plots import style
 
@@ -59,8 +59,8 @@ class Setting:
     """The trained network, linearised; its posterior at the start; training and test digits."""
 
     model: nn.Module
-    lin: co.Linearization
-    post: co.Laplace
+    lin: co.operators.Linearization
+    post: co.posterior.Laplace
     train: Images
     test: Images
 
@@ -72,7 +72,7 @@ def setting(seed: int) -> Setting:
     torch.manual_seed(seed)
     model = fit(lenet(), train, prior_precision=1.0, steps=1000, rate=1e-2, cosine=True)
     lin = co.linearize(model, (train.x, train.y), "classification")
-    post = co.laplace(lin, prior_precision=START, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=START, check_mode=False)
     return Setting(model, lin, post, train, test)
 
 
@@ -112,7 +112,7 @@ def likelihoods(given: Setting, alpha: float, seed: int) -> Found:
     exact = given.post.with_prior(alpha)
     last = co.linearize(given.model, (given.train.x, given.train.y), "classification", parameters="last_layer")
     posts = {
-        "last layer": co.laplace(last, prior_precision=alpha, check_mode=False),
+        "last layer": co.laplace(last, co.GGN, prior_precision=alpha, check_mode=False),
         "KFAC": co.laplace(given.lin, co.KFAC, alpha, check_mode=False),
         "sampled": exact,
     }
@@ -124,7 +124,7 @@ def likelihoods(given: Setting, alpha: float, seed: int) -> Found:
     return rows
 
 
-def _scores(post: co.Laplace, samples: Tensor, test: Images, seed: int) -> Found:
+def _scores(post: co.posterior.Laplace, samples: Tensor, test: Images, seed: int) -> Found:
     pairs = torch.Generator().manual_seed(seed)
     found = {
         "marginal": post.log_likelihood(test.x, test.y, samples=samples),
@@ -142,7 +142,7 @@ def scores_table(found: Found) -> str:
     return table(["predictive", "marginal, nats a point", "dyadic, nats a pair of ten"], rows)
 
 
-def courses(post: co.Laplace, test: Images, seed: int) -> Found:
+def courses(post: co.posterior.Laplace, test: Images, seed: int) -> Found:
     """Passes, and the root mean square of the relative error of predictive variances that they reach.
 
     Of block CG by its tolerance, of gradient descent by its epochs; one noise, so that one answer is right.
@@ -159,14 +159,16 @@ def courses(post: co.Laplace, test: Images, seed: int) -> Found:
 
     found: Found = {"block CG": {"passes": [], "errors": []}}
     for rtol in TOLERANCES:
-        cold = co.laplace(post.lin, prior_precision=post.prior_precision, check_mode=False)  # makes its own sketch
+        cold = co.laplace(
+            post.lin, co.GGN, prior_precision=post.prior_precision, check_mode=False
+        )  # makes its own sketch
         solved = cold.deviations(DRAWS, exact.noise, "cg", rtol=rtol)
         found["block CG"]["passes"].append(solved.matvecs / DRAWS)
         found["block CG"]["errors"].append(error(solved.draws))
     for loss, name in (("low_variance", "SGD on L′"), ("standard", "SGD on L")):
         found[name] = {"passes": [], "errors": []}
         for epochs in EPOCHS:
-            options = co.StochasticDescent(loss, batch_size=100, epochs=epochs)
+            options = co.posterior.StochasticDescent(loss, batch_size=100, epochs=epochs)
             try:
                 draws = post.deviations(DRAWS, exact.noise, options, rtol=1e-6).draws
             except co.linalg.ConvergenceError as stopped:

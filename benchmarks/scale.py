@@ -18,10 +18,10 @@ from torch import Tensor
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import perceptron
 from benchmarks.machine import run_apart
 from benchmarks.peak import load_code, peak_bytes
 from benchmarks.tables import MIB, table
-from curvops.cli.demo.network import perceptron
 
 POINTS = (500, 2_000, 10_000, 50_000)
 BATCH, DRAWS, ROUNDS, BUDGET = 500, 8, 3, 64 * MIB
@@ -55,7 +55,7 @@ def measure(points: int) -> dict[str, float]:
         begin = time.process_time()
         _ = G @ V
         times.append((time.process_time() - begin) / DRAWS)
-    post = co.laplace(lin, prior_precision=points / 50, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=points / 50, check_mode=False)
     begin = time.process_time()
     drawn = post.deviations(DRAWS, method="cg", rtol=1e-2, generator=torch.Generator().manual_seed(0))
     mode = post.linear_mode(rtol=1e-3)

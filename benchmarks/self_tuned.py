@@ -16,8 +16,8 @@ from torch import nn
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import spread
+from benchmarks.digits import load_digits
 from benchmarks.tables import table
-from curvops.cli.demo.digits import load_digits
 
 STARTS = (0.02, 0.2, 2.0, 20.0, 200.0)
 EPOCHS = 150

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from benchmarks.machine import peer_version
 from benchmarks.study_page import Study
 from benchmarks.tables import table
 from benchmarks.timing import Run, alternate
-from curvops.cli.demo.network import linear_layers
 
 NETWORKS = ((1, 20, 1), (20, 50, 50, 5))
 POINTS, BATCH = 100, 32
@@ -66,12 +66,12 @@ def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Ru
         for fisher in ("empirical", "ggn"):
             what = f"diagonal EKF, {points} a batch, {fisher}, beside posteriors' empirical"
             yield what, *filters(model, (X[:points], Y[:points]), fisher)
-    yield "linearize", lambda: co.linearize(model, (X, Y), "regression"), None
+    yield "linearize", lambda: co.linearize(model, (X, Y), co.likelihoods.Gaussian(noise=1.0)), None
     loader: Any = DataLoader(TensorDataset(X, Y), batch_size=POINTS)
 
     def evidence() -> object:
-        lin = co.linearize(model, (X, Y), "regression")
-        return co.laplace(lin, co.KFAC, check_mode=False).log_evidence()
+        lin = co.linearize(model, (X, Y), co.likelihoods.Gaussian(noise=1.0))
+        return co.laplace(lin, co.KFAC, 1.0, check_mode=False).log_evidence()
 
     def kron() -> Any:
         found: Any = Laplace(copy.copy(model), "regression", "all", "kron")
@@ -83,7 +83,11 @@ def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Ru
         evidence,
         lambda: kron().log_marginal_likelihood(),
     )
-    post, theirs, x = co.laplace(co.linearize(model, (X, Y), "regression"), co.KFAC), kron(), X[:2]
+    post, theirs, x = (
+        co.laplace(co.linearize(model, (X, Y), co.likelihoods.Gaussian(noise=1.0)), co.KFAC, 1.0),
+        kron(),
+        X[:2],
+    )
     yield (
         "joint prediction of two points",
         lambda: post.predict(x, joint=True).covariance_matrix,
@@ -100,7 +104,7 @@ def filters(model: nn.Module, batch: tuple[Tensor, Tensor], fisher: str) -> tupl
         return -0.5 * (outputs - given[1]).square().sum(1), outputs
 
     theirs = posteriors.ekf.diag_fisher.build(log_likelihood, lr=1.0, per_sample=True)
-    log_posterior = co.sampling.log_posterior(model, "regression", data_size=POINTS)
+    log_posterior = co.sampling.log_posterior(model, co.likelihoods.Gaussian(noise=1.0), data_size=POINTS)
     ours = co.sampling.ekf(log_posterior, fisher=fisher)
     states: list[Any] = [ours.init(log_posterior.params), theirs.init(log_posterior.params)]
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
+from benchmarks.layers import linear_layers
 from benchmarks.tables import table
-from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 SHARES = (0.01, 0.03, 0.1, 0.5, 1.0)
@@ -142,7 +142,7 @@ def choose(name: str, split: Split, seed: int) -> tuple[float, float]:
     return max(((prior, noise) for prior in PRIORS for noise in NOISES[name]), key=score)
 
 
-def whole(lin: co.Linearization) -> co.Subnetwork:
+def whole(lin: co.operators.Linearization) -> co.Subnetwork:
     """The full GGN as a matrix: small networks are solved by Cholesky."""
     return co.Subnetwork(co.GGN(lin), torch.arange(lin.num_parameters))
 
@@ -157,7 +157,7 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
     full = co.laplace(lin, whole(lin), prior, check_mode=False)
     reference = full.predict(split.x_gap).stddev
 
-    def note(of: str, post: co.Laplace | None, **further: float) -> None:
+    def note(of: str, post: co.posterior.Laplace | None, **further: float) -> None:
         measures = found[of]
         if post is None:
             residuals = lin.predict(split.x_gap) - split.y_gap

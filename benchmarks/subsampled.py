@@ -19,11 +19,11 @@ from torch import Tensor
 import curvops as co
 from benchmarks import study_page
 from benchmarks.claims import spread
+from benchmarks.digits import load_digits
+from benchmarks.layers import fit, perceptron
 from benchmarks.tables import table
-from curvops.cli.demo.digits import load_digits
-from curvops.cli.demo.network import fit, perceptron
+from curvops import metrics
 from curvops.plots import style
-from curvops.posterior import metrics
 
 SIZES = (10, 30, 100, 300, 1000)
 DRAWS = 10
@@ -61,7 +61,7 @@ def study(seed: int) -> Found:
     return found
 
 
-def _posterior(lin: co.Linearization) -> co.Laplace:
+def _posterior(lin: co.operators.Linearization) -> co.posterior.Laplace:
     """Exact: the precision as a dense matrix, 2,410 × 2,410."""
     G = co.linalg.Dense(co.GGN(lin).to_dense(), psd=True)
     return co.laplace(lin, G, PRIOR, check_mode=False)

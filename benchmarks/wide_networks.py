@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvops as co
+from benchmarks.digits import load_digits
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
 from benchmarks.report import fill
 from benchmarks.study_page import MEASURED
 from benchmarks.tables import machine_line, tables
-from curvops.cli.demo.digits import load_digits
 from curvops.plots import style
 from curvops.sampling.diagnostics import random_projections
 from curvops.sampling.diagnostics.projected_chains import effective_size

@@ -70,7 +70,7 @@ def stages(budget: int, points: int) -> tuple[dict[str, Callable[[], Any]], int,
     lin = co.linearize(model, batches, "classification", memory_budget=budget)
     prior: dict[str, Any] = {"prior_precision": 1e3 * points, "check_mode": False}
     B = torch.randn(4, lin.num_parameters).mT
-    post = co.laplace(lin, **prior)
+    post = co.laplace(lin, co.GGN, **prior)
 
     def seeded() -> torch.Generator:
         return torch.Generator().manual_seed(0)
@@ -116,7 +116,7 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int
     from torch import nn
 
     import curvops as co
-    from curvops.cli.demo.network import linear_layers
+    from benchmarks.layers import linear_layers
 
     torch.manual_seed(0)
     model = linear_layers(*WIDTHS, activation=nn.ReLU)

@@ -1,11 +1,23 @@
-"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
+"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C).
+
+The examples of functions and classes go on from these lines:
+
+>>> import torch
+>>> from torch import nn
+>>> import curvops as co
+>>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+>>> x, y = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(8) % 2
+>>> lin = co.linearize(model, (x, y), "classification")
+>>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from curvops import errors, evidence, gp, linalg, sampling
-from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import RewardPairs, likelihoods
+from curvops import errors, evidence, gp, linalg, metrics, operators, posterior, sampling
+from curvops.defaults import laplace
+from curvops.linalg import low_rank
+from curvops.network import likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -16,28 +28,12 @@ from curvops.operators import (
     Gradients,
     Hessian,
     Jacobian,
-    Linearization,
-    ShardedLinearization,
     Subnetwork,
     TangentKernel,
     linearize,
     subsample,
 )
-from curvops.posterior import (
-    Deviations,
-    GaussianPosterior,
-    Laplace,
-    LinearMode,
-    Predictions,
-    SampledNormal,
-    StochasticDescent,
-    Uncertainty,
-    laplace,
-    load,
-    save,
-    select,
-    wasserstein,
-)
+from curvops.posterior import fit_mode, load, save, select, wasserstein
 from curvops.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -56,28 +52,16 @@ __all__ = [
     "GGN",
     "KFAC",
     "BlockDiagonal",
-    "Damped",
-    "Deviations",
     "DiagonalGGN",
     "EmpiricalFisher",
-    "GaussianPosterior",
     "Gradients",
     "Hessian",
     "Jacobian",
-    "Laplace",
-    "LinearMode",
-    "Linearization",
-    "LowRank",
-    "Predictions",
-    "RewardPairs",
-    "SampledNormal",
-    "ShardedLinearization",
-    "StochasticDescent",
     "Subnetwork",
     "TangentKernel",
-    "Uncertainty",
     "errors",
     "evidence",
+    "fit_mode",
     "gp",
     "laplace",
     "likelihoods",
@@ -85,9 +69,17 @@ __all__ = [
     "linearize",
     "load",
     "low_rank",
+    "metrics",
+    "operators",
+    "posterior",
     "sampling",
     "save",
     "select",
     "subsample",
     "wasserstein",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: modules that only curvops imports are not shown."""
+    return [*__all__, "__version__", "plots"]

@@ -24,7 +24,6 @@ import math
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from curvops import storage
-from curvops.errors import CheckpointWarning
+from curvops.errors import CheckpointWarning, warn
 from curvops.process_group import Ranks
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
@@ -247,7 +246,7 @@ class Checkpoint:
         except OSError as error:
             done = False
             if not self._told:
-                warnings.warn(f"{error} The run continues and will try again.", CheckpointWarning, stacklevel=4)
+                warn(f"{error} The run continues and will try again.", CheckpointWarning)
             self._told = True
         self._saved = time.monotonic()
         self._took = self._saved - begin

@@ -10,6 +10,8 @@ the page "Troubleshooting", with its cause and its cure.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -35,13 +37,14 @@ __all__ = [
     "CheckpointWarning",
     "FewDrawsWarning",
     "InertWeightsWarning",
-    "LowerPrecisionWarning",
+    "ManyProductsWarning",
     "MaxStepsWarning",
     "MemoryBudgetWarning",
     "ModeWarning",
     "NoCurvatureWarning",
     "NoFactorsWarning",
     "NoProcessGroupWarning",
+    "NoiseWarning",
     "NotLogitsWarning",
     "NotVectorizedWarning",
     "OscillationWarning",
@@ -142,8 +145,8 @@ class InertWeightsWarning(UserWarning):
     """A warning that selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
 
 
-class LowerPrecisionWarning(UserWarning):
-    """A warning that a curvature is multiplied in a lower precision, with the relative error of its products."""
+class ManyProductsWarning(UserWarning):
+    """A warning that a call is about to make more than 1,000 products with an operator; it names a cheaper one."""
 
 
 class MaxStepsWarning(UserWarning):
@@ -168,6 +171,10 @@ class NoFactorsWarning(UserWarning):
 
 class NoProcessGroupWarning(UserWarning):
     """A warning that a process of several linearises its own data alone, since it was given no process group."""
+
+
+class NoiseWarning(UserWarning):
+    """A warning that the noise of a regression is far from the residuals' variance, or cannot be estimated."""
 
 
 class NotLogitsWarning(UserWarning):
@@ -200,3 +207,15 @@ class UndeterminedWarning(UserWarning):
 
 class UnsettledWarning(UserWarning):
     """A warning that a variational fit may not be at its optimum."""
+
+
+CALLING_BACK = {"botorch", "contextlib", "curvops", "functools", "gpytorch", "linear_operator", "scipy", "torch"}
+"""Packages whose frames stand between a user's line and a warning: the library and those that call it back."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's code from which the library was called, at whatever depth."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in CALLING_BACK:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

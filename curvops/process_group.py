@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.errors import NoProcessGroupWarning, RankFailedError, RanksDifferError
+from curvops.errors import NoProcessGroupWarning, RankFailedError, RanksDifferError, warn
 from curvops.fingerprints import fingerprint
 from curvops.rank_failures import TIMEOUT_VARIABLE, WatchedGroup
 
@@ -31,11 +30,10 @@ def warn_without_group() -> None:
     """Warn, once per process, if torch.distributed runs several processes and no group was given."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _warned:
         _warned.append(True)
-        warnings.warn(
+        warn(
             f"torch.distributed runs {dist.get_world_size()} processes, but linearize was given no process_group: it "
             "linearises this process's data alone.",
             NoProcessGroupWarning,
-            stacklevel=3,
         )
 
 

@@ -10,10 +10,13 @@ from enum import Enum
 from html import escape
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PRINTED = 8
-"""The length of vectors and sequences up to which their entries are printed; longer ones show their size."""
+"""The length of vectors and sequences up to which all their entries are printed."""
+FIRST = 5
+"""The number of entries of a longer vector that are printed."""
 MOST_ROWS = 20
 """The largest number of rows of a table, one for each column of a result."""
 
@@ -30,7 +33,7 @@ class Summarised:
 def summary(value: Any) -> str:
     """Describe a value in a few words, without a memory address."""
     if isinstance(value, Tensor):
-        return size_of(value) if value.ndim > 1 or value.numel() > PRINTED else _entries(value)
+        return size_of(value) if value.ndim > 1 or value.dtype == torch.uint8 else _entries(value)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, tuple) and value and all(isinstance(item, Enum) for item in value):
@@ -53,11 +56,12 @@ def size_of(value: Tensor) -> str:
 
 
 def _entries(vector: Tensor) -> str:
+    few = vector if vector.numel() <= PRINTED else vector[:FIRST]
     try:
-        entries = vector.detach().tolist()
+        entries = few.detach().tolist()
     except RuntimeError:  # without numbers: on the meta device, or inside a transform such as vmap
         return size_of(vector)
-    return f"[{', '.join(map(_short, entries))}]" if vector.ndim else _short(entries)
+    return _several([*map(_short, entries)], len(vector), "[]") if vector.ndim else _short(entries)
 
 
 def name_of(dtype: Any) -> str:

@@ -234,7 +234,7 @@ def test_a_user_s_solver_inside_keeps_nothing(tmp_path):
         return co.linalg.cg(A @ A, A @ B, **options)
 
     A = torch.diag(torch.arange(1.0, 9.0).double())
-    co.linalg.eigsh(A, 2, "interior", sigma=3.2, solver=solver, checkpoint=tmp_path)
+    co.linalg.eigsh(A, 2, sigma=3.2, solver=solver, checkpoint=tmp_path)
     assert folders(tmp_path) == []
 
 

@@ -1,4 +1,7 @@
-"""Public docstrings: parameters are described, and what is returned and raised is said where there is something."""
+"""Public docstrings: parameters are described, what is returned and raised is said, and an example runs.
+
+Tests `argument_types.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,22 @@ import griffe
 import pytest
 
 import curvops as co
-from curvops import plots
+from curvops import metrics, plots
 from curvops.network import likelihoods
-from curvops.posterior import metrics
 
-MODULES = (co, co.linalg, likelihoods, co.evidence, co.sampling, co.sampling.diagnostics, co.gp, plots, metrics)
+MODULES = (
+    co,
+    co.operators,
+    co.posterior,
+    co.linalg,
+    likelihoods,
+    co.evidence,
+    co.sampling,
+    co.sampling.diagnostics,
+    co.gp,
+    plots,
+    metrics,
+)
 SETTINGS = {*likelihoods.__all__, "Constant", "Cosine", "RobbinsMonro", "StochasticDescent"}
 """Dataclasses that users build; the fields of others are results, which prose describes."""
 
@@ -100,3 +114,40 @@ def test_a_docstring_without_a_parameter_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(CALLS, "curvops.laplace", (call, text.replace("    lin:", "    line:").replace("Returns:", "")))
     assert {"no parameter line", "lin is not described"} <= set(gaps("curvops.laplace"))
     assert raises(likelihoods.as_likelihood) and not raises(co.linalg.trace)
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    """Which runs, as every `>>>` in the package does."""
+    lacking = [name for name, value in public().items() if ">>> " not in (inspect.getdoc(value) or "")]
+    assert not lacking, lacking
+
+
+UNTYPED = {
+    "A",
+    "blocks",
+    "covariance",
+    "indices",
+    "low_rank_mat",
+    "make",
+    "matrix",
+    "mean",
+    "mesh",
+    "optimizer",
+    "params",
+}
+UNTYPED |= {"bias_variance", "points", "scores", "start", "state", "vectors", "weight_variance"}
+"""Parameters that take anything of a foreign kind: trees, layouts, classes of others."""
+
+
+def test_signatures_name_the_types_that_calls_take() -> None:
+    """A hover over a call shows more than `Any`: the names of `argument_types.py`."""
+    of_any = {
+        f"{name}: {parameter.name}"
+        for name, (call, _) in CALLS.items()
+        for parameter in inspect.signature(call).parameters.values()
+        if str(parameter.annotation) == "Any"
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.name not in UNTYPED
+    }
+    assert not of_any, sorted(of_any)
+    assert inspect.signature(co.laplace).parameters["prior_precision"].annotation == "PriorPrecision | None"

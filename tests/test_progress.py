@@ -137,7 +137,7 @@ ALGORITHMS = {
     "lsmr": plain(linalg.lsmr, PRECISION[:, :20], RIGHT),
     "dual_descent": seeded(linalg.dual_descent, DECAYING, RIGHT, noise=1.0, batch_size=20),
     "eigsh": seeded(linalg.eigsh, DECAYING, 3),
-    "eigsh inside": seeded(linalg.eigsh, DECAYING, 3, "interior", sigma=0.05, rtol=1e-3, max_matvecs=10_000),
+    "eigsh inside": seeded(linalg.eigsh, DECAYING, 3, sigma=0.05, rtol=1e-3, max_matvecs=10_000),
     "svds": seeded(linalg.svds, DECAYING[:, :40], 3),
     "lanczos": seeded(linalg.lanczos, DECAYING, 10),
     "trace": seeded(linalg.trace, DECAYING, max_matvecs=20),

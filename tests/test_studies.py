@@ -18,6 +18,8 @@ from benchmarks import (
     chains_out_of_distribution,
     claims,
     cold_posterior,
+    defaults,
+    defaults_settings,
     infinite_width,
     many_points,
     online_lora,
@@ -215,6 +217,27 @@ def test_blends_have_either_label():
     assert bool(((mixed.y == a) | (mixed.y == b)).all())
     share = float((mixed.y == a).double().mean())
     assert abs(share - 0.5) < 4 * (0.25 / len(a)) ** 0.5  # four standard errors; the seed is fixed
+
+
+def test_defaults_are_measured_beside_the_network_itself():
+    """Tests `defaults.py` and `defaults_settings.py`."""
+    moons = defaults_settings.SETTINGS["two moons, 100, AdamW"]
+    short = dataclasses.replace(moons, network=defaults_settings.mlp(2, 6, 6, 2), epochs=4, stopped=True)
+    found = study_page.tensors({"moons": defaults.of_setting(short, 2, ("last layer, KFAC", "KFAC"))})
+    rows = [f"{structure} | {rule}" for structure in ("last layer, KFAC", "KFAC") for rule in defaults.RULES]
+    assert sorted(found["moons"]["rows"]) == sorted(rows)
+    assert all("nan" not in section(found) for section in defaults.SECTIONS.values())
+
+
+def test_without_averaging_the_network_itself_predicts():
+    (network,) = defaults_settings.train(
+        dataclasses.replace(defaults_settings.SETTINGS["wine, 100, AdamW"], epochs=1), [0]
+    )
+    points = defaults_settings.wine(100, 0)
+    post = co.laplace(co.linearize(network, (points.x, points.y), "classification"), co.KFAC, 1e9, check_mode=False)
+    for link in ("probit", "mc"):
+        p = defaults.probabilities(defaults.predicted(post, points.x_test), link)
+        torch.testing.assert_close(p, network(points.x_test).softmax(-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in study_page.MEASURED.glob("*.json")))

@@ -40,10 +40,12 @@ OPERATORS: dict[str, Callable[[], Any]] = {
         *[linalg.Diagonal(torch.ones(1))] * 9, positions=[range(i, i + 1) for i in range(9)]
     ),
     "joint covariance": lambda: (
-        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3), joint=True).lazy_covariance_matrix
+        co.laplace(linearized(), co.GGN, 1.0, check_mode=False)
+        .predict(torch.ones(2, 3), joint=True)
+        .lazy_covariance_matrix
     ),
     "point covariance": lambda: (
-        co.laplace(linearized(), check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
+        co.laplace(linearized(), co.GGN, 1.0, check_mode=False).predict(torch.ones(2, 3)).lazy_covariance_matrix
     ),
 }
 """By name, how each kind of operator is made."""
@@ -71,7 +73,12 @@ def test_an_operator_says_its_size_its_parts_its_dtype_and_its_device_without_a_
 
 
 def test_the_table_has_every_public_operator() -> None:
-    public = {thing for face in (co, linalg) for name in face.__all__ if is_operator(thing := getattr(face, name))}
+    public = {
+        thing
+        for face in (co, co.operators, linalg)
+        for name in face.__all__
+        if is_operator(thing := getattr(face, name))
+    }
     shown = {kind for name in OPERATORS for kind in type(made(name)).__mro__}
     assert public - shown == set()
 
@@ -124,7 +131,7 @@ def test_a_likelihood_names_its_function_without_an_address() -> None:
     assert repr(co.likelihoods.FromLoss(Squares())) == "FromLoss(Squares)"
     assert repr(co.likelihoods.FromDistribution(functools.partial(huber))) == "FromDistribution(huber)"
     assert repr(co.likelihoods.Gaussian(0.1)) == "Gaussian(noise=0.1)"
-    assert "float32 (20,)" in repr(co.likelihoods.Gaussian(torch.ones(20)))
+    assert "[1, 1, 1, 1, 1, … 20 in all]" in repr(co.likelihoods.Gaussian(torch.ones(20)))
     model = nn.Linear(3, 2)
     lin = co.linearize(model, (torch.randn(5, 3), torch.randn(5, 2)), huber)
     assert repr(co.GGN(lin)) == "GGN(8 × 8, of FromLoss(huber) on 5 points, float32, cpu)"
@@ -149,10 +156,10 @@ def things() -> Iterator[tuple[str, Any, str]]:
     log_posterior = co.sampling.log_posterior(nn.Linear(3, 2), "classification", data_size=6)
     yield "lin", lin, "Linearization(14 weights, 6 points, 2 outputs, Categorical, float32, cpu)"
     yield "posterior", post, "Laplace(14 weights, KFAC(2 blocks, on 6 points), prior precision 2, float32, cpu)"
-    vector = co.laplace(lin, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
+    vector = co.laplace(lin, co.GGN, prior_precision=torch.ones(14), temperature=0.5, check_mode=False)
     yield "vector", vector, "prior precision float32 (14,), temperature 0.5"
     yield "operator prior", post.with_prior(linalg.Dense(torch.eye(14), psd=True)), "prior precision Dense"
-    gaussian = co.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
+    gaussian = co.posterior.GaussianPosterior.of(lin, linalg.Diagonal(torch.ones(14)))
     yield "Gaussian", gaussian, "GaussianPosterior(14 weights, covariance Diagonal, float32, cpu)"
     draws = {
         name: value.unsqueeze(0).unsqueeze(0).repeat(2, 3, *[1] * value.ndim)
@@ -173,7 +180,7 @@ def things() -> Iterator[tuple[str, Any, str]]:
     preconditioned = co.sampling.sgld(log_posterior, 0.1, preconditioner=torch.ones(8))
     yield "preconditioned", preconditioned, "D=Diagonal(8 × 8, float32, cpu)"
     yield "own density", co.sampling.sgld(lambda params, batch: 0.0, 0.1, data_size=3), "density=<lambda>"
-    yield "descent", co.StochasticDescent(), "StochasticDescent("
+    yield "descent", co.posterior.StochasticDescent(), "StochasticDescent("
     yield "preconditioner", low_rank().add_diagonal(1.0).preconditioner(2), "Preconditioner("
     yield "closed form", linalg.as_preconditioner(low_rank().add_diagonal(1.0)), "operator=Damped(7 × 7"
     yield "block Jacobi", linalg.block_jacobi(torch.eye(9), 3), "EqualBlocks(positions=int64 (3, 3), vectors=float32"
@@ -196,7 +203,7 @@ def test_everything_else_says_what_it_is_on_one_line() -> None:
 
 @functools.cache
 def posterior() -> Any:
-    return co.laplace(linearized(), prior_precision=2.0, check_mode=False)
+    return co.laplace(linearized(), co.GGN, prior_precision=2.0, check_mode=False)
 
 
 TABLES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
@@ -226,6 +233,29 @@ def test_tables_are_shown_in_notebooks(name: str) -> None:
     assert not ADDRESS.search(repr(thing))
 
 
+def test_results_print_values_not_shapes() -> None:
+    A = torch.diag(torch.arange(30.0, 0.0, -1.0).double())
+    pairs = linalg.eigsh(A, 12, generator=torch.Generator().manual_seed(0))
+    assert "values=[30, 29, 28, 27, 26, … 12 in all]" in repr(pairs) and "residuals=[" in repr(pairs)
+    assert repr(linalg.cg(torch.eye(9).double(), torch.arange(9.0).double())).startswith("Solution(x=[0, 1, 2, 3, 4, …")
+    p = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]])
+    table = repr(co.metrics.reliability_bins(p, torch.tensor([0, 1, 0]), bins=4))
+    assert table.splitlines()[1].split() == ["0.5", "to", "0.75", "1", "0.7", "0"] and len(table.splitlines()) == 3
+    post = posterior()
+    printed = repr(post.predict(torch.ones(6, 3)))
+    assert re.fullmatch(r"Normal\((-?[\d.]+ ± [\d.]+, -?[\d.]+ ± [\d.]+; ){5}… 6 points\)", printed)
+    assert "Tuning" not in repr(co.evidence.maximize(post, steps=30).tuning)
+
+
+def test_an_exact_number_has_no_error_bar() -> None:
+    for found in (linalg.trace(torch.eye(4)), linalg.diagonal(torch.eye(4)), posterior().log_evidence()):
+        assert found.samples == 0 and "±" not in repr(found) and "stderr" not in repr(found), found
+    assert (
+        "±" not in repr(co.evidence.grid(posterior(), [0.1, 1.0])) and "±" not in posterior().log_evidence().as_text()
+    )
+    assert re.search(r"Estimate\(1 ± 0.1, 95 % in", repr(linalg.Estimate(torch.tensor(1.0), torch.tensor(0.1), 5, 5)))
+
+
 def test_plans_and_grids_print_their_tables_as_text() -> None:
     for thing in (linearized().plan, posterior().plan(8), co.evidence.grid(posterior(), [0.1, 1.0])):
         assert repr(thing) == str(thing) and "\n" in repr(thing)
@@ -246,7 +276,7 @@ def test_long_tables_and_long_values_are_cut() -> None:
     cut = by_columns_of({"n": [str(i) for i in range(MOST_ROWS + 5)]})
     assert len(cut.rows) == MOST_ROWS and cut.remarks == [f"… {MOST_ROWS + 5} in all."]
     assert summary(tuple(range(30))) == "(0, 1, 2, 3, 4, 5, 6, 7, … 30 in all)"
-    assert summary({"a": 0.123456789, "b": [torch.ones(9)]}) == "{'a': 0.123457, 'b': [float32 (9,)]}"
+    assert summary({"a": 0.123456789, "b": [torch.ones(9)]}) == "{'a': 0.123457, 'b': [[1, 1, 1, 1, 1, … 9 in all]]}"
     assert summary(nn.Sequential(nn.Linear(2, 2))) == "Sequential" and summary(torch.Generator()) == "Generator"
     assert (
         summary(functools.partial(huber, targets=1)) == "huber" and summary(torch.nn.functional.mse_loss) == "mse_loss"

@@ -72,9 +72,9 @@ def measure(stage: Stage) -> None:
     model = train(stage, images, epochs=1)
     trained = stage.clock() - begin
     data = {n: Images(n, stage.device, size) for n in (full, *fewer)}
-    lins: dict[int, co.Linearization] = {}
+    lins: dict[int, co.operators.Linearization] = {}
 
-    def linearised(n: int) -> co.Linearization:
+    def linearised(n: int) -> co.operators.Linearization:
         if n not in lins:
             lins.clear()
             lins[n] = co.linearize(model, data[n], "classification")
@@ -99,7 +99,7 @@ def measure(stage: Stage) -> None:
 
     def inference(n: int) -> Iterator[tuple[str, Row]]:
         """One draw, a step of MacKay, and predictions, from n images under the prior precision of all, scaled."""
-        post = co.laplace(linearised(n), prior_precision=PRECISION * n / full, check_mode=False)
+        post = co.laplace(linearised(n), co.GGN, prior_precision=PRECISION * n / full, check_mode=False)
         generator = torch.Generator(stage.device).manual_seed(SEED)
         begin = stage.clock()
         one = post.deviations(1, rtol=RTOL, method="cg", generator=generator)
@@ -140,6 +140,6 @@ def measure(stage: Stage) -> None:
                 break
 
 
-def lin_outputs(post: co.Laplace, x: Tensor, draws: Tensor) -> Tensor:
+def lin_outputs(post: co.posterior.Laplace, x: Tensor, draws: Tensor) -> Tensor:
     """Return J(x) z for each draw, (N·C, K)."""
     return post.lin.jacobian(x) @ draws.mT

@@ -44,7 +44,7 @@ def iteration(problem: Any) -> tuple[Callable[[], object], int]:
 def prediction(problem: Any) -> tuple[Callable[[], object], int]:
     """Return the variances of 64 points under KFAC."""
     lin = co.linearize(problem.model, problem.batches(), "classification")
-    post, x = co.laplace(lin, co.KFAC, check_mode=False), problem.inputs[:64]
+    post, x = co.laplace(lin, co.KFAC, 1.0, check_mode=False), problem.inputs[:64]
     return lambda: post.predict(x).variance, 1
 
 

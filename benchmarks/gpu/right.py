@@ -51,7 +51,7 @@ def answers(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     G, V = co.GGN(lin), vectors(problem, 2).to(lin.theta.dtype)
     v = V[:, 0]
     K = co.KFAC(lin)
-    post = co.laplace(lin, co.KFAC, check_mode=False)
+    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
     return {
         "GGN @ V": lambda: G @ V,
         "EmpiricalFisher @ v": lambda: co.EmpiricalFisher(lin) @ v,
@@ -85,7 +85,7 @@ def seeds(stage: Stage) -> Row:
     """Return whether one seed gives one result twice."""
     found = problem("mlp", torch.float32, stage.device)
     lin = co.linearize(found.model, found.batches(), "classification")
-    post = co.laplace(lin, co.KFAC, check_mode=False)
+    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
 
     def both(call: Callable[[torch.Generator], Tensor]) -> bool:
         one, two = (call(torch.Generator(stage.device).manual_seed(3)) for _ in range(2))

@@ -60,7 +60,7 @@ def _beside_laplace(figures: Figures, problem: Problem, package: str) -> None:
     figures.add(problem.label, "DiagonalGGN", ours, against=f"{package}, {best}")
 
 
-def linearized(problem: Problem, memory_budget: int | None = None) -> co.Linearization:
+def linearized(problem: Problem, memory_budget: int | None = None) -> co.operators.Linearization:
     """The problem's linearisation, its rules checked: what is done once for a network is not timed."""
     lin = co.linearize(problem.model, problem.batches(), "classification", memory_budget=memory_budget)
     lin.passes.engines.checked_others(problem.inputs)

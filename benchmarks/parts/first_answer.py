@@ -27,7 +27,7 @@ def answer(figures: Figures, problem: Problem) -> None:
     lin = co.linearize(
         problem.model, problem.batches(), "classification", progress=lambda *_: heard.append(time.perf_counter())
     )
-    posteriors: list[co.GaussianPosterior] = []
+    posteriors: list[co.posterior.GaussianPosterior] = []
     first, *others = problem.inputs[:PREDICTIONS].split(1)
     stages: dict[str, Callable[[], object]] = {
         "factors": lambda: posteriors.append(co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)),

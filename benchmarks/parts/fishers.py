@@ -33,7 +33,7 @@ def measure(figures: Figures) -> None:
         _operator(figures, problem, "EmpiricalFisher", partial(co.EmpiricalFisher, lin), target)
 
 
-def _sampled(lin: co.Linearization) -> co.GGN:
+def _sampled(lin: co.operators.Linearization) -> co.GGN:
     return co.GGN(lin, mc_samples=1, generator=torch.Generator().manual_seed(0))
 
 

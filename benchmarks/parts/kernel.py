@@ -84,7 +84,7 @@ def _beside_count(figures: Figures, problem: Problem) -> None:
     figures.add(problem.label, "TangentKernel.to_dense, counted", beside, f"{count:,.1f} gradients", target=MOST)
 
 
-def _in_gpytorch(figures: Figures, problem: Problem, lin: co.Linearization) -> None:
+def _in_gpytorch(figures: Figures, problem: Problem, lin: co.operators.Linearization) -> None:
     """Compare a new kernel's matrix, with one or several prior precisions, and its gradient in x with the matrix."""
     x, unit = problem.inputs.flatten(1), _dense(lin)
     weights = torch.randn(10 * len(x), 10 * len(x), generator=torch.Generator().manual_seed(SEED))
@@ -104,7 +104,7 @@ def _in_gpytorch(figures: Figures, problem: Problem, lin: co.Linearization) -> N
     figures.add(problem.label, what, alternate(unit, gradient, PAIRS), "TangentKernel.to_dense", target=4.0)
 
 
-def _dense(lin: co.Linearization) -> Any:
+def _dense(lin: co.operators.Linearization) -> Any:
     return lambda: co.TangentKernel(lin).to_dense()
 
 

@@ -57,11 +57,11 @@ def _forward(problem: Problem) -> Callable[[], object]:
     return run
 
 
-def _variances(post: co.Laplace, problem: Problem) -> Callable[[], object]:
+def _variances(post: co.posterior.Laplace, problem: Problem) -> Callable[[], object]:
     return lambda: post.predict(problem.inputs).variance
 
 
-def _with_gradient(post: co.Laplace, problem: Problem) -> Callable[[], object]:
+def _with_gradient(post: co.posterior.Laplace, problem: Problem) -> Callable[[], object]:
     def run() -> object:
         x = problem.inputs.clone().requires_grad_()
         return torch.autograd.grad(post.predict(x).variance.sum(), x)

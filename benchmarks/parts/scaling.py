@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import curvops as co
+from benchmarks.layers import linear_layers
 from benchmarks.networks import SEED, Problem
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
 from benchmarks.routes import settle
 from benchmarks.timing import Run, seconds
-from curvops.cli.demo.network import linear_layers
 
 SIZES = {"N": (128, 256, 512, 1024, 2048), "D": (64, 128, 256, 512), "C": (3, 6, 12, 24, 48), "K": (1, 2, 4, 8, 16, 32)}
 USUAL = {"N": 512, "D": 256, "C": 10, "K": 1}

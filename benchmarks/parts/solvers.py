@@ -12,12 +12,12 @@ from linear_operator.utils import linear_cg
 from torch import Tensor
 
 import curvops as co
+from benchmarks.digits import all_digits
+from benchmarks.layers import fit, perceptron
 from benchmarks.machine import peer_version
 from benchmarks.networks import SEED
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread, seconds
-from curvops.cli.demo.digits import all_digits
-from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Damped, Diagonal, Solution, cg, nystrom, solve
 
 COLUMNS = 8
@@ -37,7 +37,7 @@ def measure(figures: Figures) -> None:
     _steps(figures)
 
 
-def digits() -> co.Linearization:
+def digits() -> co.operators.Linearization:
     """A trained network 64-100-100-10 with tanh on 1400 handwritten digits, float64, D = 17,610."""
     data = all_digits().to(torch.float64).first(1400)
     with torch.random.fork_rng(devices=[]):
@@ -69,7 +69,7 @@ def _sketched(P: Damped, B: Tensor) -> Solved:
     return Solved(solution.x, solution.matvecs + sketch.matvecs)
 
 
-def _solve(figures: Figures, lin: co.Linearization, prior: float, most: int) -> None:
+def _solve(figures: Figures, lin: co.operators.Linearization, prior: float, most: int) -> None:
     drawn = torch.Generator().manual_seed(SEED)
     B, other = (torch.randn(COLUMNS, lin.num_parameters, generator=drawn, dtype=torch.float64).mT for _ in range(2))
     P = co.GGN(lin).add_diagonal(prior)

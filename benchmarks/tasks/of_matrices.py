@@ -59,7 +59,7 @@ def few() -> Curved:
 
 def draws_ours(problem: Curved) -> Tensor:
     lin = co.linearize(problem.model, problem.data, "classification")
-    post = co.laplace(lin, prior_precision=PRECISION, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=PRECISION, check_mode=False)
     return post.deviations(64, generator=torch.Generator(problem.inputs.device).manual_seed(0)).draws
 
 
@@ -117,7 +117,7 @@ def largest_of(problem: Curved, answer: Any) -> dict[str, float]:
 
 def logdet_ours(problem: Curved) -> float:
     lin = co.linearize(problem.model, problem.data, "classification")
-    post = co.laplace(lin, prior_precision=PRECISION, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=PRECISION, check_mode=False)
     return float(post.log_evidence(mode="map").log_determinant_ratio)
 
 
@@ -145,7 +145,7 @@ def logdet_theirs(problem: Curved) -> float:
 def error_of(problem: Curved, value: float) -> dict[str, float]:
     """The relative error; the exact value comes from the formed kernel of the N·C outputs, in double precision."""
     lin = co.linearize(problem.model.double(), (problem.inputs.double(), problem.targets), "classification")
-    post = co.laplace(lin, prior_precision=PRECISION, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=PRECISION, check_mode=False)
     exact = float(post.log_evidence(rtol=1e-4, mode="map").log_determinant_ratio)
     problem.model.float()
     return {"relative error": abs(value - exact) / exact}

@@ -102,7 +102,7 @@ def _fit(model: nn.Module, data: Iterable[Any], epochs: int, loss: Any, precisio
 
 def toy_ours(problem: Trained) -> tuple[Tensor, Tensor, float]:
     lin = co.linearize(problem.model, (problem.inputs, problem.targets), co.likelihoods.Gaussian(1.0))
-    post = co.evidence.maximize(co.laplace(lin, check_mode=False), over=("scalar", "noise"), mode="map")
+    post = co.evidence.maximize(co.laplace(lin, co.GGN, 1.0, check_mode=False), over=("scalar", "noise"), mode="map")
     predicted = post.predict(problem.test)
     return predicted.mean, predicted.variance, float(post.log_evidence(mode="map").value)
 
@@ -134,7 +134,7 @@ def evidence_of(problem: Trained, answer: Any) -> dict[str, float]:
 def last_layer_ours(problem: Trained) -> Tensor:
     data = problem.inputs, problem.targets
     lin = co.linearize(problem.model, data, "classification", parameters="last_layer")
-    post = co.evidence.maximize(co.laplace(lin, co.KFAC, check_mode=False), mode="map")
+    post = co.evidence.maximize(co.laplace(lin, co.KFAC, 1.0, check_mode=False), mode="map")
     return post.probabilities(problem.test)
 
 
@@ -149,7 +149,7 @@ def last_layer_theirs(problem: Trained) -> Tensor:
 
 def kfac_ours(problem: Trained) -> Tensor:
     lin = co.linearize(problem.model, (problem.inputs, problem.targets), "classification")
-    post = co.evidence.maximize(co.laplace(lin, co.KFAC, check_mode=False), mode="map")
+    post = co.evidence.maximize(co.laplace(lin, co.KFAC, 1.0, check_mode=False), mode="map")
     return post.probabilities(problem.test)
 
 
@@ -165,7 +165,7 @@ def kfac_theirs(problem: Trained) -> Tensor:
 
 def untuned_ours(problem: Trained) -> Tensor:
     lin = co.linearize(problem.model, (problem.inputs, problem.targets), "classification")
-    return co.laplace(lin, co.KFAC, check_mode=False).probabilities(problem.test)
+    return co.laplace(lin, co.KFAC, 1.0, check_mode=False).probabilities(problem.test)
 
 
 def untuned_theirs(problem: Trained) -> Tensor:
@@ -178,7 +178,7 @@ def untuned_theirs(problem: Trained) -> Tensor:
 
 def diagonal_ours(problem: Trained) -> Tensor:
     lin = co.linearize(problem.model, (problem.inputs, problem.targets), "classification")
-    post = co.evidence.maximize(co.laplace(lin, co.DiagonalGGN, check_mode=False), mode="map")
+    post = co.evidence.maximize(co.laplace(lin, co.DiagonalGGN, 1.0, check_mode=False), mode="map")
     return post.probabilities(problem.test)
 
 
@@ -199,7 +199,7 @@ def subnetwork_ours(problem: Trained) -> Tensor:
     few = co.linearize(
         problem.model, (problem.inputs, problem.targets), "classification", parameters=co.select(lin, 1000, "magnitude")
     )
-    return co.laplace(few, check_mode=False).probabilities(problem.test)
+    return co.laplace(few, co.GGN, 1.0, check_mode=False).probabilities(problem.test)
 
 
 def subnetwork_theirs(problem: Trained) -> Tensor:

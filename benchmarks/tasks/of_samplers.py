@@ -49,7 +49,7 @@ def stream() -> Regression:
 
 
 def sghmc_ours(problem: Regression) -> Tensor:
-    f = S.log_posterior(problem.model, "regression", data_size=problem.points)
+    f = S.log_posterior(problem.model, co.likelihoods.Gaussian(noise=1.0), data_size=problem.points)
     sampler = S.chains(S.sghmc(f, STEP, alpha=FRICTION), CHAINS)
     data = [(problem.inputs, problem.targets)]
     chain = S.run(
@@ -99,7 +99,9 @@ def likelihood_of(problem: Regression, draws: Tensor) -> dict[str, float]:
 
 
 def ekf_ours(problem: Regression) -> Tensor:
-    f = S.log_posterior(problem.model, "regression", prior_precision=PRECISION, data_size=problem.points)
+    f = S.log_posterior(
+        problem.model, co.likelihoods.Gaussian(noise=1.0), prior_precision=PRECISION, data_size=problem.points
+    )
     ekf = S.ekf(f, fisher="empirical")
     state = ekf.init(f.params)
     for x, y in zip(problem.inputs.split(1), problem.targets.split(1)):

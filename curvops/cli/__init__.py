@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -39,29 +36,6 @@ def _exit_codes(interrupted: str) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-@contextmanager
-def _process_group(output: Path) -> Iterator[tuple[Any, Path]]:
-    """Yield torchrun's process group, or None, and the folder to write; only the first process prints and writes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None, output
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        if dist.get_rank() == 0:
-            yield dist.group.WORLD, output
-            return
-        with (
-            redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()),
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            yield dist.group.WORLD, Path(folder)
-    finally:
-        dist.destroy_process_group()
-
-
 @app.callback()
 def curvops(
     _: Annotated[
@@ -73,20 +47,14 @@ def curvops(
 
 @app.command()
 def demo(
-    quick: Annotated[bool, typer.Option(help="One network instead of three: about a minute on two cores.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder for results.json, weights and figures.")] = Path("curvops-demo"),
-    seeds: Annotated[int | None, typer.Option(min=1, help="Networks to train; 3, or 1 with --quick.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first network.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for results.json and figures.")] = Path("curvops-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the data and the networks.")] = 0,
 ) -> None:
-    """From a trained network to calibrated predictions, on handwritten digits; under torchrun with data in shards."""
-    with (
-        _exit_codes("Interrupted; what was written so far is in " + str(output)),
-        _process_group(output) as (group, folder),
-    ):
-        from curvops.cli.demo.run import FULL, QUICK, run
+    """What a posterior adds to a trained network, in three stories, in under a minute."""
+    with _exit_codes("Interrupted; what was written so far is in " + str(output)):
+        from curvops.cli.demo.run import run
 
-        settings = QUICK if quick else FULL
-        passed = run(settings, folder, settings.seeds if seeds is None else seeds, seed, typer.echo, group)
+        passed = run(output, seed, typer.echo)
     if not passed:
         raise typer.Exit(1)
 

@@ -8,18 +8,18 @@ has eigenvalues between −½ and −3/2, for any groups (Gershgorin: A^½P⁻¹
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import UndeterminedWarning
+from curvops.errors import UndeterminedWarning, warn
 from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import preconditioner
@@ -85,8 +85,9 @@ class Ascent:
         self._check_limits(start)
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.records), ending, targets=targets)
-        tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ", stacklevel=3)
-        return self.now.posterior_with(tuning, self.generator)
+        tuning.warn_of_ending(f"after {len(self.records)} steps of maximize: ")
+        by = "the evidence" if self.over else start.origin.prior.chosen_by
+        return tell_choice(self.now.posterior_with(tuning, self.generator), by)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
         """Return the scatter of each group at these weights, and the misfit to the targets."""
@@ -138,9 +139,8 @@ class Ascent:
             return
         stuck = (self.now.alpha / start.alpha).log().abs() > math.log(FURTHEST_WEIGHT) * (1 - 1e-6)
         if bool(stuck.any()):
-            warnings.warn(
+            warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
                 f"within a factor {FURTHEST_WEIGHT:.0g} of the start; these precisions now have the limiting value.",
                 UndeterminedWarning,
-                stacklevel=4,
             )

@@ -14,6 +14,7 @@ from curvops.checks import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
+from curvops.posterior.solves.mode_check import warn_of_mode
 from curvops.summary import Table, Tabular, by_columns_of, summary
 
 
@@ -23,6 +24,11 @@ class Grid(list[Evidence], Tabular):
     Args:
         evidences: the log evidences.
         prior_precisions: the prior precision of each.
+
+    Examples:
+        >>> grid = co.evidence.grid(post, [0.1, 1.0, 10.0])
+        >>> grid.prior_precisions, [evidence.reason.name for evidence in grid]
+        ((0.1, 1.0, 10.0), ['CONVERGED', 'CONVERGED', 'CONVERGED'])
     """
 
     def __init__(self, evidences: Iterable[Evidence], prior_precisions: Sequence[float | Tensor]) -> None:
@@ -35,7 +41,7 @@ class Grid(list[Evidence], Tabular):
     def _tables(self) -> list[Table]:
         columns = {
             "prior precision": [summary(value) for value in self.prior_precisions],
-            "log evidence": [f"{float(one):.6g} ± {float(one.stderr):.2g}" for one in self],
+            "log evidence": [one.number for one in self],
             "log likelihood": [f"{float(one.log_likelihood):.6g}" for one in self],
             "scatter": [f"{float(one.scatter):.6g}" for one in self],
             "log determinant ratio": [f"{float(one.log_determinant_ratio.value):.6g}" for one in self],
@@ -69,11 +75,19 @@ def grid(
     Raises:
         TypeError: `post` is not a posterior, or prior_precisions is not a sequence of numbers.
         ValueError: a precision is not positive and finite, or the sequence is empty.
+
+    Examples:
+        >>> grid = co.evidence.grid(post, [0.1, 1.0, 10.0])
+        >>> best = max(range(3), key=lambda i: float(grid[i]))
+        >>> best
+        0
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
+    if at == "map":
+        warn_of_mode(post)
     prepare(post.cache, min(map(_number, values)), rtol, generator)
     found: list[Evidence] = []
     for value in values:

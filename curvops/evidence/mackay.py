@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, digest, resumable
 from curvops.checks import check_accuracy, check_choice, check_flag, checked_whole
-from curvops.errors import OscillationWarning
+from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
@@ -22,6 +21,7 @@ from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
 
@@ -106,6 +106,12 @@ def mackay(
     `MaxStepsWarning` if the steps ran out before the hyperparameters stopped changing.
 
     Cost: the products that `tuning` reports for each step: K solves and those of `linear_mode`, fewer with each step.
+
+    Examples:
+        >>> noisy = co.linearize(nn.Linear(2, 1), (x, x.sum(1, keepdim=True) + 0.3 * y[:, None]), "regression")
+        >>> prior = co.laplace(noisy, co.GGN, prior_precision=1.0, check_mode=False)
+        >>> co.evidence.mackay(prior, samples=None, steps=100).tuning.ending.name
+        'CONVERGED'
     """
     check_posterior(post, "mackay")
     check_accuracy(rtol, generator)
@@ -137,7 +143,7 @@ def mackay(
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # independent of earlier uses of this posterior
             sketches = derive_generator(generator, post.mean.device)  # None: each source has its own seed
-            post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
+            post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches, post.cache.checks_mode))
             kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
@@ -193,8 +199,8 @@ class _FixedPoint:
         """Return the posterior where the steps ended."""
         names, steps = self.now.groups.names, tuple(self.records)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
-        tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=5)
-        return self.now.posterior_with(tuning, self.generator)
+        tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ")
+        return tell_choice(self.now.posterior_with(tuning, self.generator), "the evidence")
 
     def run(self, steps: int) -> Laplace:
         """Take the remaining steps; return the posterior at the fixed point."""
@@ -217,11 +223,10 @@ class _FixedPoint:
             bar = self._error_bar(gamma, stderr, data)
             if not self.halved and _oscillates(changes, bar):
                 self.halved = True
-                warnings.warn(
+                warn(
                     "MacKay's update oscillates around the maximum of the evidence; from here on its steps are "
                     "halved in the logarithms. update='em' does not oscillate.",
                     OscillationWarning,
-                    stacklevel=4,
                 )
             if self.halved:
                 new = _geometric_mean(self.now, new)

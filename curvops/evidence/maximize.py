@@ -19,8 +19,10 @@ from curvops.evidence.hyperparameters import (
     precision_groups,
 )
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.determinants import prepare
 from curvops.posterior.log_evidence.evidence_parts import find_evidence
+from curvops.posterior.solves.mode_check import warn_of_mode
 
 
 def maximize(
@@ -74,6 +76,11 @@ def maximize(
     changing.
 
     Source: MacKay 1992. With "linear" the maximum is the fixed point of `mackay`; with "map" it is a different point.
+
+    Examples:
+        >>> tuned = co.evidence.maximize(post, "layers")
+        >>> float(tuned.log_evidence()) > float(post.log_evidence())
+        True
     """
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)
@@ -90,6 +97,8 @@ def maximize(
             else "maximize tunes a prior precision that is a number or a vector, and this is an operator; start from "
             "post.with_prior(1.0)."
         )
+    if at == "map":
+        warn_of_mode(post)
     if groups == "scalar" and not noise:
         return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
@@ -139,7 +148,7 @@ def _search(
         elif span[1] - found < 2 * xtol:
             low, high = high / 2, high * WINDOW
         else:
-            return post.with_prior(math.exp(found))
+            return tell_choice(post.with_prior(math.exp(found)), "the evidence")
     raise ValueError(
         f"the log evidence has no maximum between prior precisions {start / FURTHEST:.1g} and {start * FURTHEST:.1g}: "
         "these data do not determine it at these weights."

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
+from curvops.argument_types import CurvatureChoice, Data, LikelihoodChoice, PriorPrecision
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
-from curvops.errors import MaxStepsWarning, ModeWarning
+from curvops.errors import MaxStepsWarning, ModeWarning, warn
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.chosen_points import ChosenPoints
@@ -25,9 +26,10 @@ from curvops.network.data.inputs import move, move_tensor, normalise
 from curvops.network.data.shard import Shard
 from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
-from curvops.posterior.gaussians.laplace import Laplace, laplace
-from curvops.posterior.gaussians.updating import MODE_TOLERANCE
+from curvops.posterior.gaussians.laplace import Laplace, make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
 from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -35,14 +37,14 @@ Parameters = Iterable[nn.Parameter]
 
 def train(
     model: nn.Module,
-    data: Any,
-    likelihood: Any,
+    data: Data,
+    likelihood: LikelihoodChoice,
     *,
     epochs: int,
     every: int = 5,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     over: str | Sequence[str] = "layers",
-    curvature: Any = KFAC,
+    curvature: CurvatureChoice = KFAC,
     batch_size: int | None = None,
     optimizer: Callable[[Parameters], torch.optim.Optimizer] = torch.optim.Adam,
     steps: int = 3,
@@ -92,6 +94,12 @@ def train(
     Warns with `co.errors.ModeWarning` if training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
+
+    Examples:
+        >>> optimizer = lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
+        >>> post = co.evidence.train(nn.Linear(2, 2), (x, y), "classification", epochs=4, every=2, optimizer=optimizer)
+        >>> post.tuning.groups
+        ('weight', 'bias')
     """
     for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
         if number is not None:
@@ -119,20 +127,20 @@ def train(
             for item, points in epoch_of():
                 stepper.step(partial(_loss_with_gradient, model, lin, prior, item, points, epoch))
             if epoch % every == 0 or epoch == epochs:
-                post = linear(post.lin.likelihood, post.prior_precision)
+                post = tell_choice(linear(post.lin.likelihood, post.prior_precision), post.prior.chosen_by)
             if epoch % every == 0 and epoch < epochs:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", MaxStepsWarning)  # the next update continues
                     post = maximize(post, over, generator=generator, steps=steps)
                 if isinstance(post.tuning, Tuning):
                     record.append(post.tuning)
-    if (gap := post.mode_gap) > MODE_TOLERANCE:
-        warnings.warn(
-            "training ended away from a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode), but evidence and posterior assume a mode. Use more "
-            "epochs, larger batches, or an optimizer with a smaller learning rate.",
+    if (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
+        warn(
+            f"training ended about {in_words(nats)} nats from a mode of the posterior, so that the evidence by which "
+            "it chose the hyperparameters is too low by as much. Use more epochs, larger batches, or an optimizer with "
+            "a smaller learning rate; or train on to a mode, co.fit_mode(model, data, likelihood, prior_precision). "
+            "A network with kinks (ReLU) may not come closer.",
             ModeWarning,
-            stacklevel=2,
         )
     if not record:
         return post
@@ -233,4 +241,4 @@ def _posterior(
     model: nn.Module, data: Any, curvature: Any, process_group: Any, likelihood: Any, prior_precision: Any
 ) -> Laplace:
     lin = linearize(model.eval(), data, likelihood, process_group=process_group)
-    return laplace(lin, curvature, prior_precision, check_mode=False)
+    return checked_posterior(make_laplace(lin, curvature, prior_precision), check_mode=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,36 +12,58 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.checks import check_accuracy, check_flag, drawn_seed
-from curvops.errors import MaxStepsWarning, UndeterminedWarning
+from curvops.argument_types import Points
+from curvops.checks import check_accuracy, check_choice, check_flag, drawn_seed
+from curvops.errors import MaxStepsWarning, UndeterminedWarning, warn
 from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import Batches, as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise, tensor_of
 from curvops.network.data.randomness import items
+from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
 from curvops.posterior.predictions.held_out import targets_by_position
 from curvops.posterior.predictions.split_points import split_points
+from curvops.posterior.predictions.uncertainty import LABELS
 
-COARSE = tuple(10.0**power for power in range(-4, 5))
-"""Factors of the current value that a search tries before it refines the best one."""
+COARSE = 4
+"""A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""
+FURTHEST = 8
+"""The power of ten up to which a search goes on while the value at the end of those tried is the best."""
+GAIN = 1e-4
+"""A search ends, too, where a further decade gains no more nats per point than this."""
 PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
+AT_EDGE = {
+    "scalar": (
+        "the smaller the prior precision is: these data do not determine it",
+        "the larger the prior precision is: averaging over the weights does not improve them, and predictions are now "
+        "those of the network itself",
+    ),
+    "noise": (
+        "the smaller the noise is: were they used for training?",
+        "the larger the noise is: are the targets in the units of training?",
+    ),
+}
+"""What a search that ends at the smallest, or at the largest, value says."""
 
 
 def validate(
     post: Laplace,
-    x: Any,
-    y: Any = None,
+    x: Points,
+    y: Tensor | None = None,
     over: str | Sequence[str] = "scalar",
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,
     joint: bool = False,
+    link: str = "probit",
     xtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Laplace:
     """Find the hyperparameters of largest log-likelihood of held-out data, with the weights held fixed.
 
-    The search tries factors from 1e-4 to 1e4 of the current value, a decade apart, and then refines the best one.
+    The search tries factors from 1e-4 to 1e4 of the current value, a decade apart (and beyond, as long as that gains
+    more than 1e-4 nats per point), and then refines the best one.
 
     Args:
         post: a posterior from `co.laplace`.
@@ -51,9 +72,13 @@ def validate(
             together.
         y: the targets of x.
         over: "scalar" for a factor of the prior precision, whatever its form (a vector or an operator keeps its shape);
-            "noise" for the variance of a Gaussian likelihood; or ("scalar", "noise") for both.
+            "noise" for a factor of the variance of a Gaussian likelihood, or of its variances; or ("scalar", "noise")
+            for both.
         prior_precisions: numbers to try instead of a search; for "scalar" only.
         joint: score random pairs of points, as in `Laplace.log_likelihood`.
+        link: the probabilities of classes or labels that are scored, "probit" or "mc", as in `probabilities`: choose
+            the link that will predict, since a precision that suits one may harm the other. Numbers have no link, nor
+            have pairs.
         xtol: the relative accuracy of the maximum for these draws.
         generator: the source of the draws; all values are scored with the same ones.
 
@@ -70,10 +95,16 @@ def validate(
     Warns with `UndeterminedWarning` if the best value is at the edge of those tried: often the largest precision, under
     which predictions are those of the network itself; with `MaxStepsWarning` if the search over both ended before it
     reached its accuracy.
+
+    Examples:
+        >>> tuned = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0])
+        >>> float(tuned.prior_precision) in (0.5, 1.0, 2.0)
+        True
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
     check_flag("joint", joint)
+    check_choice("link", link, ("probit", "mc"))
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
@@ -85,12 +116,12 @@ def validate(
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
         raise ValueError(
             "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
-            "data that were left out of training, or choose by the evidence, co.evidence.maximize(post), "
-            "which needs none."
+            "data that were left out of training; if there are none, co.laplace(lin) chooses without them."
         )
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
-    search = _Search(post, x, y, joint, generator, split.is_split)
+    by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)
+    search = _Search(post, x, y, joint, "mc" if by_draws else link, generator, split.is_split)
     with torch.no_grad():
         if prior_precisions is not None:
             if tuple(parts) != ("scalar",):
@@ -98,13 +129,13 @@ def validate(
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
             return search.result()
-        if "noise" in parts:
-            _ = post.observation_noise  # raises an error for other likelihoods
+        if "noise" in parts and not isinstance(post.lin.likelihood.of_position, Gaussian):
+            _ = post.observation_noise  # raises an error that names the likelihood
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
             search.together(xtol)
-        return search.result()
+        return search.result("held-out data" if "scalar" in parts else post.prior.chosen_by)
 
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
@@ -131,6 +162,7 @@ class _Search:
     x: Any
     y: Tensor
     joint: bool
+    link: str
     generator: torch.Generator | None
     gather: bool
     trials: list[_Trial] = field(default_factory=list)
@@ -142,7 +174,7 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws, gather=self.gather)
+        found = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
         value, count = float(found.value.mean()), found.value.numel()
         error = float(torch.as_tensor(found.stderr).norm()) / count
         self.trials.append(_Trial(post, value, error))
@@ -158,18 +190,24 @@ class _Search:
         from scipy.optimize import minimize_scalar  # a slow import, needed for tuning only
 
         move = _moves(self.best if self.trials else self.post)[part]
-        scores = [self.score(move(factor)) for factor in COARSE]
-        best = max(range(len(COARSE)), key=scores.__getitem__)
-        if best in (0, len(COARSE) - 1):
-            what = "prior precision" if part == "scalar" else "noise"
-            warnings.warn(
-                f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
-                "value, which the returned posterior has, is at the edge of those tried.",
+        scores = {power: self.score(move(10.0**power)) for power in range(-COARSE, COARSE + 1)}
+        for step in (-1, 1):
+            end = step * COARSE
+            while (
+                abs(end) < FURTHEST and scores[end] > scores[end - step] + GAIN and scores[end] == max(scores.values())
+            ):
+                end += step
+                scores[end] = self.score(move(10.0**end))
+        best = max(scores, key=scores.__getitem__)
+        if best in (min(scores), max(scores)):
+            value = _precision(self.best.prior.diagonal) if part == "scalar" else _noise(self.best)
+            warn(
+                f"held-out data are predicted the better, {AT_EDGE[part][best > 0]}. The returned posterior has the "
+                f"last value tried, {value:.3g}.",
                 UndeterminedWarning,
-                stacklevel=4,
             )
             return
-        span = math.log(COARSE[best - 1]), math.log(COARSE[best + 1])
+        span = math.log(10) * (best - 1), math.log(10) * (best + 1)
         options = {"xatol": xtol}
         minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
 
@@ -187,19 +225,18 @@ class _Search:
         # The tolerance applies to each hyperparameter.
         options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
         if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
-            warnings.warn(
+            warn(
                 "the search over prior precision and noise together tried 80 values before it reached the accuracy "
                 "xtol: continue from the returned posterior, or raise xtol.",
                 MaxStepsWarning,
-                stacklevel=3,
             )
 
-    def result(self) -> Laplace:
-        """Return the best posterior, with the record of all trials."""
+    def result(self, by: str = "held-out data") -> Laplace:
+        """Return the best posterior, with the record of all trials and what chose its prior."""
         post, (posts, scores, stderrs) = self.best, zip(*self.trials)
         precisions = tuple(_precision(each.prior.diagonal) for each in posts)
         noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None
-        return replace(post, tuning=Validation(precisions, noises, scores, stderrs))
+        return tell_choice(replace(post, tuning=Validation(precisions, noises, scores, stderrs)), by)
 
 
 def _precision(A: Tensor | None) -> float:
@@ -217,5 +254,5 @@ def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
     """Return functions that build the posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(post.observation_noise * factor),
+        "noise": lambda factor: post.with_noise(post.lin.likelihood.hyperparameters[0].detach() * factor),
     }

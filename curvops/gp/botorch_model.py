@@ -62,6 +62,12 @@ class LaplaceModel(Model, FantasizeMixin):
             memory budget has room for; selected outputs do not exist; targets or noise have another shape, are negative
             or not finite; observation noise is requested for a likelihood that is not Gaussian; or the covariance of
             the observations is singular (repeated points without noise): no jitter is added.
+
+    Examples:
+        >>> lin = co.linearize(nn.Linear(2, 1).double(), (x.double(), torch.zeros(8, 1).double()), "regression")
+        >>> surrogate = co.gp.LaplaceModel(co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False))
+        >>> surrogate.posterior(x.double()).mean.shape
+        torch.Size([8, 1])
     """
 
     def __init__(

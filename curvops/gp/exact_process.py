@@ -13,6 +13,7 @@ from gpytorch.models import ExactGP
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import LikelihoodChoice
 from curvops.gp.kernel import LinearizedKernel
 from curvops.gp.mean import LinearizedMean
 from curvops.gp.points import as_points
@@ -45,12 +46,18 @@ class LinearizedGP(ExactGP):
         ValueError: the likelihood of `lin` is not Gaussian with one noise (`co.gp.laplace_gp` takes any), gpytorch's
             is for another number of outputs, points have weights, or the kernel or mean belongs to a network linearised
             at other weights.
+
+    Examples:
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), "regression")
+        >>> process = co.gp.LinearizedGP(lin).eval()
+        >>> process(x).mean.shape
+        torch.Size([8])
     """
 
     def __init__(
         self,
         lin: Linearization,
-        likelihood: Any = None,
+        likelihood: LikelihoodChoice | None = None,
         kernel: Kernel | None = None,
         mean: Mean | None = None,
         **options: Any,

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import PriorPrecision
 from curvops.checks import check_choice, checked_number
 from curvops.gp.operator_kernel import OperatorKernel, check_points
 from curvops.gp.points import OUTPUTS, as_points, own_outputs, same_points
@@ -61,6 +62,11 @@ class LinearizedKernel(OperatorKernel):
             lengths; `last_dim_is_batch`, which has no meaning for a network.
 
     Source: Jacot et al. 2018; Khan et al. 2019 for networks as Gaussian processes.
+
+    Examples:
+        >>> kernel = co.gp.LinearizedKernel(lin, prior_precision=2.0)
+        >>> kernel(x).shape
+        torch.Size([16, 16])
     """
 
     parameters_by_batch = False
@@ -68,7 +74,7 @@ class LinearizedKernel(OperatorKernel):
     def __init__(
         self,
         lin: Linearization,
-        prior_precision: Any = 1.0,
+        prior_precision: PriorPrecision = 1.0,
         *,
         over: str = "scalar",
         outputs: str = "joint",

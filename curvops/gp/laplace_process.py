@@ -12,6 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import carries_graph, check_accuracy, checked_whole
 from curvops.errors import ModeNotFoundError
 from curvops.linalg import Estimate, Reason
@@ -33,6 +34,7 @@ from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
 from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import inverse_for_rows
 from curvops.posterior.solves.streamed_space import StreamedSpace
 from curvops.summary import Summarised
@@ -55,6 +57,11 @@ class LaplaceProcess(Summarised, Predictive):
 
     It predicts as the posterior N(θ̄, (JᵀHJ + A)⁻¹) of the weights does, where θ̄ is the linear model's own mode, and H
     the likelihood's Fisher at the linear model's outputs there. Immutable.
+
+    Examples:
+        >>> process = co.gp.laplace_gp(lin, prior_precision=1.0)
+        >>> process.predict(x).mean.shape, process.reason.name
+        (torch.Size([8, 2]), 'CONVERGED')
     """
 
     lin: Linearization
@@ -159,8 +166,8 @@ class LaplaceProcess(Summarised, Predictive):
 
 def laplace_gp(
     lin: Linearization,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     *,
     rtol: float | None = None,
     maxiter: int = 50,
@@ -198,12 +205,18 @@ def laplace_gp(
     passes over the data per iteration; predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
+
+    Examples:
+        >>> process = co.gp.laplace_gp(lin, prior_precision=1.0)
+        >>> process.probabilities(x).shape
+        torch.Size([8, 2])
     """
     check_linearization(lin)
     rtol = default_rtol(lin.theta.dtype) if rtol is None else rtol
     check_accuracy(rtol)
     most = checked_whole("maxiter", maxiter, 1)
     require_no_gradient(lin.likelihood, "laplace_gp")
+    lin = with_left_out_noise(lin)
     prior = read_prior(prior_precision, prior_mean, lin.model)
     A = prior.diagonal
     if A is None:

@@ -8,6 +8,7 @@ from gpytorch.means import Mean
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import PriorMean
 from curvops.checks import check_choice
 from curvops.gp.points import OUTPUTS, as_points, own_outputs
 from curvops.network.model.weight_vectors import read_mean
@@ -32,9 +33,13 @@ class LinearizedMean(Mean):
     Raises:
         TypeError, ValueError: `lin` is not a linearisation; the prior mean is of another kind or size; inputs do not
             fit the network.
+
+    Examples:
+        >>> co.gp.LinearizedMean(lin)(x).shape
+        torch.Size([8, 2])
     """
 
-    def __init__(self, lin: Linearization, prior_mean: Any = 0.0, *, outputs: str = "joint") -> None:
+    def __init__(self, lin: Linearization, prior_mean: PriorMean = 0.0, *, outputs: str = "joint") -> None:
         super().__init__()
         require_linearized(lin)
         check_choice("outputs", outputs, OUTPUTS)

@@ -81,6 +81,12 @@ class ComposedKernel(OperatorKernel):
 
     Raises:
         TypeError: the argument is not a gpytorch kernel.
+
+    Examples:
+        >>> from gpytorch.kernels import ScaleKernel
+        >>> kernel = co.gp.ComposedKernel(ScaleKernel(co.gp.LinearizedKernel(lin, outputs="independent")))
+        >>> kernel(x).shape
+        torch.Size([2, 8, 8])
     """
 
     def __init__(self, base_kernel: Kernel) -> None:

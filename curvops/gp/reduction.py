@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.argument_types import PriorMean, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole
 from curvops.linalg import Diagonal, Estimate, LowRank, Operator, cholesky, nystrom
 from curvops.linalg.core.memory import columns_at_a_time
@@ -30,8 +31,10 @@ from curvops.linalg.core.vectors import combine, gram, part
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, Exact, read_precision
 from curvops.operators import GGN, Linearization, TangentKernel
-from curvops.posterior import GaussianPosterior, Laplace, laplace
+from curvops.posterior import GaussianPosterior, Laplace
 from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.laplace import make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior
 
 FEATURES = ("inducing", "leading", "random")
 CANDIDATES = 4
@@ -63,9 +66,14 @@ class Reduction:
 class ReducedPosterior(Laplace):
     """A Laplace posterior whose curvature acts only on K features; `co.gp.reduced_posterior` makes it.
 
-    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.Laplace`. The number `remainder`
-    bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A file keeps
-    the posterior without these bounds: `co.load` returns a `Laplace`.
+    It predicts, draws, is tuned, and works in `co.gp.LaplaceModel` like every `co.posterior.Laplace`. The number
+    `remainder` bounds its distance from the exact posterior, for the prior of the features and for multiples of it. A
+    file keeps the posterior without these bounds: `co.load` returns a `Laplace`.
+
+    Examples:
+        >>> reduced = co.gp.reduced_posterior(lin, 4, prior_precision=1.0, check_mode=False)
+        >>> reduced.predict(x).mean.shape
+        torch.Size([8, 2])
     """
 
     reduction: Reduction | None = None
@@ -160,8 +168,8 @@ class ReducedPosterior(Laplace):
 def reduced_posterior(
     lin: Linearization,
     rank: int | None = None,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     temperature: float = 1.0,
     *,
     features: str = "inducing",
@@ -202,6 +210,11 @@ def reduced_posterior(
     with one vector each, and leading features 1.5 K products with G, and as many for g. Memory: three arrays of as many
     vectors (D); for random features one array of the candidates and two of K; for inducing points also two of K vectors
     (N·C). A prediction takes C backward passes and a product of J with K vectors.
+
+    Examples:
+        >>> reduced = co.gp.reduced_posterior(lin, 4, prior_precision=1.0, check_mode=False)
+        >>> reduced.probabilities(x).shape
+        torch.Size([8, 2])
     """
     check_linearization(lin)
     check_generator(generator)
@@ -213,7 +226,8 @@ def reduced_posterior(
     )
     with torch.no_grad():
         reduction = of.reduce(points)
-    whole = laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature, check_mode)
+    made = make_laplace(lin, reduction.curvature, prior_precision, prior_mean, temperature)
+    whole = checked_posterior(made, check_mode)
     return ReducedPosterior(**{each.name: getattr(whole, each.name) for each in fields(whole)}, reduction=reduction)
 
 

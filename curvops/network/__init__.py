@@ -2,7 +2,6 @@
 
 from curvops.errors import (
     DataChangedError,
-    LowerPrecisionWarning,
     NoCurvatureWarning,
     NoDataError,
     NoProcessGroupWarning,
@@ -18,9 +17,9 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
-from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
-from curvops.network.model.model import Model
+from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, mean_squares, needs_noise
+from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_mean, read_precision
@@ -44,7 +43,6 @@ __all__ = [
     "Group",
     "JacobianRows",
     "Layer",
-    "LowerPrecisionWarning",
     "Model",
     "NoCurvatureWarning",
     "NoDataError",
@@ -56,7 +54,6 @@ __all__ = [
     "PointNormals",
     "RankFailedError",
     "RanksDifferError",
-    "RewardPairs",
     "Sampled",
     "ShardedNetwork",
     "TangentSpace",
@@ -64,7 +61,11 @@ __all__ = [
     "SharedPointsWarning",
     "NoProcessGroupWarning",
     "accumulate",
+    "estimated_noise",
+    "gaps_and_weights",
     "likelihoods",
+    "mean_squares",
+    "needs_noise",
     "own_randomness",
     "read_mean",
     "read_precision",
@@ -73,4 +74,5 @@ __all__ = [
     "saved_bytes",
     "score_and_diagonal",
     "squared_columns",
+    "tensors_of",
 ]

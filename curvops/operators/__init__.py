@@ -9,14 +9,13 @@ from curvops.operators.kfac.kfac import EKFAC, KFAC
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization, linearize
-from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS, ShardedLinearization
+from curvops.operators.linearized.sharded_linearization import ShardedLinearization
 from curvops.operators.subsample import subsample
 
 __all__ = [
     "EKFAC",
     "GGN",
     "KFAC",
-    "KNOWN_OF_SHARDS",
     "BlockDiagonal",
     "DiagonalGGN",
     "EmpiricalFisher",

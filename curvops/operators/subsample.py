@@ -31,6 +31,11 @@ def subsample(
     Raises:
         TypeError, ValueError: `lin` is not a linearisation, m is not between 1 and N, or positions are out of range or
             repeated.
+
+    Examples:
+        >>> few = co.subsample(lin, 4, generator=torch.Generator().manual_seed(0))
+        >>> few.num_data, co.GGN(few).shape
+        (4, torch.Size([17, 17]))
     """
     if not isinstance(lin, Linearization):
         raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")

@@ -1,19 +1,21 @@
-"""Figures of curvops' results from plain arrays; each function returns a matplotlib Figure.
+"""Figures of what curvops returns, for a notebook or a paper.
 
-No function here uses pyplot or changes matplotlib's global settings. Needs matplotlib, which `curvops[demo]` installs.
+Each function takes the results first and options by keyword, and returns matplotlib's Axes. Those of one panel draw
+into `ax=` if it is given; otherwise they make a figure of pyplot. No function changes matplotlib's global settings.
+Needs matplotlib, which `curvops[demo]` installs.
 
->>> import numpy as np
+>>> import torch
 >>> from curvops import plots
->>> figure = plots.convergence({"plain": (np.array([0, 1, 2]), np.array([1.0, 1e-3, 1e-6]))}, rtol=1e-5)
->>> figure.axes[0].get_yscale()
-'log'
+>>> p, labels = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1])
+>>> plots.reliability({"network": p}, labels).get_ylabel()
+'accuracy (fraction of points)'
 """
 
 try:
     from curvops.plots.chain_plots import autocorrelation, trace
-    from curvops.plots.cost_plots import convergence, estimates, solves
+    from curvops.plots.cost_plots import convergence
     from curvops.plots.density import spectral_density, training_spectra
-    from curvops.plots.prediction_plots import covariance, ray, regression, reliability, rotation
+    from curvops.plots.prediction_plots import ray, regression, reliability
     from curvops.plots.prior_plots import evidence, evidence_trace
     from curvops.plots.removal_plots import influence, pruning
     from curvops.plots.style import save
@@ -26,8 +28,6 @@ except ModuleNotFoundError as error:
 __all__ = [
     "autocorrelation",
     "convergence",
-    "covariance",
-    "estimates",
     "evidence",
     "evidence_trace",
     "influence",
@@ -35,9 +35,7 @@ __all__ = [
     "ray",
     "regression",
     "reliability",
-    "rotation",
     "save",
-    "solves",
     "spectral_density",
     "trace",
     "training_spectra",

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Real
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from torch import Tensor
 
 from curvops.plots import style
 from curvops.sampling.diagnostics import projected_chains
 
+Chains = Real[np.ndarray, "chains draws"] | Real[Tensor, "chains draws"]
 BINS = 30
 
 
-def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
+def trace(draws: Mapping[str, Chains]) -> np.ndarray:
     """Draw each chain's values against the index of the draw, with their histogram next to them on the same axis.
 
     Args:
@@ -23,14 +26,20 @@ def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
             seven chains have distinct colours.
 
     Returns:
-        A figure with a row of panels for each quantity.
+        The axes, an array (quantities, 2).
 
     Raises:
+        TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
+
+    >>> import torch
+    >>> from curvops import plots
+    >>> plots.trace({"weight": torch.randn(3, 100)}).shape
+    (1, 2)
     """
     draws = _checked(draws, "trace")
-    figure = style.blank(9.6, 0.6 + 2.1 * len(draws))
-    panels = figure.subplots(len(draws), 2, squeeze=False, sharey="row", width_ratios=[3, 1])
+    shape: dict[str, Any] = {"squeeze": False, "sharey": "row", "width_ratios": [3, 1]}
+    panels = style.panels(9.6, 0.6 + 2.1 * len(draws), 2, rows=len(draws), **shape)
     for i_row, (row, (name, chains)) in enumerate(zip(panels, draws.items())):
         bins = np.linspace(chains.min(), chains.max(), BINS + 1) if np.ptp(chains) > 0 else 1
         for i, chain in enumerate(chains):
@@ -42,10 +51,10 @@ def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
         style.dress(row[1], "density" if last else "", "")
     if 1 < max(map(len, draws.values())) <= len(style.COLOURS):
         panels[0, 0].legend(fontsize=style.SMALL, framealpha=0.9, ncols=4, loc="best")
-    return figure
+    return panels
 
 
-def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags: int = 100) -> Figure:
+def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | None = None) -> Axes:
     """Draw the mean autocorrelation over the chains against the lag, and the chains' range.
 
     The legend gives the effective sample size of all chains together, which is small if they disagree. The dashed
@@ -54,15 +63,22 @@ def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags:
     Args:
         draws: Maps the name of a quantity to its draws, a row for each chain.
         lags: The largest lag shown.
+        ax: The axes to draw into; None makes a figure.
 
     Returns:
-        A figure with a curve for each quantity.
+        The axes.
 
     Raises:
+        TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
+
+    >>> import torch
+    >>> from curvops import plots
+    >>> plots.autocorrelation({"weight": torch.randn(3, 100)}, lags=20).get_xlabel()
+    'lag (draws)'
     """
     draws = _checked(draws, "autocorrelation")
-    figure, axes = style.panel(8.0, 4.4)
+    axes = style.axes_of(ax, 8.0, 4.4)
     for (name, look), chains in zip(style.looks(draws).items(), draws.values()):
         series = torch.as_tensor(chains, dtype=torch.float64)
         rho = projected_chains.autocorrelation(series)[:, : lags + 1].numpy()
@@ -74,12 +90,14 @@ def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags:
         axes.axhline(bound / longest**0.5, linewidth=1, **style.REFERENCE)
     style.dress(axes, "lag (draws)", "autocorrelation (no unit)", "Autocorrelation: mean and range of the chains")
     axes.legend(fontsize=style.SMALL, framealpha=0.9)
-    return figure
+    return axes
 
 
-def _checked(draws: Mapping[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
-    """Return the draws as arrays (chains, draws), or raise ValueError."""
-    arrays = {name: np.asarray(chains) for name, chains in draws.items()}
+def _checked(draws: Mapping[str, Chains], what: str) -> dict[str, np.ndarray]:
+    """Return the draws as arrays (chains, draws), or raise TypeError or ValueError."""
+    if not isinstance(draws, Mapping):
+        raise TypeError(f"{what} draws {{name: array (chains, draws)}}, got {type(draws).__name__}.")
+    arrays = {name: style.as_array(chains) for name, chains in draws.items()}
     if not arrays:
         raise ValueError(f"{what} draws {{name: array (chains, draws)}}, got none.")
     for name, chains in arrays.items():

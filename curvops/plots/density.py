@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Real
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
+from curvops.checks import shown
 from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
 from curvops.plots import style
+from curvops.plots.style import NumberSequence
 
 FLOOR = 1e-2
 """How far below the height of a single eigenvalue the y axis ends."""
@@ -19,77 +20,78 @@ DENSITIES = 4
 
 
 def spectral_density(
-    grid: Real[np.ndarray, " G"] | SpectralDensity,
-    density: Real[np.ndarray, " G"] | None = None,
-    low: Real[np.ndarray, " G"] | None = None,
-    high: Real[np.ndarray, " G"] | None = None,
-    bandwidth: float | None = None,
-    top: Any = None,
+    density: SpectralDensity,
+    *,
+    top: Eigenpairs | NumberSequence | None = None,
     size: int | None = None,
     scale: Literal["linear", "log", "symlog"] | None = None,
-    level: float | None = None,
-    zero_mass: float | None = None,
     title: str = "Spectral density",
-) -> Figure:
+    ax: Axes | None = None,
+) -> Axes:
     """Draw a density of eigenvalues with its band, on a log axis, and the largest eigenvalues as marks below it.
 
     Args:
-        grid: The result of `curvops.linalg.spectral_density` as the only argument; or the eigenvalues of the curve.
-        density: Density at `grid`, per unit of λ, or of log λ on the log scale.
-        low: Lower edge of the band.
-        high: Upper edge of the band.
-        bandwidth: Width by which each eigenvalue is broadened.
-        top: Eigenvalues known individually.
-        size: The number of rows n, to draw the height of a single eigenvalue, 1/n over the broadening.
+        density: The result of `curvops.linalg.spectral_density(A)` or `A.spectral_density()`.
+        top: Eigenvalues known individually: the result of `A.eigsh(k)`, or numbers.
+        size: The number of rows n, to draw the height of a single eigenvalue, 1/n over the broadening; Eigenpairs have
+            it.
         scale: "linear", "log", or "symlog" for a density on the linear scale whose eigenvalues have both signs and span
-            decades. The default is that of the SpectralDensity; for arrays "linear".
-        level: Level of the band; the default is that of the SpectralDensity; for arrays 0.95.
-        zero_mass: Share of the eigenvalues that count as zero; the default is that of the SpectralDensity; for arrays
-            0.
+            decades. The default is that of the density.
         title: The panel's title.
+        ax: The axes to draw into; None makes a figure.
 
     Returns:
-        A figure with one panel.
+        The axes.
 
     Raises:
-        TypeError: Arrays are given together with a SpectralDensity, or some of the arrays are missing.
-        ValueError: The arrays differ in length, or the scale is unknown.
+        TypeError: The first argument is not a SpectralDensity, or `ax` is not a matplotlib Axes.
+        ValueError: The eigenvalues are not a vector, or the scale is unknown.
+
+    >>> import torch, curvops as co
+    >>> from curvops import plots
+    >>> A = torch.diag(torch.linspace(1, 9, 20).double())
+    >>> plots.spectral_density(co.linalg.spectral_density(A), top=co.linalg.eigsh(A, 2)).get_ylabel()
+    'density (per unit of λ)'
     """
-    arrays: tuple[Any, ...] = (grid, density, low, high)
-    if isinstance(grid, SpectralDensity):
-        if any(given is not None for given in (density, low, high, bandwidth)):
-            raise TypeError("a SpectralDensity contains density, band and bandwidth: pass it alone, or arrays.")
-        arrays, bandwidth = (grid.grid, grid.density, grid.lower, grid.upper), grid.bandwidth
-        scale = grid.scale if scale is None else scale
-        level = grid.level if level is None else level
-        zero_mass = grid.zero_mass if zero_mass is None else zero_mass
-    if bandwidth is None or any(part is None for part in arrays):
+    if not isinstance(density, SpectralDensity):
         raise TypeError(
-            "spectral_density needs the result of curvops.linalg.spectral_density(A), or grid, density, low, high and "
-            "bandwidth."
+            f"spectral_density draws the result of curvops.linalg.spectral_density(A), got {shown(density)}; "
+            "eigenvalues alone are a histogram, ax.hist(values)."
         )
-    x, density, low, high = (style.as_array(part) for part in arrays)
-    shapes = [part.shape for part in (x, density, low, high)]
-    if len(set(shapes)) > 1 or x.ndim != 1 or not len(x):
-        raise ValueError(f"grid, density, low and high must be vectors of one length, got {shapes}.")
     if scale not in (None, "linear", "log", "symlog"):
         raise ValueError(f"scale={scale!r}; expected 'linear', 'log' or 'symlog'.")
-    level = 0.95 if level is None else level
-    figure, axes = style.panel(8.0, 5.0)
+    scale = density.scale if scale is None else scale
+    if (scale == "log") != (density.scale == "log"):
+        raise ValueError(
+            f"scale={scale!r} does not fit a density per unit of {'log λ' if density.scale == 'log' else 'λ'}: compute "
+            f"it with spectral_density(A, scale={'log' if scale == 'log' else 'linear'!r})."
+        )
+    if isinstance(top, Eigenpairs):
+        size = top.vectors.shape[0] if size is None else size
+        top = top.values
+    x, middle, low, high = (
+        style.as_array(part) for part in (density.grid, density.density, density.lower, density.upper)
+    )
+    bandwidth, zero_mass = density.bandwidth, density.zero_mass
+    axes = style.axes_of(ax, 8.0, 5.0)
     blue, orange = style.COLOURS[:2]
-    peak = float(density.max())
+    peak = float(middle.max())
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
     floor = min(FLOOR * one, peak * 1e-3)
-    shown = np.where(density >= floor, density, np.nan)  # a curve along the axis would look like a density
-    edges, label = (np.maximum(low, floor), np.clip(high, floor, peak * 10)), f"{100 * level:.0f} % band over probes"
+    curve = np.where(middle >= floor, middle, np.nan)  # a curve along the axis would look like a density
+    edges, label = (
+        (np.maximum(low, floor), np.clip(high, floor, peak * 10)),
+        f"{100 * density.level:.0f} % band over probes",
+    )
     axes.fill_between(x, *edges, color=blue, alpha=style.BAND, linewidth=0, label=label)
-    axes.plot(x, shown, color=blue, linewidth=2, label="density")
+    axes.plot(x, curve, color=blue, linewidth=2, label="density")
     if size:
         axes.axhline(one, linewidth=1.2, label=f"one eigenvalue of {size:,}", **style.REFERENCE)
     axes.set_yscale("log")
     axes.set_ylim(floor, 3 * peak)
-    if top is not None and len(top):
-        at = (style.as_array(top), np.full(len(top), 0.035))
+    if top is not None:
+        values = style.vector("top", top)
+        at = (values, np.full(len(values), 0.035))
         marks: dict[str, Any] = {
             "linestyle": "none",
             "marker": "|",
@@ -97,7 +99,7 @@ def spectral_density(
             "markeredgewidth": 1.8,
             "color": orange,
         }
-        axes.plot(*at, transform=axes.get_xaxis_transform(), label=f"{len(top)} largest eigenvalues", **marks)
+        axes.plot(*at, transform=axes.get_xaxis_transform(), label=f"{len(values)} largest eigenvalues", **marks)
     if scale == "log":
         axes.set_xscale("log")
     elif scale == "symlog":
@@ -107,12 +109,12 @@ def spectral_density(
     note = f"\n{100 * zero_mass:.1f} % of the eigenvalues count as zero and are not shown" if zero_mass else ""
     style.dress(axes, "eigenvalue λ", f"density ({unit})", title + note)
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper right")
-    return figure
+    return axes
 
 
 def training_spectra(
-    checkpoints: Mapping[int, tuple[SpectralDensity, Eigenpairs, Estimate]], bound: float | None = None
-) -> Figure:
+    checkpoints: Mapping[int, tuple[SpectralDensity, Eigenpairs, Estimate]], *, bound: float | None = None
+) -> np.ndarray:
     """Draw spectra along training: densities with their bands, and the largest eigenvalues and the trace by step.
 
     Args:
@@ -122,11 +124,18 @@ def training_spectra(
         bound: A level to compare the eigenvalues with, such as 2/η for gradient descent with learning rate η.
 
     Returns:
-        A figure with two panels.
+        The axes, an array (2,).
 
     Raises:
         TypeError: A step is not a number, or its results are not a density, eigenpairs and an estimate.
         ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
+
+    >>> import torch, curvops as co
+    >>> from curvops import plots
+    >>> A = torch.diag(torch.linspace(1, 9, 20).double())
+    >>> found = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
+    >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape
+    (2,)
     """
     kinds = SpectralDensity, Eigenpairs, Estimate
     wanted = f"training_spectra needs {{step: ({', '.join(kind.__name__ for kind in kinds)})}}"
@@ -146,8 +155,7 @@ def training_spectra(
         )
     if any(density.scale != "linear" for density in densities):
         raise ValueError("training_spectra needs densities with scale='linear', whose axis holds both signs.")
-    figure = style.blank(11.5, 4.4)
-    left, right = figure.subplots(1, 2)
+    left, right = both = style.panels(11.5, 4.4, 2)
     shown = np.unique(np.linspace(0, len(steps) - 1, DENSITIES).round().astype(int))
     peak = max(float(densities[i].density.max()) for i in shown)
     floor = 1e-5 * peak
@@ -175,4 +183,4 @@ def training_spectra(
         right.axhline(bound, label=f"bound {bound:.3g}", **style.REFERENCE)
     right.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(right, "step of training", "eigenvalue λ, trace", "Largest eigenvalues and trace")
-    return figure
+    return both

@@ -1,4 +1,4 @@
-"""Figures of the prior precision: the evidence on a grid, and the course of a tuning."""
+"""Figures of the prior precision: the evidence or held-out scores, and the course of a tuning."""
 
 from __future__ import annotations
 
@@ -6,82 +6,114 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Real
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from curvops.checks import shown
+from curvops.evidence.grid import Grid
 from curvops.plots import style
-from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior import Laplace
+from curvops.posterior.log_evidence.tuning import Tuning, Validation
 
 
-def evidence(
-    precisions: Real[np.ndarray, " grid"],
-    value: Real[np.ndarray, " grid"],
-    low: Real[np.ndarray, " grid"],
-    high: Real[np.ndarray, " grid"],
-    validation_nll: Real[np.ndarray, " grid"],
-    chosen: float,
-) -> Figure:
-    """Draw the log evidence with its 95 % interval above the validation NLL, against the prior precision (log axis).
+def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes | None = None) -> Axes:
+    """Draw the log evidence with its 95 % interval, or held-out log-likelihoods, against the prior precision.
 
     Args:
-        precisions: The prior precisions, in any order.
-        value: Log evidence, in nats over the training set.
-        low: Lower end of its interval, in nats.
-        high: Upper end of its interval, in nats.
-        validation_nll: The NLL of held-out data, in nats per point.
-        chosen: The precision marked by a vertical line in both panels.
+        found: The result of `co.evidence.grid`, or the `tuning` of a posterior from `co.evidence.validate`. The
+            precisions are scalars.
+        chosen: A precision marked by a vertical line.
+        ax: The axes to draw into; None makes a figure.
 
     Returns:
-        A figure with two panels.
+        The axes.
+
+    Raises:
+        TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
+
+    >>> import torch, curvops as co
+    >>> from curvops import plots
+    >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
+    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+    >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
+    'log'
     """
-    figure = style.blank(7.2, 6.4)
-    above, below = figure.subplots(2, 1, sharex=True)
+    if not isinstance(found, Grid | Validation):
+        raise TypeError(
+            "evidence draws the result of co.evidence.grid(post, precisions), or the tuning of "
+            f"co.evidence.validate(post, x, y), got {shown(found)}."
+        )
+    axes = style.axes_of(ax, 7.2, 4.2)
+    precisions = np.array([float(value) for value in found.prior_precisions])
     order = np.argsort(precisions)
-    x = precisions[order]
-    blue, orange = style.COLOURS[:2]
-    above.plot(x, value[order], color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
-    # Bars have ends wider than the markers: a band would not show an interval narrower than the curve.
-    widest = np.max((high - low) / 2)
-    ends = np.maximum(0, [(value - low)[order], (high - value)[order]])
-    bars: dict[str, Any] = {"fmt": "none", "ecolor": style.INK, "elinewidth": 1.4, "capsize": 6, "capthick": 1.4}
-    above.errorbar(x, value[order], ends, label=f"95 % interval, at most ±{widest:.2g} nats", **bars)
-    below.plot(x, validation_nll[order], color=orange, marker="s", markersize=4, linewidth=2, label="validation NLL")
-    best = np.nanargmin(validation_nll)
-    least, label = (precisions[best], validation_nll[best]), f"its smallest, at {precisions[best]:.3g}"
+    x, (blue, orange) = precisions[order], style.COLOURS[:2]
+    if isinstance(found, Grid):
+        value, low, high = (
+            np.array(column)[order]
+            for column in zip(*((float(one.value), *map(float, one.interval())) for one in found))
+        )
+        axes.plot(x, value, color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
+        if np.ptp(high - low) or high[0] > low[0]:  # an exact evidence has none
+            # Bars have ends wider than the markers: a band would not show an interval narrower than the curve.
+            ends = np.maximum(0, [value - low, high - value])
+            bars: dict[str, Any] = {
+                "fmt": "none",
+                "ecolor": style.INK,
+                "elinewidth": 1.4,
+                "capsize": 6,
+                "capthick": 1.4,
+            }
+            axes.errorbar(x, value, ends, label=f"95 % interval, at most ±{np.max((high - low) / 2):.2g} nats", **bars)
+        what = "log evidence (nats)"
+    else:
+        value, what = np.array(found.scores)[order], "held-out log-likelihood (nats per point)"
+        axes.plot(x, value, color=orange, marker="s", markersize=4, linewidth=2, label="held-out log-likelihood")
+    best = np.nanargmax(value)
     ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": style.INK}
-    below.plot(*least, linestyle="none", label=label, **ring)
-    above.set_xscale("log")
-    style.dress(above, "", "log evidence (nats)", "Training data: evidence of the prior precision")
-    style.dress(below, "prior precision (1 / squared weight)", "validation NLL (nats per point)", "Held-out data")
-    for axes in (above, below):
-        axes.axvline(chosen, color=style.INK, linestyle="--", linewidth=1.4, label=f"chosen by evidence: {chosen:.3g}")
-        axes.legend(fontsize=style.SMALL, framealpha=1)
-    return figure
+    axes.plot(x[best], value[best], linestyle="none", label=f"its largest, at {x[best]:.3g}", **ring)
+    if chosen is not None:
+        axes.axvline(chosen, color=style.INK, linestyle="--", linewidth=1.4, label=f"chosen: {chosen:.3g}")
+    axes.set_xscale("log")
+    style.dress(axes, "prior precision (1 / squared weight)", what)
+    axes.legend(fontsize=style.SMALL, framealpha=1)
+    return axes
 
 
-def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
+def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
     """Draw prior precision (log axis), effective parameters ± 2 standard errors and products against the step.
 
     A step shows the values at its start. A cross marks the last point of a tuning that has not converged.
 
     Args:
-        tunings: Maps a name to the `tuning` of a posterior from `co.evidence.mackay` or `maximize`; each of several
-            groups has its own line.
+        tunings: Maps a name to a posterior from `co.evidence.mackay` or `maximize`, or to its `tuning`; each of
+            several groups has its own line.
 
     Returns:
-        A figure with three panels.
+        The axes, an array (3,).
 
     Raises:
+        TypeError: The values are not posteriors with such a tuning.
         ValueError: There is no tuning, or a tuning has no steps.
+
+    >>> import torch, curvops as co
+    >>> from curvops import plots
+    >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
+    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+    >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
+    (3,)
     """
-    if not tunings or not all(tuning.steps for tuning in tunings.values()):
+    found: Any = tunings
+    if isinstance(tunings, Mapping):
+        found = {name: given.tuning if isinstance(given, Laplace) else given for name, given in tunings.items()}
+    style.check_named("evidence_trace", found, Tuning, "a posterior from co.evidence.mackay or its tuning")
+    runs: dict[str, Tuning] = found
+    if not all(tuning.steps for tuning in runs.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
-    figure = style.blank(12.5, 4.4)
-    left, middle, right = figure.subplots(1, 3)
+    axes_of_all = style.panels(12.5, 4.4, 3)
+    left, middle, right = axes_of_all
     lines = {
         f"{name} · {tuning.groups[g]}" if len(tuning.groups) > 1 else name: (tuning, g)
-        for name, tuning in tunings.items()
+        for name, tuning in runs.items()
         for g in range(len(tuning.steps[0].prior_precision))
     }
     for (name, look), (tuning, g) in zip(style.looks(lines).items(), lines.values()):
@@ -96,7 +128,7 @@ def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
         middle.fill_between(x, gamma - 2 * error, gamma + 2 * error, color=look.color, alpha=style.BAND, linewidth=0)
         if not tuning.converged:
             left.plot(x[-1:], alpha[-1:], marker="x", markersize=11, markeredgewidth=2.2, color=look.color)
-    for (name, look), tuning in zip(style.looks(tunings).items(), tunings.values()):
+    for (name, look), tuning in zip(style.looks(runs).items(), runs.values()):
         options = look._asdict() | {"label": name, "markersize": 4, "linewidth": 2}
         right.plot([step.matvecs for step in tuning.steps], **options)
     left.set_yscale("log")
@@ -107,4 +139,4 @@ def evidence_trace(tunings: Mapping[str, Tuning]) -> Figure:
     for axes in (left, middle, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=style.SMALL, framealpha=1)
-    return figure
+    return axes_of_all

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from jaxtyping import Real
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from curvops.plots import style
+from curvops.plots.style import NumberSequence
 
 
-def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.ndarray, " N"]]) -> Figure:
+def influence(truth: NumberSequence, predicted: Mapping[str, NumberSequence], *, ax: Axes | None = None) -> Axes:
     """Draw predicted changes against the true changes after training without each point, with the line of equality.
 
     The legend gives Pearson's correlation of each prediction with the truth.
@@ -20,17 +19,22 @@ def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.nda
     Args:
         truth: The change of an output or a loss after training without each point (N,).
         predicted: Maps the name of a method to the changes that it predicts (N,), in the same unit.
+        ax: The axes to draw into; None makes a figure.
 
     Returns:
-        A figure with one panel.
+        The axes.
 
     Raises:
         TypeError: The predictions are not named.
         ValueError: There are no methods, the number of predicted changes differs from that of true changes, or one of
             them is not finite.
+
+    >>> from curvops import plots
+    >>> plots.influence([1.0, 2.0, 4.0], {"GGN": [1.1, 1.8, 3.9]}).get_ylabel()
+    'predicted change'
     """
-    truth, predicted = _checked("influence", truth, predicted)
-    figure, axes = style.panel(6.4, 5.4)
+    truth, predicted = style.vectors("influence", truth, predicted)
+    axes = style.axes_of(ax, 6.4, 5.4)
     ends = np.array([np.min(truth), np.max(truth)])
     axes.plot(ends, ends, label="equal", **style.REFERENCE)
     for (name, look), values in zip(style.looks(predicted).items(), predicted.values()):
@@ -39,29 +43,34 @@ def influence(truth: Real[np.ndarray, " N"], predicted: Mapping[str, Real[np.nda
         axes.plot(truth, values, linestyle="none", markersize=5, alpha=0.7, label=label, **look.dots)
     style.dress(axes, "change after training without the point", "predicted change", "Influence of each training point")
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper left")
-    return figure
+    return axes
 
 
 def pruning(
-    sparsity: Real[np.ndarray, " M"], errors: Mapping[str, Real[np.ndarray, " M"]], full: float | None = None
-) -> Figure:
+    sparsity: NumberSequence, errors: Mapping[str, NumberSequence], *, full: float | None = None, ax: Axes | None = None
+) -> Axes:
     """Draw the error of pruned networks against the share of weights removed.
 
     Args:
         sparsity: Shares of the weights that are removed (M,), from 0 to 1.
         errors: Maps the name of a rule to its errors at these shares (M,), as fractions of the points.
         full: The error of the network with all weights, a dashed line.
+        ax: The axes to draw into; None makes a figure.
 
     Returns:
-        A figure with one panel.
+        The axes.
 
     Raises:
         TypeError: The errors are not named.
         ValueError: There are no rules, one has another number of errors than there are shares, or a number is not
             finite.
+
+    >>> from curvops import plots
+    >>> plots.pruning([0.0, 0.5, 0.9], {"magnitude": [0.1, 0.12, 0.5]}, full=0.1).get_ylabel()
+    'test error (fraction)'
     """
-    sparsity, errors = _checked("pruning", sparsity, errors)
-    figure, axes = style.panel(7.6, 4.6)
+    sparsity, errors = style.vectors("pruning", sparsity, errors)
+    axes = style.axes_of(ax, 7.6, 4.6)
     for (name, look), values in zip(style.looks(errors).items(), errors.values()):
         axes.plot(sparsity, values, markersize=5, linewidth=1.8, label=name, **look._asdict())
     if full is not None:
@@ -69,18 +78,4 @@ def pruning(
     axes.set_ylim(bottom=0)
     style.dress(axes, "weights removed (fraction)", "test error (fraction)", "Error of the pruned network")
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper left")
-    return figure
-
-
-def _checked(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return a vector and named vectors of its length as arrays, or raise TypeError or ValueError."""
-    if not isinstance(named, Mapping):
-        raise TypeError(f"{what} draws a vector against {{name: vector}}, got {type(named).__name__} for the latter.")
-    vector, arrays = style.as_array(common), {name: style.as_array(values) for name, values in named.items()}
-    shapes = {name: values.shape for name, values in arrays.items()}
-    if vector.ndim != 1 or not vector.size or not shapes or set(shapes.values()) != {vector.shape}:
-        raise ValueError(f"{what} draws a vector against named vectors of equal length, got {vector.shape}, {shapes}.")
-    for name, values in {"the vector": vector, **arrays}.items():
-        if not np.isfinite(values).all():
-            raise ValueError(f"{what} needs finite numbers, and {name} has others.")
-    return vector, arrays
+    return axes

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Real
+from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+
+from curvops.checks import shown
 
 # Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # also differ, for print without colour.
@@ -23,6 +28,11 @@ GREY = "#6E6E6E"
 INK = "#1F1F1F"
 REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": (0, (6, 3))}
 """Options of a line that shows a bound or a tolerance."""
+
+NumberSequence = (
+    Real[np.ndarray, " _"] | Real[Tensor, " _"] | Sequence[float] | Real[np.ndarray, "_ 1"] | Real[Tensor, "_ 1"]
+)
+"""Numbers (N,), or a column (N, 1), as an array, a tensor on any device, or a list."""
 
 TITLE, LABEL, SMALL = 13, 12, 10.5
 DPI = 150
@@ -81,21 +91,78 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     }
 
 
+def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return the axes that the user gave, or those of a new figure of pyplot, which a notebook shows."""
+    if ax is None:
+        return pyplot.figure(figsize=(width, height), layout="constrained").subplots()
+    if not isinstance(ax, Axes):
+        raise TypeError(f"ax must be the axes of one panel, got {shown(ax)}; pass ax from fig, ax = plt.subplots().")
+    return ax
+
+
+def panels(width: float, height: float, columns: int, **options: Any) -> np.ndarray:
+    """Return the panels of a new figure of pyplot, by default in a row."""
+    figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    rows = options.pop("rows", 1)
+    return np.asarray(figure.subplots(rows, columns, **options))
+
+
 def as_array(values: Any) -> np.ndarray:
-    """Return numbers as an array; a tensor may be on any device and require a gradient."""
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    """Return numbers as an array; a tensor may be on any device, of any dtype, and require a gradient."""
+    if not isinstance(values, Tensor):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file.
+def vector(name: str, values: Any) -> Real[np.ndarray, " N"]:
+    """Return finite or missing numbers (N,) of an array, a tensor or a list, or of a column (N, 1)."""
+    found = as_array(values)
+    found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+    if found.ndim != 1 or not found.size or not (np.issubdtype(found.dtype, np.number) or found.dtype == bool):
+        kind = f"shape {found.shape}" if np.issubdtype(found.dtype, np.number) else type(values).__name__
+        raise ValueError(f"{name} must be a vector (N,), or a column (N, 1), of at least one number, got {kind}.")
+    return found
+
+
+def vectors(what: str, common: Any, named: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a vector and named vectors of its length as finite arrays, or raise TypeError or ValueError."""
+    if not isinstance(named, Mapping):
+        raise TypeError(f"{what} draws a vector against {{name: vector}}, got {type(named).__name__} for the latter.")
+    first, arrays = vector("the first argument", common), {name: vector(repr(name), v) for name, v in named.items()}
+    if not arrays or any(values.shape != first.shape for values in arrays.values()):
+        shapes = {name: values.shape for name, values in arrays.items()}
+        raise ValueError(f"{what} draws a vector against named vectors of equal length, got {first.shape}, {shapes}.")
+    for name, values in {"the first argument": first, **arrays}.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{what} needs finite numbers, and {name} has others.")
+    return first, arrays
+
+
+def check_named(what: str, given: Any, kind: type, source: str) -> None:
+    """Raise TypeError or ValueError unless at least one object of a kind is given, each by its name."""
+    if not isinstance(given, Mapping) or not all(isinstance(value, kind) for value in given.values()):
+        found = [type(v).__name__ for v in given.values()] if isinstance(given, Mapping) else type(given).__name__
+        raise TypeError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got {found}.")
+    if not given:
+        raise ValueError(f"{what} draws {{name: {kind.__name__}}}, each {source}; got none.")
+
+
+def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, and close it in pyplot.
 
     Args:
-        figure: The result of a function of `curvops.plots`.
+        drawn: The result of a function of `curvops.plots`, or a figure.
         path: The file; its suffix determines the format (.png, .pdf, .svg), and its folder must exist.
 
     Raises:
-        TypeError: The first argument is not a figure.
+        TypeError: The first argument is neither axes nor a figure.
+
+    >>> plots.save(plots.influence([1.0, 2.0], {"GGN": [1.1, 1.8]}), "influence.png")  # doctest: +SKIP
     """
+    first = drawn.flat[0] if isinstance(drawn, np.ndarray) and drawn.size else drawn
+    figure = first.figure if isinstance(first, Axes) else first
     if not isinstance(figure, Figure):
-        raise TypeError(f"plots.save takes a figure, then a path; got {type(figure).__name__} first.")
+        raise TypeError(f"plots.save takes axes or a figure, then a path; got {type(drawn).__name__} first.")
     figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)

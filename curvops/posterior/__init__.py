@@ -3,8 +3,9 @@
 from curvops.errors import DivergenceError, InertWeightsWarning, ModeWarning, NotSolvedError
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.gaussians.fit_mode import ModeFit, fit_mode
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.load import load, save
 from curvops.posterior.gaussians.selection import select, wasserstein
 from curvops.posterior.predictions.normals import SampledNormal
@@ -19,13 +20,14 @@ __all__ = [
     "InertWeightsWarning",
     "Laplace",
     "LinearMode",
+    "ModeFit",
     "ModeWarning",
     "NotSolvedError",
     "Predictions",
     "SampledNormal",
     "StochasticDescent",
     "Uncertainty",
-    "laplace",
+    "fit_mode",
     "load",
     "save",
     "select",

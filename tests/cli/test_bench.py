@@ -1,6 +1,6 @@
 """The benchmark in a tiny setting: every row of its tables runs, counts honestly, and is written and drawn.
 
-Tests `measure.py`, `methods.py`, `problem.py`, `problems.py`, `rows.py`, `sweep.py`, `tables.py`.
+Tests `figures.py`, `measure.py`, `methods.py`, `problem.py`, `problems.py`, `rows.py`, `sweep.py`, `tables.py`.
 """
 
 from __future__ import annotations

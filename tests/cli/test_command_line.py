@@ -17,8 +17,8 @@ sys.modules["matplotlib"] = None
 import curvops
 from typer.testing import CliRunner
 from curvops.cli import app
-for command in ("demo", "bench"):
-    result = CliRunner().invoke(app, [command, "--quick"])
+for command in (["demo"], ["bench", "--quick"]):
+    result = CliRunner().invoke(app, command)
     print(result.exit_code, result.output.strip())
 for name in ("plots", "plot"):
     try:

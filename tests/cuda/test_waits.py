@@ -52,12 +52,12 @@ def network(kind: str) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers).double().to(CUDA), normal(12, 1, 6, 6)
 
 
-def classification(kind: str = "dense", **options: Any) -> co.Linearization:
+def classification(kind: str = "dense", **options: Any) -> co.operators.Linearization:
     model, x = network(kind)
     return co.linearize(model, (x, torch.randint(3, (12,), device=CUDA)), "classification", **options)
 
 
-OPERATORS: dict[str, Callable[[co.Linearization], Any]] = {
+OPERATORS: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "GGN": co.GGN,
     "GGN of draws": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()),
     "EmpiricalFisher": co.EmpiricalFisher,
@@ -70,8 +70,8 @@ OPERATORS: dict[str, Callable[[co.Linearization], Any]] = {
     "DiagonalGGN": co.DiagonalGGN,
     "BlockDiagonal": co.BlockDiagonal,
     "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(9, device=CUDA)),
-    "precision": lambda lin: co.laplace(lin, check_mode=False).precision,
-    "precision, Kronecker": lambda lin: co.laplace(lin, co.KFAC, check_mode=False).precision,
+    "precision": lambda lin: co.laplace(lin, co.GGN, 1.0, check_mode=False).precision,
+    "precision, Kronecker": lambda lin: co.laplace(lin, co.KFAC, 1.0, check_mode=False).precision,
     "sum": lambda lin: co.GGN(lin) + 2.0 * co.DiagonalGGN(lin),
 }
 

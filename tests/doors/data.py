@@ -40,12 +40,12 @@ def read(data: object) -> Batches:
 POINTS, CLASSES = normal(7, 4, dtype=torch.float32), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
 
-def classified(data: object) -> co.Linearization:
+def classified(data: object) -> co.operators.Linearization:
     return co.linearize(nn.Linear(4, 3), data, "classification")
 
 
-def regressed(targets: Tensor) -> co.Linearization:
-    return co.linearize(nn.Linear(4, 3), (POINTS, targets), "regression")
+def regressed(targets: Tensor) -> co.operators.Linearization:
+    return co.linearize(nn.Linear(4, 3), (POINTS, targets), co.likelihoods.Gaussian(noise=1.0))
 
 
 def broken(value: float) -> Tensor:
@@ -58,7 +58,7 @@ LABELS = torch.tensor([[0, 1, 2], [2, 2, 1], [0, 0, 1], [1, 2, 0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
 
 
-def of_sequences(y: Tensor, likelihood: str) -> co.Linearization:
+def of_sequences(y: Tensor, likelihood: str) -> co.operators.Linearization:
     """Of four sequences of three positions."""
     return co.linearize(nn.Linear(2, 3).double(), (normal(4, 3, 2), y), likelihood)
 
@@ -372,7 +372,7 @@ DOORS = [
                 lambda: co.linearize(
                     nn.Sequential(nn.Flatten(), nn.Linear(6, 3)).double(),
                     (normal(4, 3, 2), normal(4, 3), MASK),
-                    "regression",
+                    co.likelihoods.Gaussian(noise=1.0),
                     weights=True,
                 ),
                 ValueError,

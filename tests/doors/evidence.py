@@ -15,33 +15,33 @@ DOUBLE = torch.float64
 
 
 @cache
-def linear() -> tuple[co.Laplace, Tensor, Tensor]:
+def linear() -> tuple[co.posterior.Laplace, Tensor, Tensor]:
     """The linear problem, made once for all rows."""
     return linear_problem()
 
 
-def post() -> co.Laplace:
+def post() -> co.posterior.Laplace:
     return linear()[0]
 
 
 @cache
-def other() -> co.Laplace:
+def other() -> co.posterior.Laplace:
     """Of fewer points and weights."""
     x = torch.linspace(-1, 1, 15, dtype=DOUBLE).view(5, 3)
     lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, x[:, :1]), co.likelihoods.Gaussian(1.0))
-    return co.laplace(lin, check_mode=False)
+    return co.laplace(lin, co.GGN, 1.0, check_mode=False)
 
 
 @cache
-def network(likelihood: object = 0.3) -> co.Laplace:
+def network(likelihood: object = 0.3) -> co.posterior.Laplace:
     """Of two layers and two outputs; a number is the noise of a Gaussian."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(25, 4, dtype=DOUBLE)
     if likelihood == "classification":
-        return co.laplace(co.linearize(model, (x, x[:, :2].argmax(1)), likelihood), check_mode=False)
+        return co.laplace(co.linearize(model, (x, x[:, :2].argmax(1)), likelihood), co.GGN, 1.0, check_mode=False)
     likelihood = co.likelihoods.Gaussian(likelihood)
-    return co.laplace(co.linearize(model, (x, x[:, :2].sin()), likelihood), check_mode=False)
+    return co.laplace(co.linearize(model, (x, x[:, :2].sin()), likelihood), co.GGN, 1.0, check_mode=False)
 
 
 DATA = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
@@ -49,6 +49,17 @@ DATA = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)), torch.ara
 
 def classifier() -> nn.Linear:
     return nn.Linear(64, 10)
+
+
+def fitted(prior_precision: object = 1.0, prior_mean: object = 0.0, **options: object) -> co.posterior.ModeFit:
+    return co.fit_mode(classifier(), DATA, "classification", prior_precision, prior_mean, **options)
+
+
+def huge() -> nn.Module:
+    """Of outputs whose exponentials overflow."""
+    model = nn.Linear(64, 1)
+    model.weight.data.fill_(50.0)
+    return model
 
 
 DOORS = [
@@ -86,13 +97,13 @@ DOORS = [
             ),
             "noise of an empirical Fisher": (
                 lambda: co.evidence.mackay(
-                    co.laplace(post().lin, co.EmpiricalFisher, check_mode=False), tune_noise=True
+                    co.laplace(post().lin, co.EmpiricalFisher, 1.0, check_mode=False), tune_noise=True
                 ),
                 ValueError,
                 "square",
             ),
             "no curvature": (
-                lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), check_mode=False), None),
+                lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), 1.0, check_mode=False), None),
                 ValueError,
                 "likelihood of the curvature",
             ),
@@ -122,13 +133,15 @@ DOORS = [
                 "operator",
             ),
             "noise of an empirical Fisher": (
-                lambda: co.evidence.maximize(co.laplace(network().lin, co.EmpiricalFisher, check_mode=False), "noise"),
+                lambda: co.evidence.maximize(
+                    co.laplace(network().lin, co.EmpiricalFisher, 1.0, check_mode=False), "noise"
+                ),
                 ValueError,
                 "square",
             ),
             "noise of an empirical diagonal": (
                 lambda: co.evidence.maximize(
-                    co.laplace(network().lin, co.DiagonalGGN(network().lin, fisher="empirical"), check_mode=False),
+                    co.laplace(network().lin, co.DiagonalGGN(network().lin, fisher="empirical"), 1.0, check_mode=False),
                     "noise",
                 ),
                 ValueError,
@@ -136,13 +149,19 @@ DOORS = [
             ),
             "noise of a sum": (
                 lambda: co.evidence.maximize(
-                    co.laplace(network().lin, co.low_rank(network().curvature), check_mode=False), "noise"
+                    co.laplace(network().lin, co.low_rank(network().curvature), 1.0, check_mode=False), "noise"
                 ),
                 ValueError,
                 "how it was built",
             ),
             "noise that is zero": (lambda: network().with_noise(0.0), ValueError, "noise"),
             "noise that is a word": (lambda: network().with_noise("1"), TypeError, "noise"),
+            "noises for more outputs": (
+                lambda: network().with_noise(torch.ones(7)),
+                ValueError,
+                "a number or a tensor",
+            ),
+            "noises that are negative": (lambda: network().with_noise(-torch.ones(1)), ValueError, "variance"),
             "noise of several outputs": (
                 lambda: co.evidence.maximize(network(torch.tensor([0.1, 0.2])), "noise"),
                 ValueError,
@@ -152,6 +171,46 @@ DOORS = [
                 lambda: co.evidence.maximize(network("classification"), "noise"),
                 ValueError,
                 "Categorical",
+            ),
+        },
+    ),
+    Door(
+        "fit_mode",
+        rows={
+            "no prior": (lambda: co.fit_mode(classifier(), DATA, "classification"), TypeError, "prior_precision"),
+            "a precision of zero": (lambda: fitted(0.0), ValueError, "positive"),
+            "a precision of one layer": (lambda: fitted({"weight": 1.0}), ValueError, "bias"),
+            "a mean of another size": (lambda: fitted(1.0, torch.zeros(3)), ValueError, "650"),
+            "targets apart": (
+                lambda: co.fit_mode(classifier(), DATA[0], DATA[1], 1.0),
+                TypeError,
+                "one argument",
+            ),
+            "no likelihood": (lambda: co.fit_mode(classifier(), DATA, "adam", 1.0), TypeError, "classification"),
+            "a linearisation": (
+                lambda: co.fit_mode(co.linearize(classifier(), DATA, "classification"), DATA, "classification", 1.0),
+                TypeError,
+                "nn.Module",
+            ),
+            "dropout in train mode": (
+                lambda: co.fit_mode(nn.Sequential(classifier(), nn.Dropout()), DATA, "classification", 1.0),
+                ValueError,
+                r"model.eval\(\)",
+            ),
+            "an iterator": (
+                lambda: co.fit_mode(classifier(), iter([DATA]), "classification", 1.0),
+                TypeError,
+                "only once",
+            ),
+            "no tolerance": (lambda: fitted(atol=0.0), ValueError, "atol"),
+            "no steps": (lambda: fitted(maxiter=0), ValueError, "maxiter"),
+            "half a step": (lambda: fitted(maxiter=2.5), TypeError, "maxiter"),
+            "a word for progress": (lambda: fitted(progress="yes"), TypeError, "progress"),
+            "no such parameters": (lambda: fitted(parameters="head.*"), ValueError, "head"),
+            "an infinite loss": (
+                lambda: co.fit_mode(huge(), (DATA[0], DATA[1].float().unsqueeze(1)), co.likelihoods.Poisson(), 1.0),
+                ValueError,
+                "scale inputs",
             ),
         },
     ),

@@ -25,7 +25,7 @@ def network(outputs: int = 2) -> nn.Module:
 
 
 @cache
-def lin(likelihood: str = "classification") -> co.Linearization:
+def lin(likelihood: str = "classification") -> co.operators.Linearization:
     """Of 26 weights and two classes, or of one number."""
     if likelihood == "classification":
         return co.linearize(network(), (X, (X[:, 0] > 0).long()), likelihood)
@@ -37,33 +37,33 @@ def process() -> co.gp.LaplaceProcess:
     return laplace_gp(lin())
 
 
-def learned() -> co.Linearization:
+def learned() -> co.operators.Linearization:
     noise = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
     return co.linearize(network(1), (X, Y), co.likelihoods.Gaussian(noise))
 
 
-def half() -> co.Linearization:
+def half() -> co.operators.Linearization:
     return co.linearize(network().bfloat16(), (X, (X[:, 0] > 0).long()), "classification")
 
 
 @cache
-def elsewhere() -> co.Linearization:
+def elsewhere() -> co.operators.Linearization:
     moved = network(1)
     with torch.no_grad():
         next(moved.parameters()).add_(1)
     return co.linearize(moved, (X, Y), co.likelihoods.Gaussian(0.1))
 
 
-def two_numbers() -> co.Linearization:
+def two_numbers() -> co.operators.Linearization:
     return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(0.1))
 
 
-def several_noises() -> co.Linearization:
+def several_noises() -> co.operators.Linearization:
     noise = torch.tensor([0.1, 0.2], dtype=DOUBLE)
     return co.linearize(network(2), (X, X[:, :2]), co.likelihoods.Gaussian(noise))
 
 
-def weighted() -> co.Linearization:
+def weighted() -> co.operators.Linearization:
     return co.linearize(network(1), (X, Y, Y[:, 0].abs()), co.likelihoods.Gaussian(0.1), weights=True)
 
 
@@ -76,7 +76,7 @@ class Added(nn.Module):
         return self.inner(a + b)
 
 
-def of_pairs() -> co.Linearization:
+def of_pairs() -> co.operators.Linearization:
     return co.linearize(Added().double(), [((X, X), Y)], co.likelihoods.Gaussian(0.1))
 
 
@@ -113,7 +113,11 @@ DOORS = [
         "laplace_gp",
         rows={
             "a network": (lambda: laplace_gp(network()), TypeError, "linearised network"),
-            "a posterior": (lambda: laplace_gp(co.laplace(lin(), check_mode=False)), TypeError, "linearised network"),
+            "a posterior": (
+                lambda: laplace_gp(co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
+                TypeError,
+                "linearised network",
+            ),
             "half precision": (lambda: laplace_gp(half()), TypeError, "too coarse"),
             "no precision": (lambda: laplace_gp(lin(), 0.0), ValueError, "prior_precision"),
             "a negative precision": (lambda: laplace_gp(lin(), -1.0), ValueError, "prior_precision"),
@@ -126,7 +130,7 @@ DOORS = [
                 "co.laplace accepts operators",
             ),
             "an earlier posterior": (
-                lambda: laplace_gp(lin(), co.laplace(lin(), check_mode=False)),
+                lambda: laplace_gp(lin(), co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
                 TypeError,
                 "prior_precision",
             ),
@@ -167,7 +171,7 @@ DOORS = [
         rows={
             "a network": (lambda: LinearizedKernel(network()), TypeError, "lin must be a linearised network"),
             "a posterior": (
-                lambda: LinearizedKernel(co.laplace(lin(), check_mode=False)),
+                lambda: LinearizedKernel(co.laplace(lin(), co.GGN, 1.0, check_mode=False)),
                 TypeError,
                 "lin must be a linearised network, .* got Laplace",
             ),
@@ -322,7 +326,9 @@ DOORS = [
                 "pass GaussianLikelihood",
             ),
             "a posterior as the kernel": (
-                lambda: LinearizedGP(lin("gaussian"), kernel=co.laplace(lin("gaussian"), check_mode=False)),
+                lambda: LinearizedGP(
+                    lin("gaussian"), kernel=co.laplace(lin("gaussian"), co.GGN, 1.0, check_mode=False)
+                ),
                 TypeError,
                 "kernel must be one of gpytorch, got Laplace",
             ),

@@ -23,7 +23,7 @@ def model(likelihood: str = "regression", memory_budget: int | None = None) -> c
     given = co.likelihoods.Gaussian(0.1) if likelihood == "regression" else likelihood
     options = {} if memory_budget is None else {"memory_budget": memory_budget}
     lin = co.linearize(net, (X, Y if likelihood == "regression" else Y[:, 0].long()), given, **options)
-    return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
+    return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, 1.0, check_mode=False))
 
 
 class TwoInputs(nn.Module):
@@ -37,12 +37,14 @@ class TwoInputs(nn.Module):
 
 def of_two_tensors() -> co.gp.LaplaceModel:
     lin = co.linearize(TwoInputs().double(), ((X, X), Y[:, :1]), co.likelihoods.Gaussian(0.1))
-    return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
+    return co.gp.LaplaceModel(co.laplace(lin, co.KFAC, 1.0, check_mode=False))
 
 
-def of_sequences() -> co.Laplace:
+def of_sequences() -> co.posterior.Laplace:
     data = torch.ones(3, 4, 2, dtype=DOUBLE), torch.ones(3, 4, 1, dtype=DOUBLE)
-    return co.laplace(co.linearize(nn.Linear(2, 1).double(), data, "regression"), check_mode=False)
+    return co.laplace(
+        co.linearize(nn.Linear(2, 1).double(), data, co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+    )
 
 
 DOORS = [

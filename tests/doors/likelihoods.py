@@ -32,7 +32,7 @@ def quartic(f: Tensor, y: Tensor) -> Tensor:
 REALS = normal(5, 2, seed=4, scale=2.0)
 
 
-def with_loss(loss: Any, y: Tensor = REALS) -> co.Linearization:
+def with_loss(loss: Any, y: Tensor = REALS) -> co.operators.Linearization:
     """A network of two outputs at five points."""
     return co.linearize(nn.Linear(2, 2).double(), (normal(5, 2), y), loss)
 
@@ -63,7 +63,7 @@ class Shaped(nn.Linear):
         return super().forward(x).reshape(len(x), *self.shape)
 
 
-def shaped(loss: Any, shape: tuple[int, ...], y: Tensor) -> co.Linearization:
+def shaped(loss: Any, shape: tuple[int, ...], y: Tensor) -> co.operators.Linearization:
     return co.linearize(Shaped(*shape).double(), (normal(N, 2), y), loss)
 
 
@@ -83,7 +83,7 @@ def counts(*shape: int) -> Tensor:
     return torch.poisson(torch.full((N, *shape), 2.0).double(), generator=torch.Generator().manual_seed(6))
 
 
-def distributed(function: Callable[[Tensor], Any], targets: Tensor) -> co.Linearization:
+def distributed(function: Callable[[Tensor], Any], targets: Tensor) -> co.operators.Linearization:
     return co.linearize(nn.Linear(2, C), (normal(5, 2).float(), targets), function)
 
 
@@ -107,6 +107,15 @@ DOORS = [
         "Gaussian",
         rows={
             "zero": (lambda: Gaussian(0.0), ValueError, "variance"),
+            "a word": (lambda: Gaussian("estimate"), TypeError, "None or 'per_output'"),
+            "a flag": (lambda: Gaussian(True), TypeError, "variance"),
+            "one for each channel of an image, to be estimated": (
+                lambda: co.linearize(
+                    nn.Conv2d(1, 2, 1), (torch.ones(3, 1, 4, 5), torch.ones(3, 2, 4, 5)), Gaussian("per_output")
+                ),
+                ValueError,
+                r"\(C, 1, 1\)",
+            ),
             "negative": (lambda: Gaussian(-1.0), ValueError, "variance"),
             "NaN": (lambda: Gaussian(math.nan), ValueError, "variance"),
             "infinite": (lambda: Gaussian(math.inf), ValueError, "variance"),

@@ -24,7 +24,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def classifier(model: Any) -> co.Linearization:
+def classifier(model: Any) -> co.operators.Linearization:
     return co.linearize(model, (X, Y), "classification")
 
 
@@ -44,17 +44,8 @@ class Keywords(nn.Linear):
         return super().forward(x) * mask
 
 
-def called_with(inputs: Any) -> co.Linearization:
+def called_with(inputs: Any) -> co.operators.Linearization:
     return co.linearize(Keywords(4, 3), (inputs, Y), "classification")
-
-
-def lower(dtype: Any, model: Any = None, **options: Any) -> co.Linearization:
-    return co.linearize(net() if model is None else model, (X, Y), "classification", compute_dtype=dtype, **options)
-
-
-def lower_ggn() -> Any:
-    lin = lower(torch.bfloat16)
-    return co.GGN(lin).add_diagonal(1.0), torch.ones(lin.num_parameters)
 
 
 class Recurrent(nn.Module):
@@ -67,15 +58,6 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         steps, _ = self.layer(x if self.unbatched else torch.stack([x, -x], 1))
         return self.head(steps if self.unbatched else steps[:, -1])
-
-
-class OwnProduct(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 def chosen(spec: Any) -> Selection:
@@ -437,73 +419,6 @@ DOORS = [
                 ),
                 ValueError,
                 r"'head.bias' has shape \(3,\), expected \(2,\)",
-            ),
-        },
-    ),
-    Door(
-        "compute_dtype",
-        rows={
-            "a name": (
-                lambda: lower("bfloat16"),
-                TypeError,
-                "must be a torch.dtype such as .*, got 'bfloat16'",
-            ),
-            "a flag": (lambda: lower(True), TypeError, "must be a torch.dtype.*got True"),
-            "a type": (lambda: lower(float), TypeError, "must be a torch.dtype.*got <class 'float'>"),
-            "float16": (
-                lambda: lower(torch.float16),
-                ValueError,
-                "bfloat16 or torch.float32, got torch.float16 .float16 overflows beyond 65504",
-            ),
-            "whole numbers": (lambda: lower(torch.int8), ValueError, "bfloat16 or torch.float32, got torch.int8"),
-            "the weights' own": (
-                lambda: lower(torch.float32),
-                ValueError,
-                "is not of lower precision than .* leave it out",
-            ),
-            "above the weights'": (lambda: lower(torch.float64), ValueError, "got torch.float64"),
-            "of half weights": (
-                lambda: lower(torch.bfloat16, net().bfloat16()),
-                ValueError,
-                "is not of lower precision than the weights' torch.bfloat16",
-            ),
-            "streamed": (
-                lambda: lower(torch.bfloat16, engine="streamed"),
-                ValueError,
-                "engine='streamed' excludes that engine: leave one of them out",
-            ),
-            "autodiff": (lambda: lower(torch.bfloat16, engine="autodiff"), ValueError, "engine='autodiff' excludes"),
-            "no layers": (
-                lambda: lower(torch.bfloat16, OwnProduct()),
-                ValueError,
-                "no selected parameter has a rule .weight: no layer rule.: leave it out",
-            ),
-            "a small budget": (
-                lambda: co.linearize(
-                    net(), [(X, Y)], "classification", compute_dtype=torch.bfloat16, memory_budget=100
-                ),
-                ValueError,
-                r"keeps \d+ bytes of a batch of 7 points, more than memory_budget=100: pass smaller batches",
-            ),
-            "a solve": (
-                lambda: (lambda P, b: P.solve(b))(*lower_ggn()),
-                ValueError,
-                "rtol=1.0e-06 is below the accuracy of products with A.*or linearise without compute_dtype",
-            ),
-            "a tight cg": (
-                lambda: (lambda P, b: co.linalg.cg(P, b, rtol=1e-4))(*lower_ggn()),
-                ValueError,
-                "rtol=1.0e-04 is below the accuracy of products with A",
-            ),
-            "eigenpairs": (
-                lambda: co.linalg.eigsh(lower_ggn()[0], 2),
-                ValueError,
-                "is below the accuracy of products with A",
-            ),
-            "variances": (
-                lambda: lower_ggn()[0].inverse().diagonal(),
-                ValueError,
-                "is below the accuracy of products with A",
             ),
         },
     ),

@@ -14,7 +14,7 @@ from tests.doors.door import Door
 
 
 @cache
-def lin() -> co.Linearization:
+def lin() -> co.operators.Linearization:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(6, 3).double(), torch.arange(6) % 2
@@ -22,14 +22,14 @@ def lin() -> co.Linearization:
 
 
 @cache
-def wide() -> co.Linearization:
+def wide() -> co.operators.Linearization:
     """A layer whose block is larger than the budget."""
     data = torch.randn(4, 30).double(), torch.arange(4)
     return co.linearize(nn.Linear(30, 10).double(), data, "classification", memory_budget=100_000)
 
 
 @cache
-def five_points(kind: str) -> co.Linearization:
+def five_points(kind: str) -> co.operators.Linearization:
     """In batches of two, with weights, or as sequences of three."""
     model = nn.Linear(3, 2).double()
     x = torch.ones(5, 3, 3).double() if kind == "sequences" else torch.ones(5, 3).double()
@@ -38,13 +38,13 @@ def five_points(kind: str) -> co.Linearization:
     return co.linearize(model, data, "classification", weights=kind == "weighted points")
 
 
-def with_activation(module: nn.Module) -> co.Linearization:
+def with_activation(module: nn.Module) -> co.operators.Linearization:
     model = nn.Sequential(nn.Linear(3, 5), module, nn.Tanh(), nn.Linear(5, 2)).double()
     return co.linearize(model, (torch.ones(4, 3).double(), torch.arange(4) % 2), "classification")
 
 
 @cache
-def of_margins() -> co.Linearization:
+def of_margins() -> co.operators.Linearization:
     return co.linearize(nn.Linear(3, 2).double(), (torch.ones(4, 3).double(), torch.arange(4) % 2), MARGINS)
 
 
@@ -143,8 +143,8 @@ DOORS = [
             ),
             "a block of a network": (lambda: co.Subnetwork(nn.Linear(2, 2), [0]), TypeError, "operator.*Linear"),
             "no indices": (lambda: co.Subnetwork(co.GGN(lin())), TypeError, "indices"),
-            "a shift for an operator": (lambda: co.Damped(1.0, co.GGN(lin())), TypeError, "Damped.*float"),
-            "a word for a shift": (lambda: co.Damped(co.GGN(lin()), "one"), TypeError, "shift.*'one'"),
+            "a shift for an operator": (lambda: co.linalg.Damped(1.0, co.GGN(lin())), TypeError, "Damped.*float"),
+            "a word for a shift": (lambda: co.linalg.Damped(co.GGN(lin()), "one"), TypeError, "shift.*'one'"),
             "a dict for a vector": (lambda: co.GGN(lin()) @ {"0.weight": torch.ones(4, 3)}, TypeError, "lin.flatten"),
             "a list for a vector": (lambda: co.GGN(lin()) @ [1.0] * 26, TypeError, "tensor.*list"),
             "an unknown keyword of Dense": (lambda: Dense(torch.eye(3), symmetric=True), TypeError, "symmetric"),

@@ -10,47 +10,59 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import metrics
+from curvops import metrics
 from tests.doors.door import Door
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
 
 
+TRAINING = (torch.linspace(-1, 1, 36, dtype=DOUBLE).sin().view(12, 3), torch.arange(12) % 2)
+
+
 @cache
-def small() -> co.Linearization:
+def small() -> co.operators.Linearization:
     """Of two classes, with 26 weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(12, 3, dtype=DOUBLE)
-    return co.linearize(model, (x, (x[:, 0] > 0).long()), "classification")
+    return co.linearize(model, TRAINING, "classification")
 
 
 @cache
-def small_post() -> co.Laplace:
-    return co.laplace(small(), check_mode=False)
+def numbers() -> co.operators.Linearization:
+    """A regression of 26 weights, far from a mode."""
+    x, _ = TRAINING
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return co.linearize(model, (x, 9 * x[:, :2]), co.likelihoods.Gaussian(1.0))
 
 
 @cache
-def lin(n: int = 30, parameters: str | None = None) -> co.Linearization:
+def small_post() -> co.posterior.Laplace:
+    return co.laplace(small(), co.GGN, 1.0, check_mode=False)
+
+
+@cache
+def lin(n: int = 30, parameters: str | None = None) -> co.operators.Linearization:
     """Of three classes, at a mode, with 51 weights."""
     model, x, y = problem(n=n)
     return co.linearize(model, (x, y), "classification", parameters)
 
 
 @cache
-def post(curvature: type = co.GGN) -> co.Laplace:
-    return co.laplace(lin(), curvature, check_mode=False)
+def post(curvature: type = co.GGN) -> co.posterior.Laplace:
+    return co.laplace(lin(), curvature, 1.0, check_mode=False)
 
 
 @cache
-def after() -> co.Laplace:
+def after() -> co.posterior.Laplace:
     """The posterior of a second task."""
     return post().update(lin(20), check_mode=False)
 
 
 COVARIANCE = co.linalg.Diagonal(torch.linspace(1, 2, 51, dtype=DOUBLE))
 TWO = torch.ones(2, 3, dtype=DOUBLE)
+HELD_OUT = TWO, torch.tensor([0, 1])
 X = torch.linspace(-1, 1, 20, dtype=DOUBLE).view(5, 4)
 DRAWS = "samples must be"
 SNAPSHOTS = torch.linspace(-1, 1, 9 * 51, dtype=DOUBLE).view(9, 51)
@@ -73,7 +85,7 @@ def rewards(outputs: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
 
 
-def preferences(model: nn.Module, pairs: torch.Tensor, targets: torch.Tensor) -> co.Linearization:
+def preferences(model: nn.Module, pairs: torch.Tensor, targets: torch.Tensor) -> co.operators.Linearization:
     return co.linearize(model, (pairs, targets), co.likelihoods.BradleyTerry())
 
 
@@ -90,7 +102,50 @@ DOORS = [
         rows={
             "a module": (lambda: co.laplace(nn.Linear(3, 2)), TypeError, "linearised network"),
             "a curvature first": (lambda: co.laplace(co.GGN(small())), TypeError, "linearised network"),
-            "a word": (lambda: co.laplace(small(), "ggn"), TypeError, "curvature.*'ggn'"),
+            "another package's word": (lambda: co.laplace(small(), "kron"), ValueError, "one of 'kfac'.*got 'kron'"),
+            "a prior and held-out data": (
+                lambda: co.laplace(small(), prior_precision=1.0, validation=HELD_OUT),
+                ValueError,
+                "leave one of them out",
+            ),
+            "held-out data by position": (
+                lambda: co.laplace(small(), co.KFAC, HELD_OUT),
+                TypeError,
+                "prior_precision must be a positive number",
+            ),
+            "held-out inputs alone": (lambda: co.laplace(small(), validation=TWO), TypeError, "inputs, targets"),
+            "held-out targets of another length": (
+                lambda: co.laplace(small(), validation=(TWO, torch.zeros(3).long())),
+                ValueError,
+                "2 inputs, but 3 targets",
+            ),
+            "held-out targets of another kind": (
+                lambda: co.laplace(small(), validation=(TWO, TWO)),
+                (TypeError, ValueError),
+                "targets",
+            ),
+            "no held-out data": (lambda: co.laplace(small(), validation=[]), ValueError, "no points"),
+            "a share of the data": (lambda: co.laplace(small(), validation=0.2), TypeError, "float"),
+            "the training data as held-out ones": (
+                lambda: co.laplace(small(), validation=TRAINING),
+                ValueError,
+                "training data",
+            ),
+            "a curvature without data, and no prior": (
+                lambda: co.laplace(numbers(), 0 * co.GGN(numbers())),
+                ValueError,
+                r"left out.*validation=\(x, y\).*likelihood of the curvature",
+            ),
+            "a Hessian, and no prior": (
+                lambda: co.laplace(numbers(), "hessian"),
+                ValueError,
+                r"left out.*indefinite.*Pass a prior_precision",
+            ),
+            "a link that is no name": (
+                lambda: co.laplace(small()).probabilities(TWO, 1),
+                ValueError,
+                "link must be one of",
+            ),
             "the prior second": (lambda: co.laplace(small(), 1.0), TypeError, "curvature.*1.0"),
             "a tensor": (lambda: co.laplace(small(), torch.eye(26, dtype=DOUBLE)), TypeError, "co.linalg.Dense"),
             "a function": (lambda: co.laplace(small(), lambda lin: co.GGN(lin)), TypeError, "call it"),
@@ -103,7 +158,6 @@ DOORS = [
                 "float32.*convert",
             ),
             "a prior in words": (lambda: co.laplace(small(), prior_precision="1"), TypeError, "prior_precision.*'1'"),
-            "no prior": (lambda: co.laplace(small(), prior_precision=None), TypeError, "prior_precision.*None"),
             "a list": (lambda: co.laplace(small(), prior_precision=[1.0] * 26), TypeError, "prior_precision"),
             "a truth": (lambda: co.laplace(small(), prior_precision=True), TypeError, "prior_precision"),
             "a matrix": (lambda: co.laplace(small(), prior_precision=torch.eye(26)), ValueError, "prior_precision.*26"),
@@ -222,12 +276,12 @@ DOORS = [
                 "operator or an earlier posterior",
             ),
             "two means": (
-                lambda: co.laplace(lin(), prior_precision=co.laplace(lin()), prior_mean=1.0, check_mode=False),
+                lambda: co.laplace(lin(), prior_precision=post(), prior_mean=1.0, check_mode=False),
                 ValueError,
                 "its own mean",
             ),
             "the same data": (
-                lambda: co.laplace(lin(), prior_precision=co.laplace(lin()), check_mode=False),
+                lambda: co.laplace(lin(), prior_precision=post(), check_mode=False),
                 ValueError,
                 "count twice",
             ),
@@ -310,7 +364,7 @@ DOORS = [
             ),
             "no grid": (lambda: co.evidence.grid(post(), []), ValueError, "positive finite numbers"),
             "a linear mode of data counted twice": (
-                lambda: co.laplace(lin(), co.GGN(lin()) + co.GGN(lin()), check_mode=False).linear_mode(),
+                lambda: co.laplace(lin(), co.GGN(lin()) + co.GGN(lin()), 1.0, check_mode=False).linear_mode(),
                 ValueError,
                 "counts data 2 times",
             ),
@@ -384,6 +438,28 @@ DOORS = [
             "x again": (lambda: post().at(X).predict(X), TypeError, "joint"),
             "x as a link": (lambda: post().at(X).probabilities(X), (TypeError, ValueError), "link"),
             "another link": (lambda: post().at(X).probabilities("logit"), ValueError, "'bridge_norm', 'network'"),
+            "a score by another link": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'mc', 'probit', got 'bridge'",
+            ),
+            "pairs by probit": (
+                lambda: post().log_likelihood(X, torch.zeros(5).long(), True, link="probit"),
+                ValueError,
+                "joint=True, need link='mc'",
+            ),
+            "numbers by probit": (
+                lambda: co.laplace(numbers(), co.GGN, 1.0, check_mode=False).log_likelihood(
+                    TWO, TWO[:, :2], link="probit"
+                ),
+                ValueError,
+                "no class probabilities",
+            ),
+            "held-out data by another link": (
+                lambda: co.evidence.validate(post(), X, torch.zeros(5).long(), link="bridge"),
+                ValueError,
+                "one of 'probit', 'mc', got 'bridge'",
+            ),
             "a seed": (lambda: post().at(X).uncertainty(0), TypeError, "manual_seed"),
             "functions without draws": (lambda: post().at(X).functions(), ValueError, "samples=post.sample"),
             "one target too many": (
@@ -398,7 +474,7 @@ DOORS = [
     Door(
         "log_prob",
         rows={
-            "a module": (lambda: post().log_prob(nn.Linear(4, 3)), TypeError, "named_parameters"),
+            "another model": (lambda: post().log_prob(nn.Linear(4, 3)), ValueError, "lacks '0.weight'"),
             "a missing name": (lambda: post().log_prob({"0.weight": torch.zeros(6, 4).double()}), ValueError, "0.bias"),
             "another length": (
                 lambda: post().log_prob(torch.zeros(2, 3).double()),
@@ -417,13 +493,19 @@ DOORS = [
             "a rank of 1.5": (lambda: post().update(lin(), rank=1.5), TypeError, "whole number"),
             "a GGN as KFAC": (lambda: post().update(lin(20), form="kronecker"), ValueError, "curvature=co.KFAC"),
             "blocks of other kinds": (
-                lambda: co.laplace(lin(), co.KFAC, check_mode=False).update(
+                lambda: co.laplace(lin(), co.KFAC, 1.0, check_mode=False).update(
                     lin(20), co.KFAC(lin(20), bias="separate"), form="kronecker", check_mode=False
                 ),
                 ValueError,
                 "bias='joint' and 'separate'",
             ),
-            "a module": (lambda: post().penalty(nn.Linear(2, 2)), TypeError, "named_parameters"),
+            "another model": (lambda: post().penalty(nn.Linear(2, 2)), ValueError, "lacks '0.weight'"),
+            "a model of another size": (
+                lambda: post().penalty(nn.Sequential(nn.Linear(2, 6))),
+                ValueError,
+                "'0.weight' has shape",
+            ),
+            "the parameters": (lambda: post().penalty(nn.Linear(2, 2).parameters()), TypeError, "must be the model"),
             "a missing name": (lambda: post().penalty({"0.weight": torch.zeros(6, 4)}), ValueError, "0.bias"),
             "another length": (lambda: post().penalty(torch.zeros(3)), ValueError, "51"),
             "rows": (lambda: post().penalty(post().mean.expand(2, 51)), ValueError, r"\(51,\), got shape \(2, 51\)"),
@@ -488,13 +570,13 @@ DOORS = [
     Door(
         "StochasticDescent",
         rows={
-            "loss": (lambda: co.StochasticDescent(loss="L"), ValueError, "loss"),
-            "epochs": (lambda: co.StochasticDescent(epochs=0), ValueError, "epochs"),
-            "clip": (lambda: co.StochasticDescent(clip=math.nan), ValueError, "clip"),
-            "a negative step": (lambda: co.StochasticDescent(step_size=-1.0), ValueError, "step_size"),
+            "loss": (lambda: co.posterior.StochasticDescent(loss="L"), ValueError, "loss"),
+            "epochs": (lambda: co.posterior.StochasticDescent(epochs=0), ValueError, "epochs"),
+            "clip": (lambda: co.posterior.StochasticDescent(clip=math.nan), ValueError, "clip"),
+            "a negative step": (lambda: co.posterior.StochasticDescent(step_size=-1.0), ValueError, "step_size"),
             **{
                 f"{name}={value}": (
-                    lambda name=name, value=value: co.StochasticDescent(**{name: value}),
+                    lambda name=name, value=value: co.posterior.StochasticDescent(**{name: value}),
                     ValueError,
                     f"{name} must {words}, got",
                 )
@@ -502,12 +584,12 @@ DOORS = [
                 for value in outside
             },
             "a word for momentum": (
-                lambda: co.StochasticDescent(momentum="0.9"),
+                lambda: co.posterior.StochasticDescent(momentum="0.9"),
                 TypeError,
                 "momentum must be a number, got '0.9'",
             ),
             "a truth for a batch size": (
-                lambda: co.StochasticDescent(batch_size=True),
+                lambda: co.posterior.StochasticDescent(batch_size=True),
                 TypeError,
                 "batch_size must be a whole number, got True",
             ),
@@ -516,27 +598,43 @@ DOORS = [
     Door(
         "GaussianPosterior",
         rows={
-            "not a covariance": (lambda: co.GaussianPosterior.of(lin()), ValueError, "covariance or its precision"),
-            "a model": (lambda: co.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE), TypeError, "linearised network"),
+            "not a covariance": (
+                lambda: co.posterior.GaussianPosterior.of(lin()),
+                ValueError,
+                "covariance or its precision",
+            ),
+            "a model": (
+                lambda: co.posterior.GaussianPosterior.of(nn.Linear(4, 3), COVARIANCE),
+                TypeError,
+                "linearised network",
+            ),
             "a small covariance": (
-                lambda: co.GaussianPosterior.of(lin(), co.linalg.Diagonal(torch.ones(48, dtype=DOUBLE))),
+                lambda: co.posterior.GaussianPosterior.of(lin(), co.linalg.Diagonal(torch.ones(48, dtype=DOUBLE))),
                 ValueError,
                 r"shape \(51, 51\)",
             ),
             "another dtype": (
-                lambda: co.GaussianPosterior.of(lin(), COVARIANCE.to(torch.float32)),
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE.to(torch.float32)),
                 ValueError,
                 "float32",
             ),
-            "no draws": (lambda: co.GaussianPosterior.of(lin(), COVARIANCE).sample(0), ValueError, "at least 1"),
-            "half a draw": (lambda: co.GaussianPosterior.of(lin(), COVARIANCE).sample(1.5), TypeError, "whole number"),
+            "no draws": (
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).sample(0),
+                ValueError,
+                "at least 1",
+            ),
+            "half a draw": (
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).sample(1.5),
+                TypeError,
+                "whole number",
+            ),
             "a tensor for the trace": (
-                lambda: co.GaussianPosterior.of(lin(), COVARIANCE).trace(torch.eye(51)),
+                lambda: co.posterior.GaussianPosterior.of(lin(), COVARIANCE).trace(torch.eye(51)),
                 TypeError,
                 "M must be an operator",
             ),
             "its evidence": (
-                lambda: co.evidence.maximize(co.GaussianPosterior.of(lin(), COVARIANCE)),
+                lambda: co.evidence.maximize(co.posterior.GaussianPosterior.of(lin(), COVARIANCE)),
                 TypeError,
                 "GaussianPosterior",
             ),
@@ -569,22 +667,22 @@ DOORS = [
         "BradleyTerry",
         rows={
             "one item": (
-                lambda: preferences(co.RewardPairs(rewards()), PAIRS[:, 0], CHOSEN),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards()), PAIRS[:, 0], CHOSEN),
                 ValueError,
                 r"two items per point.*torch.stack",
             ),
             "two outputs an item": (
-                lambda: preferences(co.RewardPairs(rewards(2)), PAIRS, CHOSEN),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards(2)), PAIRS, CHOSEN),
                 ValueError,
                 "one output per item",
             ),
             "a bare reward model": (
                 lambda: preferences(rewards(), PAIRS[:, 0], CHOSEN),
                 ValueError,
-                r"two rewards.*co.RewardPairs\(model\)",
+                r"two rewards.*co.likelihoods.RewardPairs\(model\)",
             ),
             "a third item": (
-                lambda: preferences(co.RewardPairs(rewards()), PAIRS, CHOSEN + 1),
+                lambda: preferences(co.likelihoods.RewardPairs(rewards()), PAIRS, CHOSEN + 1),
                 ValueError,
                 "must lie in 0 .. 1",
             ),

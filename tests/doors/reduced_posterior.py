@@ -17,7 +17,7 @@ X = torch.linspace(-1, 1, 12, dtype=DOUBLE).view(4, 3)
 
 
 @cache
-def lin(weight: float = 1.0, n: int = 20, **options: Any) -> co.Linearization:
+def lin(weight: float = 1.0, n: int = 20, **options: Any) -> co.operators.Linearization:
     """Of one output, with 31 weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
@@ -31,7 +31,7 @@ def reduced(*args: Any, error: type[Exception] = ValueError, words: str, **optio
 
 
 @cache
-def without_rest() -> co.GaussianPosterior:
+def without_rest() -> co.posterior.GaussianPosterior:
     return co.gp.reduced_posterior(lin(), 5, check_mode=False).without_rest()
 
 

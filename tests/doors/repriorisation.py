@@ -138,7 +138,7 @@ DOORS = [
             "regression by name": (
                 lambda: reprior(mlp(3, 4, 2), DATA, likelihood="regression"),
                 ValueError,
-                "give only noise=variance",
+                "give noise=variance",
             ),
             "two variances": (
                 lambda: reprior(mlp(3, 4, 2), DATA, NOISE, likelihood=co.likelihoods.Gaussian(1.0)),

@@ -40,7 +40,7 @@ def read(batches: Any) -> Any:
 def regression() -> tuple[Any, DataLoader[Any]]:
     g = seeded(0)
     x, y = torch.randn(10, 3, dtype=torch.float64, generator=g), torch.randn(10, 1, dtype=torch.float64, generator=g)
-    f = S.log_posterior(nn.Linear(3, 1).double(), "regression", data_size=10)
+    f = S.log_posterior(nn.Linear(3, 1).double(), co.likelihoods.Gaussian(noise=1.0), data_size=10)
     return f, DataLoader(TensorDataset(x, y), 4, shuffle=True, generator=seeded(5))
 
 
@@ -61,7 +61,7 @@ def classifier() -> nn.Sequential:
 
 
 @cache
-def lin() -> co.Linearization:
+def lin() -> co.operators.Linearization:
     return co.linearize(classifier(), (X, Y), "classification")
 
 
@@ -79,7 +79,7 @@ def linear() -> tuple[nn.Linear, tuple[Tensor, Tensor], Any]:
     return model, (x, x[:, :2]), S.log_posterior(model, likelihood, prior_precision=2.0, data_size=24)
 
 
-def gaussian(model: nn.Module) -> co.Linearization:
+def gaussian(model: nn.Module) -> co.operators.Linearization:
     return co.linearize(model, linear()[1], co.likelihoods.Gaussian(0.5))
 
 
@@ -412,6 +412,11 @@ DOORS = [
                 lambda: S.log_posterior(lin(), "classification"),
                 ValueError,
                 "already has likelihood",
+            ),
+            "a noise to be estimated": (
+                lambda: S.log_posterior(classifier(), "regression", data_size=11),
+                ValueError,
+                r"noise=variance.*linearisation",
             ),
             "a negative prior": (lambda: S.log_posterior(lin(), prior_precision=-1.0), ValueError, "positive"),
             "a short prior": (lambda: S.log_posterior(lin(), prior_precision=torch.ones(3)), ValueError, "entries"),
@@ -848,7 +853,9 @@ DOORS = [
             ),
             "parameters for a state": (lambda: EKF.update(FILTERED.params, BATCH), TypeError, "state must come from"),
             "a posterior at other weights": (
-                lambda: EKF.posterior(FILTERED, co.linearize(nn.Linear(3, 2).double(), BATCH, "regression")),
+                lambda: EKF.posterior(
+                    FILTERED, co.linearize(nn.Linear(3, 2).double(), BATCH, co.likelihoods.Gaussian(noise=1.0))
+                ),
                 ValueError,
                 "has other weights than the mean",
             ),

@@ -21,7 +21,7 @@ def setting(likelihood="classification", shift=0.0, mean=0.0):
     model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)).double()
     x = torch.randn(30, 6, dtype=DOUBLE) + shift
     y = torch.arange(30) % 3 if likelihood == "classification" else x[:, :3].sin()
-    return co.laplace(co.linearize(model, (x, y), likelihood), co.GGN, prior_mean=mean, check_mode=False)
+    return co.laplace(co.linearize(model, (x, y), likelihood), co.GGN, 1.0, prior_mean=mean, check_mode=False)
 
 
 def tuned(folder, post=None, seed=0, draws=False, **options):

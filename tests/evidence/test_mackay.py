@@ -53,7 +53,7 @@ def hyperparameters(post):
 @pytest.mark.parametrize("update", ["mackay", "em"])
 def test_exact_steps_end_where_the_exact_evidence_is_flat(update):
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5, start=0.7)
-    post = co.laplace(lin, prior_precision=20.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=20.0, check_mode=False)
     found = co.evidence.mackay(post, None, 500, update=update, tune_noise=True, xtol=1e-7)
     assert found.tuning.ending is co.evidence.Ending.CONVERGED and found.tuning.mode == "linear"
     assert steepness(x, y, found) < 1e-4
@@ -68,7 +68,7 @@ def test_exact_steps_end_where_the_exact_evidence_is_flat(update):
 def test_one_step_is_the_published_update(update):
     """Against dense matrices, away from the fixed point that both updates share."""
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
-    post = co.laplace(lin, prior_precision=20.0, check_mode=False).with_noise(5.0)
+    post = co.laplace(lin, co.GGN, prior_precision=20.0, check_mode=False).with_noise(5.0)
     with pytest.warns(co.evidence.MaxStepsWarning):
         found = co.evidence.mackay(post, None, 1, update=update, tune_noise=True, xtol=1e-10)
     P = x.mT @ x / 5 + 20 * torch.eye(12, dtype=DOUBLE)
@@ -85,7 +85,7 @@ def test_one_step_is_the_published_update(update):
 
 def test_em_never_lowers_the_exact_evidence():
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
-    post = co.laplace(lin, prior_precision=200.0, check_mode=False).with_noise(5.0)
+    post = co.laplace(lin, co.GGN, prior_precision=200.0, check_mode=False).with_noise(5.0)
     steps = co.evidence.mackay(post, None, 30, update="em", tune_noise=True).tuning.steps
     path = torch.stack([log_evidence(x, y, step.prior_precision, step.noise) for step in steps])
     assert len(path) > 10 and bool((path.diff() > -1e-10).all()) and path[-1] > path[0] + 10
@@ -95,7 +95,7 @@ def test_em_never_lowers_the_exact_evidence():
 def test_64_draws_reach_the_dense_precision_within_a_percent(update):
     """In weight space the variance of γ is 2 Σ(1 − p)²/K, here 0.2 % of γ: five standard errors for the fixed seed."""
     lin, *_ = linear(20, 60, alpha=1.0, noise=1.0)
-    post = co.laplace(lin, prior_precision=30.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=30.0, check_mode=False)
     exact = co.evidence.mackay(post, None, 100, update=update)
     found = co.evidence.mackay(post, 64, 100, update=update, generator=seed())
     assert exact.tuning.converged and found.tuning.ending is co.evidence.Ending.WITHIN_ERROR
@@ -108,7 +108,7 @@ def test_64_draws_reach_the_dense_precision_within_a_percent(update):
 def test_gamma_is_counted_in_the_space_of_smaller_variance(scale):
     """Strong data: weight space, 2Σ(1 − p)²/K; weak data: function space, 2Σp²/K; 4 standard errors of 32 draws."""
     lin, *_ = linear(30, 40, scale=scale)
-    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     p = torch.linalg.eigvalsh(co.GGN(lin).to_dense())
     p = p / (p + 1)
     step = co.evidence.mackay(post, 32, 1, generator=seed()).tuning.steps[0]
@@ -138,7 +138,7 @@ def sides():
     x = torch.randn(80, 45, generator=generator, dtype=DOUBLE)
     truth = torch.randn(45, 1, generator=generator, dtype=DOUBLE) / torch.tensor([1.0] * 20 + [3.0] * 25).unsqueeze(1)
     y = x @ truth + 0.3**0.5 * torch.randn(80, 1, generator=generator, dtype=DOUBLE)
-    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.3)), check_mode=False)
+    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.3)), co.GGN, 1.0, check_mode=False)
 
 
 @pytest.mark.parametrize("prior", ["iso", "g", "layer", "tensor"])
@@ -170,7 +170,7 @@ def test_a_g_prior_does_not_depend_on_the_scale_of_the_weights():
         model.weight.data.zero_()
         (batch,) = list(lin.data)
         scaled = co.linearize(model, (batch.inputs * factor, batch.targets), co.likelihoods.Gaussian(1.0))
-        found.append(co.evidence.mackay(co.laplace(scaled, check_mode=False), None, 100, prior="g"))
+        found.append(co.evidence.mackay(co.laplace(scaled, co.GGN, 1.0, check_mode=False), None, 100, prior="g"))
     one, other = (float(post.log_evidence(mode="linear")) for post in found)
     assert one == pytest.approx(other, rel=1e-6)
     G = co.GGN(found[0].lin).to_dense()
@@ -187,7 +187,7 @@ def test_later_steps_start_at_earlier_solutions(annotations_unchecked):
     model = nn.Linear(300, 1, bias=False).double()
     model.weight.data.zero_()
     lin = co.linearize(model, (x, y), lambda f, y: (f - y).square().sum(1) / 40.0)
-    post = co.laplace(lin, prior_precision=2.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False)
     noise = post.deviations(4, generator=seed()).noise
     found = co.evidence.mackay(post, 4, 12, noise=noise, method="cg")
     products = [step.matvecs for step in found.tuning.steps]
@@ -199,7 +199,7 @@ def test_the_generating_precision_and_noise_lie_in_their_intervals(annotations_u
     inside = torch.zeros(2)
     for number in range(100):
         lin, *_ = linear(20, 60, alpha=3.0, noise=0.4, number=number)
-        found = co.evidence.mackay(co.laplace(lin, check_mode=False), None, 50, tune_noise=True).tuning
+        found = co.evidence.mackay(co.laplace(lin, co.GGN, 1.0, check_mode=False), None, 50, tune_noise=True).tuning
         assert found.converged
         low, high = found.prior_interval()
         few, many = found.noise_interval()
@@ -216,7 +216,7 @@ def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):
     model = nn.Linear(250, 1, bias=False).double()
     model.weight.data.zero_()
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0))
-    post = co.laplace(lin, prior_precision=30.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=30.0, check_mode=False)
     with pytest.warns(co.evidence.OscillationWarning, match="update='em'"):
         found = co.evidence.mackay(post, None, 30)
     assert found.tuning.oscillated and found.tuning.converged and len(found.tuning.steps) < 20
@@ -230,7 +230,7 @@ def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):
 @pytest.mark.parametrize("tune", ["em", "mackay", "gradient"])
 def test_steps_that_ran_out_are_said_to_have_and_so_are_their_intervals(tune, annotations_unchecked):
     lin, *_ = linear(12, 40, alpha=2.0, noise=0.5)
-    post = co.laplace(lin, prior_precision=2000.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=2000.0, check_mode=False)
 
     def tuned(steps):
         if tune == "gradient":
@@ -252,7 +252,7 @@ def test_steps_that_ran_out_are_said_to_have_and_so_are_their_intervals(tune, an
 def test_intervals_are_quantiles_of_chi_squared(annotations_unchecked):
     """At both ends of each interval scipy's own distribution function says half of what the level leaves out."""
     lin, *_ = linear(12, 40, alpha=2.0, noise=0.5)
-    found = co.evidence.mackay(co.laplace(lin, check_mode=False), None, 500, tune_noise=True).tuning
+    found = co.evidence.mackay(co.laplace(lin, co.GGN, 1.0, check_mode=False), None, 500, tune_noise=True).tuning
     last = found.steps[-1]
     gamma = float(last.effective_parameters)
     for given in ({}, {"level": 0.95}, {"level": 0.5}):
@@ -333,7 +333,7 @@ def test_solutions_are_guessed_on_the_line_through_the_last_two(noise, annotatio
 
 def test_halved_steps_end_half_way_in_the_logarithms():
     lin, *_ = linear(4, 9)
-    post = co.laplace(lin, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     groups = precision_groups(lin, "scalar", None)
     for noises, middle in (((None, None), None), ((0.5, 8.0), 2.0)):
         one, other = (
@@ -350,7 +350,9 @@ def test_data_that_determine_nothing_are_named():
     for inputs, targets in ((batch.inputs, 0 * batch.targets), (0 * batch.inputs, batch.targets)):
         model = nn.Linear(4, 1, bias=False).double()
         model.weight.data.zero_()
-        post = co.laplace(co.linearize(model, (inputs, targets), "regression"), check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (inputs, targets), co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+        )
         with pytest.raises(ValueError, match="no maximum"):
             co.evidence.mackay(post, None)
     assert math.isfinite(float(post.log_evidence()))

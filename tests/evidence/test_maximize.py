@@ -156,7 +156,7 @@ def test_weighted_targets_count_by_their_weights():
     weighted = co.linearize(model, [(x, y, w)], gaussian, weights=True)
     repeated = co.linearize(model, (x.repeat_interleave(often, 0), y.repeat_interleave(often, 0)), gaussian)
     one, other = (
-        co.evidence.maximize(co.laplace(lin, check_mode=False), ("scalar", "noise"), xtol=1e-9)
+        co.evidence.maximize(co.laplace(lin, co.GGN, 1.0, check_mode=False), ("scalar", "noise"), xtol=1e-9)
         for lin in (weighted, repeated)
     )
     assert one.tuning.targets == pytest.approx(18) and one.observation_noise == pytest.approx(
@@ -171,17 +171,17 @@ def test_dead_weights_stay_and_undetermined_ones_are_named():
     x = torch.randn(20, 3, dtype=DOUBLE)
     x[:, 0] = 0  # the first column of the first weight has no curvature
     y = x.sum(1, keepdim=True)
-    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False)
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False)
     with pytest.warns(co.evidence.UndeterminedWarning, match="4 of 21 weights"):
         tuned = co.evidence.maximize(post, "weights")
     at = tuned.lin.unflatten(tuned.prior_precision)["0.weight"]
     torch.testing.assert_close(at[:, 0], torch.full((4,), 1e-6).double())
     model[0].weight.data[:, 0] = 0  # at a mode they are zero: the evidence does not depend on their precision
-    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False)
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False)
     tuned = co.evidence.maximize(post, "weights")
     assert bool((tuned.lin.unflatten(tuned.prior_precision)["0.weight"][:, 0] == 1).all())
     model[2].weight.data.zero_()
     model[2].bias.data.zero_()
-    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False)
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False)
     with pytest.raises(ValueError, match=r"no maximum.*of '0' falls.*of '2' grows"):
         co.evidence.maximize(post, "layers")

@@ -35,7 +35,7 @@ BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=DOUBLE)
 EXACT = {"rtol": 1e-8, "atol": 1e-9}
 
 
-def posterior(outputs: int = 1, curvature: Any = co.KFAC, likelihood: Any = None) -> co.Laplace:
+def posterior(outputs: int = 1, curvature: Any = co.KFAC, likelihood: Any = None) -> co.posterior.Laplace:
     torch.manual_seed(0)
     x, y = torch.rand(8, 2, dtype=DOUBLE), torch.rand(8, outputs, dtype=DOUBLE)
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
@@ -45,7 +45,7 @@ def posterior(outputs: int = 1, curvature: Any = co.KFAC, likelihood: Any = None
 
 
 def dense_moments(
-    post: co.Laplace, x: Tensor, start: Tensor, observed: tuple[Tensor, Tensor] | None = None
+    post: co.posterior.Laplace, x: Tensor, start: Tensor, observed: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The linear model's mean and covariance at x in weight space, after further observations."""
     lin, P, mean = post.lin, post.precision.to_dense(), start
@@ -179,7 +179,7 @@ class TestAsBotorchTestsModels(BotorchTestCase):  # type: ignore[misc]
                 x, y = get_random_data(torch.Size(), m=m, d=2, **kinds)
                 net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, m)).to(dtype)
                 lin = co.linearize(net, (x, y), co.likelihoods.Gaussian(NOISE))
-                model = LaplaceModel(co.laplace(lin, co.KFAC, check_mode=False))
+                model = LaplaceModel(co.laplace(lin, co.KFAC, 1.0, check_mode=False))
                 self._check(model, m, torch.Size(batch), kinds)
 
     def _check(self, model: LaplaceModel, m: int, batch: torch.Size, kinds: dict[str, Any]) -> None:

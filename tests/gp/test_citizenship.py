@@ -24,7 +24,7 @@ from curvops.posterior.predictions.normals import MultitaskNormal, Normal
 
 POINTS = 4
 NOISE = 0.3
-STRUCTURES: dict[str, Callable[[co.Linearization], Any]] = {
+STRUCTURES: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "GGN": lambda lin: co.laplace(lin, co.GGN, 2.0, check_mode=False),
     "KFAC": lambda lin: co.laplace(lin, co.KFAC, 2.0, check_mode=False),
     "diagonal": lambda lin: co.laplace(lin, co.DiagonalGGN, 2.0, check_mode=False),

@@ -22,7 +22,7 @@ NETWORKS = {
 }
 
 
-def linearized(name: str, noise: Any = 1e-5) -> co.Linearization:
+def linearized(name: str, noise: Any = 1e-5) -> co.operators.Linearization:
     torch.manual_seed(0)
     make, shape, outputs = NETWORKS[name]
     x, y = torch.randn(12, *shape, dtype=DOUBLE), torch.randn(12, outputs, dtype=DOUBLE)
@@ -34,7 +34,7 @@ def linearized(name: str, noise: Any = 1e-5) -> co.Linearization:
 def test_it_is_the_posterior_and_the_evidence_of_the_weights(name: str) -> None:
     lin = linearized(name, 0.01)
     gp = LinearizedGP(lin, prior_precision=2.0, over="layers")
-    post = co.laplace(lin, prior_precision=2.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False)
     marginal = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp.train())
     value = marginal(gp(*gp.train_inputs), gp.train_targets) * gp.train_targets.numel()
     torch.testing.assert_close(value, post.log_evidence(mode="linear").value, rtol=1e-8, atol=1e-8)

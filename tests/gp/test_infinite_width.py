@@ -260,7 +260,7 @@ def test_the_ntk_precision_makes_the_empirical_kernel_of_the_ntk_parametrisation
     torch.manual_seed(0)
     weight_std, bias_std, x = 1.3, 0.4, torch.randn(4, 3)
     model = redraw(network(activation, 5, 2, 3), weight_std, bias_std)
-    lin = co.linearize(model, (x, x[:, :1]), "regression")
+    lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
     prior = co.sampling.ntk_precision(model, weight_std, bias_std)
     fan_in = {name: layer.in_features for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
     scale = {
@@ -287,7 +287,7 @@ def test_networks_of_one_hidden_layer_have_the_limit_as_their_mean(activation: s
         model = redraw(network(activation, width, 1, 2), weight_std, bias_std)
         features = model[:-1](x).detach()
         outputs.append(weight_std**2 * features @ features.mT / width + bias_std**2)
-        lin = co.linearize(model, (x, x[:, :1]), "regression")
+        lin = co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0))
         tangents.append(co.TangentKernel(lin, co.sampling.ntk_precision(model, weight_std, bias_std)).to_dense())
     for kind, found in (("nngp", torch.stack(outputs)), ("ntk", torch.stack(tangents))):
         k = InfiniteWidthKernel(1, activation, kind)
@@ -307,7 +307,9 @@ def test_empirical_kernels_spread_about_the_limit_like_the_inverse_root_of_the_w
         model = network(activation, width, 2, 4)
         prior = co.sampling.ntk_precision(model)
         draws = [
-            co.TangentKernel(co.linearize(redraw(model, 2**0.5, 1.0), (x, x[:, :1]), "regression"), prior).to_dense()
+            co.TangentKernel(
+                co.linearize(redraw(model, 2**0.5, 1.0), (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), prior
+            ).to_dense()
             for _ in range(60)
         ]
         errors.append(torch.stack([(draw - limit).square().sum() for draw in draws]))

@@ -41,7 +41,7 @@ PRIORS: dict[str, dict[str, Any]] = {
 class Process(gpytorch.models.ExactGP):
     """The linearised network as an exact Gaussian process."""
 
-    def __init__(self, lin: co.Linearization, x: Tensor, y: Tensor, likelihood: Any, **prior: Any) -> None:
+    def __init__(self, lin: co.operators.Linearization, x: Tensor, y: Tensor, likelihood: Any, **prior: Any) -> None:
         super().__init__(x, y, likelihood)
         self.mean_module, self.covar_module = LinearizedMean(lin), LinearizedKernel(lin, **prior)
 
@@ -51,14 +51,14 @@ class Process(gpytorch.models.ExactGP):
         return (gpytorch.distributions.MultivariateNormal if mean.ndim == 1 else joint)(mean, kernel)
 
 
-def linearized(name: str) -> tuple[co.Linearization, Tensor, Tensor]:
+def linearized(name: str) -> tuple[co.operators.Linearization, Tensor, Tensor]:
     torch.manual_seed(0)
     make, shape, outputs = NETWORKS[name]
     x, y = torch.randn(N, *shape, dtype=DOUBLE), torch.randn(N, outputs, dtype=DOUBLE)
     return co.linearize(make().double(), (x, y), co.likelihoods.Gaussian(NOISE)), x, y
 
 
-def process(lin: co.Linearization, x: Tensor, y: Tensor, **prior: Any) -> tuple[Process, Any, Tensor]:
+def process(lin: co.operators.Linearization, x: Tensor, y: Tensor, **prior: Any) -> tuple[Process, Any, Tensor]:
     outputs = y.shape[1]
     if outputs == 1:
         likelihood: Any = gpytorch.likelihoods.GaussianLikelihood().double()
@@ -69,7 +69,7 @@ def process(lin: co.Linearization, x: Tensor, y: Tensor, **prior: Any) -> tuple[
     return Process(lin, x.flatten(1), y, likelihood, **prior), likelihood, y
 
 
-def dense_kernel(lin: co.Linearization, x: Tensor, x2: Tensor, kernel: LinearizedKernel) -> Tensor:
+def dense_kernel(lin: co.operators.Linearization, x: Tensor, x2: Tensor, kernel: LinearizedKernel) -> Tensor:
     shape = lin.data.few.shape[1:]
     J, J2 = (lin.jacobian(points.reshape(-1, *shape)).to_dense() for points in (x, x2))
     return (J * kernel._entries()) @ J2.mT
@@ -81,7 +81,7 @@ def dense_kernel(lin: co.Linearization, x: Tensor, x2: Tensor, kernel: Linearize
 def test_the_process_is_the_linearised_posterior(name: str, prior: str) -> None:
     lin, x, y = linearized(name)
     gp, likelihood, targets = process(lin, x, y, **PRIORS[prior])
-    post = co.laplace(lin, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=gp.covar_module._entries().reciprocal().detach(), check_mode=False)
     new = torch.randn(4, *x.shape[1:], dtype=DOUBLE)
 
     gp.train()
@@ -181,7 +181,7 @@ def test_a_parameter_without_a_layer_rule_and_a_subnetwork() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(5, 3, dtype=DOUBLE), torch.randn(5, 2, dtype=DOUBLE)
-    lin = co.linearize(net, data, "regression", parameters=torch.tensor([1, 5, 17, 20]))
+    lin = co.linearize(net, data, co.likelihoods.Gaussian(noise=1.0), parameters=torch.tensor([1, 5, 17, 20]))
     kernel = LinearizedKernel(lin, 2.0, over="layers")
     torch.testing.assert_close(kernel(data[0]).to_dense(), dense_kernel(lin, data[0], data[0], kernel))
 
@@ -307,7 +307,7 @@ def test_beyond_the_memory_budget_products_take_the_matrix_s_place(monkeypatch: 
     torch.testing.assert_close(lazy @ ones, dense_kernel(lin, x, x, kernel) @ ones)
 
 
-def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.Linearization, Tensor, Tensor]:
+def few_weights(monkeypatch: pytest.MonkeyPatch) -> tuple[co.operators.Linearization, Tensor, Tensor]:
     """Return 8 weights and 600 rows, where memory has room for JᵀJ, and for neither J nor J Jᵀ."""
     torch.manual_seed(0)
     x, y = torch.randn(300, 3, dtype=DOUBLE), torch.randn(300, 2, dtype=DOUBLE)

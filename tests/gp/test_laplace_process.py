@@ -57,7 +57,7 @@ PRIORS: dict[str, Any] = {"number": 0.7, "layers": {"0.*": 0.5, "2.*": 2.0}}
 SPACES = ("formed", "streamed")
 
 
-def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) -> co.Linearization:
+def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) -> co.operators.Linearization:
     torch.manual_seed(0)
     make, targets, likelihood = PROBLEMS[name]
     network, x, y = make(), torch.randn(N, 3, dtype=DOUBLE), targets()
@@ -70,7 +70,7 @@ def linearized(name: str, space: str = "formed", dtype: torch.dtype = DOUBLE) ->
     return lin
 
 
-def dense_posterior(lin: co.Linearization, precision: Any, mean: Any) -> tuple[Tensor, Tensor, float]:
+def dense_posterior(lin: co.operators.Linearization, precision: Any, mean: Any) -> tuple[Tensor, Tensor, float]:
     """The linear model's mode by damped Newton steps in weight space, its precision there and its log evidence."""
     J, f, prior = lin.jacobian().to_dense(), lin.outputs(), read_prior(precision, mean, lin.model)
     A = prior.diagonal.expand(len(lin.theta)).diag()
@@ -138,7 +138,7 @@ def test_it_is_the_posterior_of_the_weights_at_the_linear_model_s_mode(name: str
 
 def test_under_a_gaussian_likelihood_it_is_the_exact_process_and_its_evidence() -> None:
     lin = linearized("gaussian")
-    process, post = laplace_gp(lin, 0.7), co.laplace(lin, prior_precision=0.7, check_mode=False)
+    process, post = laplace_gp(lin, 0.7), co.laplace(lin, co.GGN, prior_precision=0.7, check_mode=False)
     assert process.steps <= 2
     expected = post.log_evidence(mode="linear")
     torch.testing.assert_close(process.log_evidence().value, expected.value, rtol=1e-9, atol=1e-9)
@@ -156,7 +156,7 @@ def test_at_its_mode_a_linear_network_has_the_same_posterior_in_both_spaces(spac
     network = nn.Linear(12, 3).double()
     x, y = torch.randn(N, 12, dtype=DOUBLE), labels(3)
 
-    def linearize() -> co.Linearization:
+    def linearize() -> co.operators.Linearization:
         lin = co.linearize(network, (x, y), "classification")
         if space == "streamed":
             lin.memory.room = lambda: 0  # type: ignore[method-assign]
@@ -167,7 +167,7 @@ def test_at_its_mode_a_linear_network_has_the_same_posterior_in_both_spaces(spac
         for name, values in first.lin.unflatten_weights(first.mean).items():
             network.get_parameter(name).copy_(values)
     lin = linearize()
-    process, post = laplace_gp(lin, 0.5), co.laplace(lin, prior_precision=0.5)
+    process, post = laplace_gp(lin, 0.5), co.laplace(lin, co.GGN, prior_precision=0.5)
     assert process.is_formed == (space == "formed")
     torch.testing.assert_close(process.mean, lin.theta, **EXACT)
     new, targets = torch.randn(6, 12, dtype=DOUBLE), labels(3)[:6]
@@ -283,7 +283,7 @@ def test_scoring_by_a_fisher_that_is_no_hessian_ends_at_the_same_mode_after_more
     with pytest.raises(ModeNotFoundError, match="raise maxiter"):
         laplace_gp(lin, 0.7, maxiter=5)
     process = laplace_gp(lin, 0.7, maxiter=500, rtol=1e-6)
-    mode = co.laplace(lin, prior_precision=0.7, check_mode=False).linear_mode(maxiter=500)
+    mode = co.laplace(lin, co.GGN, prior_precision=0.7, check_mode=False).linear_mode(maxiter=500)
     assert mode.converged
     torch.testing.assert_close(process.training_log_likelihood, mode.log_likelihood, rtol=1e-4, atol=1e-4)
 

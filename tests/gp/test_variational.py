@@ -23,7 +23,7 @@ DOUBLE = torch.float64
 N = 12
 
 
-def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.Linearization, Tensor]:
+def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.operators.Linearization, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(N, 2, dtype=DOUBLE)
     network = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs)).double()
@@ -33,7 +33,7 @@ def linearized(outputs: int, likelihood: Any, y: Tensor) -> tuple[co.Linearizati
 class Variational(gpytorch.models.ApproximateGP):
     """One process, or a batch of them, one of each output."""
 
-    def __init__(self, lin: co.Linearization, inducing: Tensor, learned: bool = True, **options: Any) -> None:
+    def __init__(self, lin: co.operators.Linearization, inducing: Tensor, learned: bool = True, **options: Any) -> None:
         several = lin.num_outputs > 1
         batch = torch.Size([lin.num_outputs]) if several else torch.Size()
         q = gpytorch.variational.CholeskyVariationalDistribution(inducing.shape[-2], batch_shape=batch)
@@ -81,7 +81,7 @@ def test_with_all_points_inducing_the_best_bound_is_the_evidence_of_the_process(
     new = torch.randn(4, 2, dtype=DOUBLE)
     predicted = gp.eval()(new)
     if outputs == 1:
-        post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+        post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
         exact = co.gp.laplace_gp(lin, 1.0)
         torch.testing.assert_close(
             predicted.covariance_matrix, post.predict(new, joint=True).covariance_matrix, rtol=1e-3, atol=1e-4

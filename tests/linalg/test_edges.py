@@ -233,7 +233,7 @@ def test_a_rank_of_zero_by_budget_is_told():
 def test_an_interior_pair_of_a_broken_operator_is_no_number():
     A = FLAT.clone()
     A[0, 0] = math.inf
-    pairs = eigsh(A, 2, "interior", sigma=2.0, generator=generator())
+    pairs = eigsh(A, 2, sigma=2.0, generator=generator())
     assert set(pairs.reasons) == {Reason.NON_FINITE} and pairs.values.isnan().all() and pairs.residuals.isinf().all()
 
 

@@ -80,7 +80,7 @@ def linearized(
     sizes: tuple[int, ...],
     parameters: Any,
     **options: Any,
-) -> co.Linearization:
+) -> co.operators.Linearization:
     """The network on the same data in batches of these sizes."""
     model, inputs = ZOO[name].build()
     batches, start = [], 0

@@ -84,4 +84,4 @@ def test_damped_takes_a_number():
     G = co.GGN(linearized())
     expected = G.add_diagonal(2.0).to_dense()
     for shift in (2.0, torch.tensor(2.0)):
-        torch.testing.assert_close(co.Damped(G, shift).to_dense(), expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(co.linalg.Damped(G, shift).to_dense(), expected, rtol=1e-10, atol=1e-12)

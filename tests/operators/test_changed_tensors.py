@@ -38,7 +38,9 @@ ANSWERS = {
 def lin():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 1)).double()
-    return co.linearize(model, (torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)), "regression")
+    return co.linearize(
+        model, (torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)), co.likelihoods.Gaussian(noise=1.0)
+    )
 
 
 @pytest.mark.parametrize("name", CURVATURES)
@@ -209,7 +211,10 @@ def test_data_that_change_in_place_are_refused_or_change_nothing(engine):
     """They are not copied: what kept a pass answers as before, and what reads them again says that they changed."""
     torch.manual_seed(3)
     x, y = torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)
-    lin, v = co.linearize(network(), (x, y), "regression", engine=engine), torch.ones(D, dtype=DOUBLE)
+    lin, v = (
+        co.linearize(network(), (x, y), co.likelihoods.Gaussian(noise=1.0), engine=engine),
+        torch.ones(D, dtype=DOUBLE),
+    )
     asked = {
         "GGN": lambda: co.GGN(lin) @ v,
         "Fisher": lambda: co.EmpiricalFisher(lin) @ v,
@@ -217,7 +222,7 @@ def test_data_that_change_in_place_are_refused_or_change_nothing(engine):
         "gradient": lambda: lin.gradient(),
         "likelihood": lambda: lin.log_likelihood(),
         "Hessian": lambda: co.Hessian(lin) @ v,
-        "variance": lambda: co.laplace(lin, check_mode=False).predict(X).variance,
+        "variance": lambda: co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(X).variance,
     }
     expected = {what: answer() for what, answer in asked.items() for _ in range(3)}
     for changed in (x, y):

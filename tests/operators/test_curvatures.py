@@ -261,14 +261,14 @@ def test_wrong_second_derivatives_are_refused() -> None:
         co.Hessian(linearized("weight_norm", likelihood, y, w, (5,), None))
 
 
-CURVATURES: dict[str, Callable[[co.Linearization], Any]] = {
+CURVATURES: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "GGN": co.GGN,
     "Monte-Carlo Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)),
     "empirical Fisher": co.EmpiricalFisher,
 }
 
 
-def _overparametrised(**options: Any) -> co.Linearization:
+def _overparametrised(**options: Any) -> co.operators.Linearization:
     """Twelve points in two batches, three outputs, and 403 weights in double precision."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
@@ -306,5 +306,3 @@ def test_other_curvatures_name_no_narrow_root() -> None:
     assert co.GGN(_overparametrised(parameters="2.bias")).narrow_root is None
     assert co.Hessian(lin).narrow_root is None and co.KFAC(lin).narrow_root is None
     assert (co.GGN(lin) + co.GGN(lin)).narrow_root is None
-    with pytest.warns(UserWarning, match="float32"):
-        assert co.GGN(_overparametrised(compute_dtype=torch.float32)).narrow_root is None

@@ -15,7 +15,7 @@ OPERATORS = [
     co.KFAC,
     co.EKFAC,
     co.BlockDiagonal,
-    co.LowRank,
+    co.linalg.LowRank,
     co.Subnetwork,
     co.TangentKernel,
 ]

@@ -28,7 +28,7 @@ def data() -> tuple[Tensor, Tensor]:
     return x, torch.randn(N, C, dtype=torch.float64, generator=generator)
 
 
-def regression(noise: Any, **options: Any) -> co.Linearization:
+def regression(noise: Any, **options: Any) -> co.operators.Linearization:
     return co.linearize(network(), data(), co.likelihoods.Gaussian(noise), **options)
 
 

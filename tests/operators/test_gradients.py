@@ -34,7 +34,7 @@ def by_points(model: nn.Module, losses: Tensor) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in gradients]) for gradients in found])
 
 
-def weighted(engine: Any = "auto") -> tuple[co.Linearization, Tensor]:
+def weighted(engine: Any = "auto") -> tuple[co.operators.Linearization, Tensor]:
     model, x, w = network(), normal(N, 3), torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
     loss = nn.CrossEntropyLoss(weight=w)
     data = [(x[:3], LABELS[:3], WEIGHTS[:3]), (x[3:], LABELS[3:], WEIGHTS[3:])]
@@ -132,7 +132,7 @@ def test_with_its_leverage_influence_on_a_linear_model_is_leaving_a_point_out(ou
     model = function, {"w": theta[:3], "b": theta[3:]}
     lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
     x_new = normal(4, 3, seed=3)
-    J_new, post = lin.jacobian(x_new), co.laplace(lin, prior_precision=prior)
+    J_new, post = lin.jacobian(x_new), co.laplace(lin, co.GGN, prior_precision=prior)
     S, H, r = post.predict(x).covariance_matrix, torch.diag(1 / noise), (lin.outputs() - y) / noise
     r = torch.linalg.solve(torch.eye(outputs) - H @ S, r.unsqueeze(-1))
     moves = (J_new @ post.precision.inverse() @ lin.jacobian().mT).to_dense().unflatten(1, (9, outputs))

@@ -63,11 +63,11 @@ QUESTIONS: dict[str, Callable[[co.TangentKernel, co.TangentKernel], Tensor]] = {
 }
 
 
-def linearized(name: str) -> tuple[co.Linearization, int]:
+def linearized(name: str) -> tuple[co.operators.Linearization, int]:
     torch.manual_seed(0)
     make, size, parameters = NETWORKS[name]
     data = torch.randn(4, size, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    return co.linearize(make().double(), data, "regression", parameters=parameters), size
+    return co.linearize(make().double(), data, co.likelihoods.Gaussian(noise=1.0), parameters=parameters), size
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

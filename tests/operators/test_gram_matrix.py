@@ -178,7 +178,9 @@ def test_tied_layers_are_held_together():
             return self.last(self.middle(self.first(x).tanh()).tanh())
 
     torch.manual_seed(0)
-    lin = co.linearize(Tied().double(), (torch.randn(5, 8).double(), torch.randn(5, 8).double()), "regression")
+    lin = co.linearize(
+        Tied().double(), (torch.randn(5, 8).double(), torch.randn(5, 8).double()), co.likelihoods.Gaussian(noise=1.0)
+    )
     sets = layer_sets(lin.plan, 5, 9_500)[0]
     assert sorted(map(len, sets)) == [2, 3]
     J = lin.jacobian().to_dense()
@@ -246,7 +248,9 @@ def test_the_cost_is_unknown_without_a_rule():
 def test_a_prior_by_layers_is_that_vector():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)).double()
-    lin = co.linearize(model, (torch.randn(4, 3).double(), torch.randn(4, 1).double()), "regression")
+    lin = co.linearize(
+        model, (torch.randn(4, 3).double(), torch.randn(4, 1).double()), co.likelihoods.Gaussian(noise=1.0)
+    )
     vector = torch.cat([torch.full((8,), 2.0), torch.tensor([3.0, 4.0]), torch.full((1,), 5.0)]).double()
     given = {"0.*": 2.0, "2.weight": torch.tensor([[3.0, 4.0]]), "2.bias": 5}
     torch.testing.assert_close(

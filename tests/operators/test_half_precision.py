@@ -69,7 +69,7 @@ def test_a_posterior_refuses_it_as_a_class_and_as_an_operator(dtype, name):
     lin = linearized(dtype)
     for curvature in (CURVATURES[name], CURVATURES[name](lin)):
         with pytest.raises(TypeError, match=r"too coarse.*lin\.cast\(torch\.float32\)"):
-            co.laplace(lin, curvature, check_mode=False)
+            co.laplace(lin, curvature, 1.0, check_mode=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,6 +79,6 @@ def test_the_remedies_work(dtype, name):
     P = CURVATURES[name](lin).add_diagonal(1.0)
     torch.testing.assert_close(P.to_dense() @ P.solve(rhs(P)), rhs(P), rtol=1e-4, atol=1e-4)
     converted = CURVATURES[name](linearized(dtype)).to(torch.float32)
-    post = co.laplace(lin, converted, check_mode=False)
+    post = co.laplace(lin, converted, 1.0, check_mode=False)
     assert post.sample(2).shape == (2, lin.num_parameters)
     assert post.predict(X).variance.isfinite().all()

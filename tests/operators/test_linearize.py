@@ -28,14 +28,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
 
 
-def zoo(name: str, data: str = "pair", **options: Any) -> co.Linearization:
+def zoo(name: str, data: str = "pair", **options: Any) -> co.operators.Linearization:
     """A network of the zoo with targets, linearised."""
     model, inputs = ZOO[name].build()
     targets = call(model, inputs).detach() + 0.1
     source: Any = (inputs, targets)
     if data == "batches":
         source = [(points(inputs, slice(a, b)), targets[a:b]) for a, b in [(0, 3), (3, 5)]]
-    return co.linearize(model, source, "regression", **options)
+    return co.linearize(model, source, co.likelihoods.Gaussian(noise=1.0), **options)
 
 
 @pytest.mark.parametrize("data", ["pair", "batches"])
@@ -153,8 +153,8 @@ def test_a_model_trained_further_changes_nothing(budget: int) -> None:
 
 def test_data_changed_in_place_are_refused_or_not_seen() -> None:
     x, y, model, v = X.clone(), torch.randn(7, 3), net(), torch.randn(51)
-    kept = co.linearize(model, (x, y), "regression", engine="layerwise")
-    streamed = co.linearize(model, (x, y), "regression", memory_budget=0)
+    kept = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), engine="layerwise")
+    streamed = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), memory_budget=0)
     product, log_likelihood = co.GGN(kept) @ v, kept.log_likelihood()
     x.mul_(2)
     y.add_(1)
@@ -240,7 +240,7 @@ def test_outputs_at_other_weights_are_computed_some_points_at_a_time(monkeypatch
     monkeypatch.setattr(engine, "FORWARD_POINTS", 2)
     monkeypatch.setattr(engine, "MAPPED_BYTES", 0)
     model, inputs = ZOO["mlp"].build()
-    lin = co.linearize(model, (inputs, torch.zeros(5, 3).double()), "regression")
+    lin = co.linearize(model, (inputs, torch.zeros(5, 3).double()), co.likelihoods.Gaussian(noise=1.0))
     run, seen = Model.__call__, list[int]()
 
     def counted(self: Model, values: Any, some: Any) -> Tensor:

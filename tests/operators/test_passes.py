@@ -30,7 +30,7 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(30, 4).double(), torch.randn(30, 3).double()
 
 
-def linearized(noise: float | Tensor = 0.3) -> co.Linearization:
+def linearized(noise: float | Tensor = 0.3) -> co.operators.Linearization:
     model, x, y = problem()
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
 
@@ -71,7 +71,7 @@ def test_every_pass_is_the_next_call_of_the_users_module(kind: type[nn.Linear], 
     model, x = kind(4, 3).double().eval(), torch.randn(5, 4).double()
     for _ in range(calls):
         model(x)
-    lin = co.linearize(model, (x, torch.zeros(5, 3)), "regression")
+    lin = co.linearize(model, (x, torch.zeros(5, 3)), co.likelihoods.Gaussian(noise=1.0))
     first, second = lin.outputs(), lin.outputs()
     assert torch.equal(first, second)
     torch.testing.assert_close(first, model(x).detach())
@@ -81,7 +81,7 @@ def test_every_pass_is_the_next_call_of_the_users_module(kind: type[nn.Linear], 
 def test_the_walk_of_a_curvature_finds_the_log_likelihood(curvature: Callable[..., Any]) -> None:
     expected = linearized().log_likelihood()
     lin = linearized()
-    post = co.laplace(lin, curvature(lin), check_mode=False)
+    post = co.laplace(lin, curvature(lin), 1.0, check_mode=False)
     with passes() as counted:
         evidence = post.log_evidence()
     assert counted.call_count == 0
@@ -112,7 +112,7 @@ def test_a_walk_that_did_not_end_tells_no_log_likelihood() -> None:
 @pytest.mark.parametrize("joint", [True, False])
 def test_a_prediction_takes_outputs_and_rows_from_one_pass(joint: bool) -> None:
     lin = linearized()
-    post, x = co.laplace(lin, co.GGN, check_mode=False), torch.randn(2, 4).double()
+    post, x = co.laplace(lin, co.GGN, 1.0, check_mode=False), torch.randn(2, 4).double()
     J = lin.jacobian(x).to_dense()
     dense = J @ torch.linalg.inv(post.precision.to_dense()) @ J.mT
     predicted = post.predict(x, joint=joint)
@@ -132,7 +132,7 @@ def test_probabilities_take_outputs_from_the_walk_over_rows(link: str) -> None:
     """At points too many for one recorded pass: each goes forward once, and later questions are answered as before."""
     model, x, _ = problem()
     lin = co.linearize(model, (x, torch.arange(30) % 3), "classification")
-    post, many = co.laplace(lin, co.KFAC, check_mode=False), torch.randn(5000, 4).double()
+    post, many = co.laplace(lin, co.KFAC, 1.0, check_mode=False), torch.randn(5000, 4).double()
     _ = post.probabilities(many[:1])  # decompositions and proofs
     seed = {} if link != "mc" else {"generator": torch.Generator().manual_seed(0)}
     with passes() as counted:

@@ -52,7 +52,7 @@ def linearized(name, **options):
     model, inputs = ZOO[name].build()
     y = torch.zeros_like(call(model, inputs))
     data = [(part, y[start : start + 3]) for start, (part, _) in zip((0, 3), batches(inputs))]
-    return co.linearize(model, data, "regression", **options), inputs
+    return co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0), **options), inputs
 
 
 def by_solves(J, inverse, outputs):
@@ -247,7 +247,7 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
     model, x = Head().double(), torch.randn(5, 3, 2, dtype=torch.float64)
     y = torch.zeros_like(model(x)).detach()
     for parameters in ("last_layer", None):
-        lin = co.linearize(model, (x, y), "regression", parameters)
+        lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), parameters)
         inverse, C = SELECTED[structure](lin).inverse(), lin.output_shape[-1]
         new, direction = x[:3] + 0.1, torch.randn_like(x[:3])
         J = lin.jacobian(new)

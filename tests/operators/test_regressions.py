@@ -121,7 +121,9 @@ def test_joint_predictives_in_single_precision_can_be_sampled():
 def test_the_evidence_is_differentiable_in_the_prior():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    lin = co.linearize(model, (torch.randn(20, 3).double(), torch.randn(20, 2).double()), "regression")
+    lin = co.linearize(
+        model, (torch.randn(20, 3).double(), torch.randn(20, 2).double()), co.likelihoods.Gaussian(noise=1.0)
+    )
     prior = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     for curvature in (co.GGN, co.KFAC):
         post = co.laplace(lin, curvature, prior, check_mode=False)

@@ -68,7 +68,13 @@ PER_SEQUENCE = torch.tensor([1.0, 0.0, 2.5, 0.3]).double()
 CASES: dict[str, tuple[Any, co.likelihoods.Likelihood, Tensor, Tensor | None, Tensor]] = {
     "ignored labels": ("classification", co.likelihoods.Categorical(), MASKED, None, MASK.double()),
     "mask": ("classification", co.likelihoods.Categorical(), LABELS, MASK, MASK.double()),
-    "weights of positions": ("regression", co.likelihoods.Gaussian(), REALS, PER_POSITION, PER_POSITION),
+    "weights of positions": (
+        co.likelihoods.Gaussian(noise=1.0),
+        co.likelihoods.Gaussian(noise=1.0),
+        REALS,
+        PER_POSITION,
+        PER_POSITION,
+    ),
     "weights of sequences": (
         co.likelihoods.Gaussian(0.5),
         co.likelihoods.Gaussian(0.5),
@@ -119,7 +125,9 @@ def definition(model: nn.Module, x: Tensor, likelihood: Any, y: Tensor, each: Te
     return value, torch.einsum("ncd,nc->d", J, r), torch.einsum("ncd,nce,nef->df", J, H, J)
 
 
-def linearised(model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any) -> co.Linearization:
+def linearised(
+    model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any
+) -> co.operators.Linearization:
     given, _, y, w, _ = CASES[case]
     data: Any = (x, y) if w is None else (x, y, w)
     if batches:
@@ -188,7 +196,7 @@ def test_draws_and_conversion_follow() -> None:
 
 def test_a_posterior_counts_a_sequence_as_points() -> None:
     model, x = pointwise()
-    post = co.laplace(linearised(model, x, "mask"), check_mode=False)
+    post = co.laplace(linearised(model, x, "mask"), co.GGN, 1.0, check_mode=False)
     P = co.GGN(post.lin).to_dense() + torch.eye(post.lin.num_parameters).double()
     J = dense_jacobian(model, x).flatten(0, 1)
     expected = J @ torch.linalg.solve(P, J.mT)
@@ -244,7 +252,7 @@ def test_noise_of_sequences_has_gradients() -> None:
         return (co.GGN(lin) @ v).sin().sum()
 
     assert torch.autograd.gradcheck(product, torch.tensor([0.7, 1.0, 2.0]).double().requires_grad_())
-    likelihood = co.likelihoods.Sequences(co.likelihoods.Gaussian(), T, C)
+    likelihood = co.likelihoods.Sequences(co.likelihoods.Gaussian(noise=1.0), T, C)
     assert likelihood.to(dtype=torch.float32).hyperparameters[0].dtype == torch.float32
 
 

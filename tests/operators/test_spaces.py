@@ -124,8 +124,8 @@ def test_functions_of_different_networks_may_be_added():
 def test_a_posterior_needs_a_curvature_at_its_own_weights(name):
     lin = linearized()
     with pytest.raises(ValueError, match="different weights"):
-        co.laplace(lin, OPERATORS[name](linearized(seed=1)), check_mode=False)
-    assert co.laplace(lin, OPERATORS[name](linearized(data=1)), check_mode=False).lin is lin
+        co.laplace(lin, OPERATORS[name](linearized(seed=1)), 1.0, check_mode=False)
+    assert co.laplace(lin, OPERATORS[name](linearized(data=1)), 1.0, check_mode=False).lin is lin
 
 
 def test_a_subnetwork_by_its_operator_is_the_one_by_its_selection():

@@ -32,7 +32,7 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def dense(seed: int = 0) -> co.Linearization:
+def dense(seed: int = 0) -> co.operators.Linearization:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, C), Scaled()).double()
     x, y = torch.randn(N, 3).double(), torch.randn(N, C).double()
@@ -40,7 +40,7 @@ def dense(seed: int = 0) -> co.Linearization:
     return co.linearize(model, parts, co.likelihoods.Gaussian(0.5))
 
 
-def tokens(seed: int = 0) -> co.Linearization:
+def tokens(seed: int = 0) -> co.operators.Linearization:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, C)).double()
     x, y = torch.randint(5, (N, 2)), torch.randint(C, (N,))
@@ -51,13 +51,13 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def factors(lin: co.Linearization) -> Tensor:
+def factors(lin: co.operators.Linearization) -> Tensor:
     """B ⊗ A / count: each of the three is a sum over data."""
     blocks = kfac_blocks(lin, Exact(lin.likelihood), "expand", "joint")
     return torch.cat([block.operator.to_dense().flatten() for block in blocks])
 
 
-SUMS: dict[str, Callable[[co.Linearization], Any]] = {
+SUMS: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "GGN": lambda lin: co.GGN(lin).to_dense(),
     "GGN diagonal": lambda lin: co.GGN(lin).diagonal(),
     "Monte-Carlo Fisher": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()).to_dense(),
@@ -81,7 +81,7 @@ SUMS: dict[str, Callable[[co.Linearization], Any]] = {
     "displaced log-likelihood": lambda lin: DisplacedGGN.at(lin, torch.ones(N, C).double()).log_likelihood(),
     "draw": lambda lin: co.linalg.draw(co.GGN(lin), 3, generator()),
 }
-ROWS: dict[str, Callable[[co.Linearization], Any]] = {
+ROWS: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "J": lambda lin: lin.jacobian() @ torch.ones(lin.num_parameters, 2).double(),
     "gradients": lambda lin: lin.gradients() @ torch.ones(lin.num_parameters, 2).double(),
     "rootᵀ": lambda lin: CurvatureRoot.of(co.GGN(lin))._t_matmul(torch.ones(lin.num_parameters, 2).double()),
@@ -129,7 +129,9 @@ def test_rows_that_a_kronecker_factor_keeps_are_those_of_all_data(
     """Two equal shards: few points, whose rows are kept in place of their sum."""
     torch.manual_seed(0)
     model = nn.Linear(9, 8).double()
-    lin = co.linearize(model, (torch.randn(3, 9).double(), torch.randn(3, 8).double()), "regression")
+    lin = co.linearize(
+        model, (torch.randn(3, 9).double(), torch.randn(3, 8).double()), co.likelihoods.Gaussian(noise=1.0)
+    )
     before, line_up = factors(lin), Passes.line_up
     doubled()
     monkeypatch.setattr(Passes, "line_up", lambda self, parts, *rest: line_up(self, [*parts, *parts], *rest))

@@ -6,6 +6,7 @@ Tests `chain_plots.py`, `cost_plots.py`, `density.py`, `prediction_plots.py`, `p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import matplotlib
@@ -13,111 +14,82 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops import plots
+from curvops import metrics, plots
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 
-ROWS = ["MAP", "MAP + temperature", "Laplace (full GGN)"]
+GRID = torch.linspace(-4, 4, 30).double()
 
 
-def reliability() -> Figure:
-    rng = np.random.default_rng(0)
-    bins = 15
-    curves, errors = {}, {}
-    for name, slope in zip(ROWS, [0.75, 0.92, 1.03]):
-        centre = (np.arange(bins) + 0.5) / bins
-        share = np.exp(9 * centre)
-        share[:2] = 0
-        share /= share.sum()
-        truth = np.clip(slope * centre + 0.03 * rng.standard_normal(bins), 0, 1)
-        empty = share == 0
-        curves[name] = (np.where(empty, np.nan, centre), np.where(empty, np.nan, truth), share)
-        errors[name] = float(np.sum(share * np.abs(truth - centre)))
-    return plots.reliability(curves, "Rotated digits, 15–90°", errors)
+@pytest.fixture(autouse=True)
+def figures_closed() -> Iterator[None]:
+    yield
+    pyplot.close("all")
 
 
-ANGLES = np.arange(0, 91, 15)
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def rotation() -> Figure:
-    fall = 1 / (1 + np.exp((ANGLES - 45) / 12))
-    confidence = {name: 1 - drop * (1 - fall) for name, drop in zip(ROWS, [0.18, 0.3, 0.5])}
-    accuracy = {name: 0.15 + 0.84 * fall - shift for name, shift in zip(ROWS, [0, 0, 0.01])}
-    return plots.rotation(ANGLES, confidence, 0.4 * (1 - fall), accuracy)
+def posterior(outputs: int = 1, features: int = 1, targets: Any = None) -> Any:
+    """The posterior of a linear model with a gap between its inputs."""
+    torch.manual_seed(0)
+    x = torch.cat([torch.rand(20, features) - 3, torch.rand(20, features) + 2]).double()
+    likelihood = co.likelihoods.Gaussian(noise=0.09) if targets is None else co.likelihoods.Poisson()
+    loader = DataLoader(TensorDataset(x, torch.ones(40, outputs).double()), 7)
+    lin = co.linearize(nn.Linear(features, outputs).double(), loader, likelihood)
+    return co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
 
 
-def evidence() -> Figure:
-    precisions = np.logspace(-2, 4, 25)
-    log = np.log10(precisions)
-    value = -420 - 60 * (log - 1.2) ** 2
-    nll = 0.06 + 0.02 * (log - 0.8) ** 2
-    return plots.evidence(precisions, value, value - 14, value + 14, nll, chosen=15.3)
+def regression(**options: Any) -> Axes:
+    return plots.regression(posterior(), GRID, **options)
 
 
-def convergence() -> Figure:
-    histories = {}
-    for name, block, offset, rate in [
-        ("plain", 1, 0, 0.97),
-        ("block of 16", 16, 0, 0.8),
-        ("preconditioned", 1, 64, 0.8),
-    ]:
-        steps = np.arange(int(np.log(1e-6) / np.log(rate)) + 1)
-        wiggle = np.exp(0.3 * np.sin(steps / 7)) if len(steps) > 1 else 1.0
-        residual = rate**steps * np.where(steps > 0, wiggle, 1.0)
-        histories[name] = (offset + steps * block, residual)
-    return plots.convergence(histories, rtol=1e-5)
+def predictions() -> tuple[dict[str, Any], torch.Tensor]:
+    logits = 3 * torch.randn(400, 4, generator=generator())
+    labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=generator()).squeeze(1)
+    return {"network": logits.softmax(-1), "Laplace": (logits / 2).softmax(-1)}, labels
 
 
-def regression() -> Figure:
-    rng = np.random.default_rng(1)
-    x_train = np.concatenate([rng.uniform(-3, -0.8, 40), rng.uniform(1.2, 3, 40)])
-    y_train = np.sin(2 * x_train) + 0.1 * rng.standard_normal(80)
-    x = np.linspace(-4, 4, 300)
-    distance = np.abs(x[:, None] - x_train).min(-1)
-    return plots.regression(x_train, y_train, x, np.sin(2 * x), 0.04 + 0.6 * distance**1.5 / (1 + distance), 0.1)
+def reliability(**options: Any) -> Axes:
+    return plots.reliability(*predictions(), **options)
 
 
-def ray() -> Figure:
-    distances = np.logspace(-1, 4, 50)
-    confidence = {"MAP": 1 / (1 + np.exp(-distances)), "Laplace": 1 / (1 + np.exp(-distances / (1 + distances)))}
-    return plots.ray(distances, confidence, {"Laplace": 0.731}, radius=2.0)
+def matrix(size: float = 10.0) -> Any:
+    return torch.diag(size * torch.linspace(-0.1, 1, 40, dtype=torch.float64) ** 3)
 
 
-def covariance() -> Figure:
-    rng = np.random.default_rng(2)
-    factor = rng.standard_normal((40, 15)) * np.repeat([0.5, 1.0, 1.5, 1.0], 10)[:, None]
-    factor += np.tile(rng.standard_normal((10, 15)), (4, 1))
-    return plots.covariance(factor @ factor.T / 15, ["7", "7, 45°", "3", "8"])
+def spectral_density(**options: Any) -> Axes:
+    A = matrix()
+    density = co.linalg.spectral_density(A, probes=4, generator=generator())
+    return plots.spectral_density(density, top=co.linalg.eigsh(A, 3), **options)
 
 
-def spectral_density() -> Figure:
-    grid = np.linspace(-0.5, 20, 400)
-    bells = np.exp(-0.5 * ((grid[:, None] - np.array([0, 5, 12, 19])) / 0.2) ** 2) @ np.array([0.97, 0.01, 0.01, 0.01])
-    density = bells / (0.2 * np.sqrt(2 * np.pi))
-    top = np.array([19.0, 12.0, 5.0])
-    return plots.spectral_density(grid, density, 0.5 * density, 2 * density, 0.2, top, 1000, title="Eigenvalues")
+def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
+    A, g = matrix(size), generator(seed)
+    density = co.linalg.spectral_density(A, probes=4, steps=10, generator=g)
+    return density, co.linalg.eigsh(A, 2, generator=g), co.linalg.trace(A, max_matvecs=20, generator=g)
 
 
-def solves() -> Figure:
-    steps = np.arange(1, 50)
-    curves = {
-        (method, preconditioner): (8.0 * steps + setup, 0.01 * steps, rate**steps)
-        for method, rate in [("cg", 0.8), ("block-cg", 0.6)]
-        for preconditioner, setup in [("none", 0), ("nystrom", 40)]
-    }
-    return plots.solves(curves, 1e-6, "decaying, n = 1,000")
+def training_spectra() -> np.ndarray:
+    return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in range(0, 600, 100)}, bound=5.0)
 
 
-def estimates() -> Figure:
-    rng, budgets = np.random.default_rng(3), np.array([25.0, 50.0, 100.0])
-    curve = (budgets, np.abs(rng.standard_normal((3, 5))) / budgets[:, None], 2 / budgets)
-    exact = (budgets, np.zeros((3, 5)), np.zeros(3))
-    return plots.estimates({"trace": {"hutchinson": curve, "exact": exact}, "logdet": {"auto": curve}}, "flat")
+def convergence(**options: Any) -> Axes:
+    A = co.linalg.Dense(torch.diag(torch.linspace(1, 30, 40).double()), psd=True)
+    B = torch.randn(40, 4, generator=generator()).double()
+    return plots.convergence({"plain": A.cg(B, block=False), "block": A.cg(B)}, rtol=1e-5, **options)
 
 
-def evidence_trace() -> Figure:
+def evidence(**options: Any) -> Axes:
+    return plots.evidence(co.evidence.grid(posterior(), [10.0, 0.1, 1.0]), chosen=2.0, **options)
+
+
+def evidence_trace() -> np.ndarray:
     def step(alpha: float, gamma: float, matvecs: int) -> TuningStep:
         entries = (torch.tensor([value, 2 * value]) for value in (alpha, gamma, 0.1 * gamma))
         return TuningStep(*entries, None, matvecs)
@@ -128,6 +100,12 @@ def evidence_trace() -> Figure:
     return plots.evidence_trace({"exact": exact, "8 draws": ended})
 
 
+def ray(**options: Any) -> Axes:
+    distances = torch.logspace(-1, 4, 50)
+    confidence = {"MAP": distances.sigmoid(), "Laplace": (distances / (1 + distances)).sigmoid()}
+    return plots.ray(distances, confidence, limits={"Laplace": 0.731}, radius=2.0, **options)
+
+
 def chains() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(4)
     series = rng.standard_normal((3, 400))
@@ -136,141 +114,172 @@ def chains() -> dict[str, np.ndarray]:
     return {"0.weight[0, 0]": series, "0.bias[2]": rng.standard_normal((3, 400)) + np.array([[0], [0], [3]])}
 
 
-def trace() -> Figure:
+def trace() -> np.ndarray:
     return plots.trace(chains())
 
 
-def autocorrelation() -> Figure:
-    return plots.autocorrelation(chains(), lags=60)
+def autocorrelation(**options: Any) -> Axes:
+    return plots.autocorrelation(chains(), lags=60, **options)
 
 
-def checkpoint(size: float, seed: int) -> tuple[Any, Any, Any]:
-    A = torch.diag(size * torch.linspace(-0.1, 1, 40, dtype=torch.float64) ** 3)
-    g = torch.Generator().manual_seed(seed)
-    density = co.linalg.spectral_density(A, probes=4, steps=10, generator=g)
-    return density, co.linalg.eigsh(A, 2, generator=g), co.linalg.trace(A, max_matvecs=20, generator=g)
+def influence(**options: Any) -> Axes:
+    truth = torch.randn(80, generator=generator()) ** 3
+    return plots.influence(truth, {"GGN": 0.8 * truth, "EKFAC": (truth + 0.2)[:, None].numpy()}, **options)
 
 
-def training_spectra() -> Figure:
-    return plots.training_spectra({step: checkpoint(1 + step / 100, step) for step in range(0, 600, 100)}, bound=5.0)
-
-
-def influence() -> Figure:
-    rng = np.random.default_rng(5)
-    truth = rng.standard_normal(80) ** 3
-    return plots.influence(truth, {"GGN": 0.8 * truth, "EKFAC": truth + 0.2 * rng.standard_normal(80)})
-
-
-def pruning() -> Figure:
+def pruning(**options: Any) -> Axes:
     shares = np.linspace(0, 0.9, 10)
-    return plots.pruning(shares, {"magnitude": 0.1 + shares**4, "OBS": 0.1 + shares**8}, 0.1)
+    return plots.pruning(shares, {"magnitude": 0.1 + shares**4, "OBS": 0.1 + shares**8}, full=0.1, **options)
 
 
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
-    (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
-    (rotation, 2, 3 + 3 + 1, ["degrees", "(nats)", "fraction"]),
-    (evidence, 2, (1 + 2 + 1) + 3, ["log evidence (nats)", "nats per point", "prior precision"]),
-    (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
-    (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
-    (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),
-    (estimates, 2, 3 * (5 + 1 + 1), ["products with single vectors (budget)", "relative error"]),
-    (regression, 1, 2 + 2, ["input x", "target y", "arbitrary units"]),
-    (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
-    (covariance, 2, 2 * 3, ["outputs 0 … 9", "squared logits"]),
+    (regression, 1, 2 + 2, ["input x", "target y"]),
+    (reliability, 1, 1 + 2, ["largest probability", "fraction of points"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
+    (training_spectra, 2, 4 + 2 + 3 + 1, ["eigenvalue λ", "per unit of λ", "step of training", "trace"]),
+    (convergence, 1, 2 * (1 + 1) + 1, ["products with single vectors", "relative residual"]),
+    (evidence, 1, 1 + 1 + 1, ["log evidence (nats)", "prior precision"]),
+    (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
+    (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
     (trace, 4, 2 * 3, ["draw", "density", "0.weight[0, 0]", "0.bias[2]"]),
     (autocorrelation, 1, 2 + 2, ["lag (draws)", "autocorrelation"]),
-    (training_spectra, 2, 4 + 2 + 3 + 1, ["eigenvalue λ", "per unit of λ", "step of training", "trace"]),
     (influence, 1, 1 + 2, ["training without the point", "predicted change"]),
     (pruning, 1, 2 + 1, ["weights removed (fraction)", "test error"]),
 ]
+NAMES = [row[0].__name__ for row in FIGURES]
 
 
-@pytest.mark.parametrize(("draw", "panels", "lines", "words"), FIGURES, ids=[row[0].__name__ for row in FIGURES])
+def test_every_function_is_drawn() -> None:
+    assert {*NAMES, "save"} == set(plots.__all__)
+
+
+@pytest.mark.parametrize(("draw", "panels", "lines", "words"), FIGURES, ids=NAMES)
 def test_figure_reads_without_the_text(draw, panels, lines, words, tmp_path):
     settings = dict(matplotlib.rcParams)
-    figure = draw()
+    drawn = draw()
     assert dict(matplotlib.rcParams) == settings
-    assert len(figure.axes) == panels
-    assert sum(len(axes.lines) for axes in figure.axes) == lines
-    labels = " | ".join(axes.get_xlabel() + " | " + axes.get_ylabel() for axes in figure.axes)
+    axes = [drawn] if isinstance(drawn, Axes) else list(drawn.flat)
+    assert len(axes) == panels == len(axes[0].figure.axes)
+    assert sum(len(one.lines) for one in axes) == lines
+    labels = " | ".join(one.get_xlabel() + " | " + one.get_ylabel() for one in axes)
     assert all(word in labels for word in words), labels
-    plots.save(figure, tmp_path / "figure.png")
+    assert pyplot.get_fignums()  # a notebook shows it
+    plots.save(drawn, tmp_path / "figure.png")
+    assert not pyplot.get_fignums()
     assert (tmp_path / "figure.png").stat().st_size > 5_000
 
 
-def test_no_figure_reaches_pyplot():
-    before = pyplot.get_fignums()
-    for draw, *_ in FIGURES:
-        draw()
-    assert pyplot.get_fignums() == before
-
-
-def test_an_interval_of_the_evidence_narrower_than_the_curve_has_ends_that_show() -> None:
-    x, value = np.array([1.0, 10.0, 100.0]), np.array([-50.0, -40.0, -60.0])
-    axes = plots.evidence(x, value, value - 0.01, value + 0.03, -value, chosen=10.0).axes[0]
-    lower, upper = (line.get_ydata() for line in axes.lines if line.get_marker() == "_")
-    np.testing.assert_allclose([lower, upper], [value - 0.01, value + 0.03])
-    assert "95 % interval, at most ±0.02 nats" in [text.get_text() for text in axes.get_legend().get_texts()]
-    assert all(
-        line.get_markersize() > axes.lines[0].get_markersize() for line in axes.lines if line.get_marker() == "_"
-    )
-
-
-def test_one_epistemic_array_belongs_to_the_last_row():
-    last, right = rotation().axes[0].lines[2], rotation().axes[1].lines[0]
-    assert right.get_color() == last.get_color()
-
-
-def test_the_sketch_is_drawn_as_a_run_up():
-    starts = [line.get_xdata() for line in convergence().axes[0].lines if line.get_linestyle() == ":"]
-    assert [0, 64] in [list(start) for start in starts]
-
-
-def test_bins_without_points_leave_no_marker():
-    curve = reliability().axes[0].lines[1]
-    assert len(curve.get_xdata()) == 13
-
-
-def test_reliability_has_three_panels_a_row():
-    bins = np.array([0.25, 0.75])
-    figure = plots.reliability({name: (bins, bins, np.array([0.5, 0.5])) for name in "abcde"})
-    assert len(figure.axes) == 5
-    assert [axes.get_subplotspec().rowspan.start for axes in figure.axes] == [0, 0, 0, 1, 1]
-    assert [bool(axes.get_ylabel()) for axes in figure.axes] == [True, False, False, True, False]
-
-
-def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
-    labels = [text.get_text() for text in autocorrelation().axes[0].get_legend().get_texts()]
-    assert labels[1] == "0.bias[2]: 2 of 1,200 draws"
-
-
-def test_a_log_spectrum_says_its_unit_and_what_counts_as_zero():
-    grid = np.logspace(-3, 2, 300)
-    density = np.exp(-0.5 * np.log(grid) ** 2)
-    figure = plots.spectral_density(grid, density, 0 * density, 2 * density, 0.1, scale="log", zero_mass=0.25)
-    axes = figure.axes[0]
-    assert axes.get_xscale() == "log" and "log λ" in axes.get_ylabel() and "25.0 %" in axes.get_title()
-
-
-def test_eigenvalues_of_both_signs_on_a_symlog_axis():
-    grid = np.linspace(-20, 1000, 300)
-    density = np.exp(-np.abs(grid) / 10)
-    axes = plots.spectral_density(grid, density, 0 * density, 2 * density, 5.0, scale="symlog").axes[0]
-    assert axes.get_xscale() == "symlog" and axes.get_xlim() == (-20, 1000)
-    assert np.isnan(axes.lines[0].get_ydata()).any()
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("draw", [row[0] for row in FIGURES if row[1] == 1], ids=lambda draw: draw.__name__)
+def test_figures_of_one_panel_draw_into_given_axes(draw):
+    figure, (left, right) = pyplot.subplots(1, 2)
+    assert draw(ax=right) is right
+    assert len(figure.axes) == 2 and len(pyplot.get_fignums()) == 1 and not left.lines and right.lines
+    with pytest.raises(TypeError, match="ax must be the axes of one panel, got <Figure .*pass ax"):
+        draw(ax=figure)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("form", ["vector", "column", "array", "list", "float32", "gradient"])
+def test_inputs_of_a_regression_in_any_form_draw_the_same_curve(form):
+    forms = {
+        "vector": GRID,
+        "column": GRID[:, None],
+        "array": GRID.flip(0).numpy(),
+        "list": GRID.tolist(),
+        "float32": GRID.float(),
+        "gradient": GRID.clone().requires_grad_(),
+    }
+    post = posterior()
+    curve = plots.regression(post, forms[form]).lines[0]
+    np.testing.assert_allclose(curve.get_xdata(), GRID, rtol=1e-6)
+    np.testing.assert_allclose(curve.get_ydata(), post.predict(GRID[:, None]).mean[:, 0].detach(), rtol=1e-5)
+
+
+def test_bands_of_a_regression_are_two_standard_deviations_and_its_data_those_of_training() -> None:
+    post = posterior(outputs=2)
+    axes = plots.regression(post, GRID, output=1)
+    for band, noise in zip(axes.collections, (True, False), strict=True):
+        predicted = post.predict(GRID[:, None], noise=noise)
+        top = predicted.mean[:, 1] + 2 * predicted.stddev[:, 1]
+        np.testing.assert_allclose(band.get_datalim(axes.transData).y1, float(top.max()), rtol=1e-6)
+    data = axes.lines[1].get_xydata()
+    np.testing.assert_array_equal(data[:, 0], torch.cat([batch.inputs for batch in post.lin.data])[:, 0])
+    assert [text.get_text() for text in axes.texts] == ["no data"]
+
+
+def test_a_regression_without_gaussian_noise_has_one_band() -> None:
+    assert len(plots.regression(posterior(targets="counts"), GRID).collections) == 1
+
+
+def test_a_reliability_diagram_shows_the_bins_of_the_metrics() -> None:
+    named, labels = predictions()
+    axes = plots.reliability(named, labels, bins=7)
+    for line, (name, p) in zip(axes.lines[1:], named.items(), strict=True):
+        bins = metrics.reliability_bins(p, labels, bins=7)
+        shown = bins.count > 0
+        np.testing.assert_array_equal(line.get_xydata(), torch.stack([bins.confidence, bins.accuracy], 1)[shown])
+        assert line.get_label() == f"{name}, ECE {100 * metrics.ece(p, labels, bins=7):.1f} %"
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_probabilities_in_any_form(device):
+    named, labels = predictions()
+    first = plots.reliability(named["network"], labels).lines[1].get_xydata()
+    for p in (named["network"].numpy(), named["network"].to(device).requires_grad_()):
+        np.testing.assert_array_equal(plots.reliability(p, labels.to(device)).lines[1].get_xydata(), first)
+    ones, two = named["network"][:, 0], torch.stack([1 - named["network"][:, 0], named["network"][:, 0]], 1)
+    is_zero = (labels == 0).long()
+    both = plots.reliability(two, is_zero.numpy()).lines[1].get_xydata()
+    for p in (ones, ones[:, None]):
+        np.testing.assert_array_equal(plots.reliability(p, is_zero).lines[1].get_xydata(), both)
+
+
+def test_evidence_with_an_interval_has_ends_that_show_and_held_out_scores_have_none() -> None:
+    post = posterior()
+    found = co.evidence.grid(post, [1.0, 10.0, 100.0])
+    axes = plots.evidence(found)
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [float(one) for one in found])
+    checked = co.evidence.validate(
+        post, torch.ones(5, 1).double(), torch.ones(5, 1).double(), prior_precisions=[1.0, 9.0]
+    )
+    axes = plots.evidence(checked.tuning)
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), checked.tuning.scores)
+    assert "held-out" in axes.get_ylabel() and not axes.collections
+
+
+def test_a_tuned_posterior_stands_for_its_tuning() -> None:
+    tuned = co.evidence.mackay(posterior(), None)
+    lines = [plots.evidence_trace({"exact": each})[0].lines[0] for each in (tuned, tuned.tuning)]
+    np.testing.assert_array_equal(*(line.get_xydata() for line in lines))
+
+
+def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
+    labels = [text.get_text() for text in autocorrelation().get_legend().get_texts()]
+    assert labels[1] == "0.bias[2]: 2 of 1,200 draws"
+
+
 def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:
     A = torch.diag(torch.logspace(-3, 1, 60, dtype=torch.float64))
     for scale in ("linear", "log"):
-        found = co.linalg.spectral_density(A, scale=scale, probes=4, generator=torch.Generator().manual_seed(0))
-        axes = plots.spectral_density(found, top=torch.tensor([10.0, 8.0]), size=60).axes[0]
-        grid, density, low, high = (part.numpy() for part in (found.grid, found.density, found.lower, found.upper))
-        by_arrays = plots.spectral_density(
-            grid, density, low, high, found.bandwidth, size=60, scale=scale, zero_mass=found.zero_mass
-        ).axes[0]
-        assert axes.get_xscale() == by_arrays.get_xscale() == scale
-        np.testing.assert_array_equal(axes.lines[0].get_xydata(), by_arrays.lines[0].get_xydata())
+        found = co.linalg.spectral_density(A, scale=scale, probes=4, generator=generator())
+        axes = plots.spectral_density(found, top=co.linalg.eigsh(A, 2))
+        assert axes.get_xscale() == scale and ("log λ" in axes.get_ylabel()) == (scale == "log")
+        curve, shown = axes.lines[0], ~np.isnan(axes.lines[0].get_ydata())
+        np.testing.assert_array_equal(curve.get_xdata(), found.grid)
+        np.testing.assert_array_equal(curve.get_ydata()[shown], found.density[torch.as_tensor(shown)])
+        assert "one eigenvalue of 60" in axes.get_legend_handles_labels()[1]
+        assert len(axes.lines[-1].get_xdata()) == 2
+
+
+def test_a_log_spectrum_says_what_counts_as_zero():
+    A = torch.diag(torch.cat([torch.zeros(10), torch.logspace(-3, 1, 30)]).double())
+    found = co.linalg.spectral_density(A, scale="log", probes=4, generator=generator())
+    assert found.zero_mass and "count as zero" in plots.spectral_density(found).get_title()
+
+
+def test_eigenvalues_of_both_signs_on_a_symlog_axis():
+    axes = spectral_density(scale="symlog")
+    assert axes.get_xscale() == "symlog" and np.isnan(axes.lines[0].get_ydata()).any()

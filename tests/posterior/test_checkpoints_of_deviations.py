@@ -31,7 +31,7 @@ def draws(folder, method="cg", seed=0, **options):
 def descent(folder):
     """Ends at 30 %, before the last epoch."""
     post, generator = setting(), torch.Generator().manual_seed(1)
-    options = co.StochasticDescent(batch_size=20, epochs=20)
+    options = co.posterior.StochasticDescent(batch_size=20, epochs=20)
     return record_of(post.deviations(3, method=options, rtol=0.3, generator=generator, checkpoint=folder))
 
 

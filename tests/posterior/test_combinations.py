@@ -108,7 +108,7 @@ def spread(n):
 
 def variational(covariance):
     """What variational inference and filters give, of other data."""
-    return under(lambda lin: co.GaussianPosterior.of(task(1), covariance(task(1))))
+    return under(lambda lin: co.posterior.GaussianPosterior.of(task(1), covariance(task(1))))
 
 
 def constant(curvature):
@@ -228,7 +228,7 @@ def matrix_of_draws(post, method, monkeypatch):
 
 def descent(loss):
     """All points in one step of constant length, the last iterate as the answer: a linear map with a fixed point."""
-    return co.StochasticDescent(loss, epochs=500, momentum=0.5, final=1.0, averaging=1.0)
+    return co.posterior.StochasticDescent(loss, epochs=500, momentum=0.5, final=1.0, averaging=1.0)
 
 
 DESCENTS = {co.GGN: descent("standard"), co.EmpiricalFisher: descent("low_variance")}
@@ -349,6 +349,6 @@ def test_answers_neither_read_nor_advance_the_global_generator(ask):
         lin = co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        found.append(ask(co.laplace(lin, prior_precision=0.1, check_mode=False)))
+        found.append(ask(co.laplace(lin, co.GGN, prior_precision=0.1, check_mode=False)))
         assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(*found)

@@ -3,6 +3,7 @@
 Tests `kfac_sum.py`, `updating.py`.
 """
 
+import copy
 from contextlib import nullcontext
 from importlib import import_module
 from unittest.mock import patch
@@ -25,13 +26,13 @@ def normal(*shape, seed=1):
 @pytest.fixture(scope="module")
 def first():
     model, x, y = problem()
-    return model, co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=1.0)
+    return model, co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior_precision=1.0)
 
 
 @pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
 def test_the_penalty_is_the_negative_log_density_with_its_gradient(first, curvature):
     model, post = first
-    post = co.laplace(post.lin, curvature, temperature=0.5, check_mode=False)
+    post = co.laplace(post.lin, curvature, 1.0, temperature=0.5, check_mode=False)
     moved = {name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()}
     value = post.penalty(moved)
     gap, P = torch.full((51,), 0.1, dtype=DOUBLE), post.precision.to_dense()
@@ -39,7 +40,16 @@ def test_the_penalty_is_the_negative_log_density_with_its_gradient(first, curvat
     gradient = post.lin.flatten(dict(zip(moved, torch.autograd.grad(value, list(moved.values())))))
     torch.testing.assert_close(gradient, 2 * P @ gap, **TIGHT)
     torch.testing.assert_close(post.penalty(post.mean + 0.1), value.detach(), **TIGHT)
-    assert float(post.penalty(post.mean)) == 0.0
+    assert float(post.penalty(post.mean)) == float(post.penalty(model).detach()) == 0.0
+    twin = copy.deepcopy(model)
+    twin.load_state_dict({name: p.detach() for name, p in moved.items()})
+    for trained in (twin, nn.DataParallel(twin)):
+        found = post.penalty(trained)
+        torch.testing.assert_close(found, value.detach(), **TIGHT)
+        torch.testing.assert_close(
+            nn.utils.parameters_to_vector(torch.autograd.grad(found, list(twin.parameters()))), gradient, **TIGHT
+        )
+    torch.testing.assert_close(post.log_prob(twin).value, post.log_prob(post.mean + 0.1).value, **TIGHT)
 
 
 def test_training_with_the_penalty_stays_nearer_to_the_first_task(first):
@@ -55,7 +65,7 @@ def test_training_with_the_penalty_stays_nearer_to_the_first_task(first):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
             if penalised:
-                loss = loss + post.penalty(dict(model.named_parameters()))
+                loss = loss + post.penalty(model)
             loss.backward()
             optimizer.step()
         with torch.no_grad():
@@ -240,7 +250,7 @@ def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
     x = normal(9, 4, seed=30)
     data = [(x + t, (x[:, 0] > 0).long()) for t in range(3)]
     lins = [co.linearize(model, each, "classification") for model, each in zip(models, data)]
-    post = co.laplace(lins[0], co.KFAC if options.get("form") == "kronecker" else co.GGN, check_mode=False)
+    post = co.laplace(lins[0], co.KFAC if options.get("form") == "kronecker" else co.GGN, 1.0, check_mode=False)
     for t in (1, 2):
         post = post.update(lins[t], generator=torch.Generator().manual_seed(0), check_mode=False, **options)
         post.save(tmp_path / str(t))
@@ -268,7 +278,7 @@ ALIKE = {
 def test_the_next_curvature_is_made_as_the_last_one_was(first, kind):
     _, post = first
     own = ALIKE[kind]
-    post = co.laplace(post.lin, own if kind == "class" else own(post.lin), check_mode=False)
+    post = co.laplace(post.lin, own if kind == "class" else own(post.lin), 1.0, check_mode=False)
     model, x, y = problem(n=20)
     lin = co.linearize(model, (x, y), "classification")
     found = post.update(lin, generator=torch.Generator().manual_seed(0), check_mode=False).curvature
@@ -290,7 +300,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_curvature_that_does_not_say_how_it_was_made_has_to_be_given(first, kind):
     _, post = first
-    post = co.laplace(post.lin, UNKNOWN[kind](post.lin), check_mode=False)
+    post = co.laplace(post.lin, UNKNOWN[kind](post.lin), 1.0, check_mode=False)
     model, x, y = problem(n=20)
     lin = co.linearize(model, (x, y), "classification")
     with pytest.raises(ValueError, match="curvature= is needed"):

@@ -74,7 +74,7 @@ def test_its_bytes_are_counted_while_it_lives(cache):
 def test_all_eigenvalues_are_counted():
     lin = gaussian()
     room = lin.memory.room()
-    post = co.laplace(lin, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     post.log_evidence()
     assert lin.memory.room() <= room - 8 * lin.num_parameters**2
 
@@ -103,9 +103,9 @@ def test_copies_keep_the_values(cache, copied):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_sketches_and_the_quadrature_go_into_a_record_and_back(scaled):
     model, x, y = problem("regression")
-    lin = co.linearize(model, (x, y), "regression")
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0))
     prior = torch.linspace(0.1, 0.2, lin.num_parameters, dtype=DOUBLE) if scaled else 0.1
-    post = co.laplace(lin, prior_precision=prior, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
     made = post.precision.preconditioner(8, torch.Generator().manual_seed(0))
     post.cache.put("weights", (post.prior.diagonal, 8, made))
     quadrature = co.linalg.spectral_quadrature(co.GGN(lin), shift=0.1, generator=torch.Generator().manual_seed(0))

@@ -55,7 +55,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
     a, b, both = halves
-    expected = co.laplace(both, prior_precision=1.0)
+    expected = co.laplace(both, co.GGN, prior_precision=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a mode of all data, of neither half alone
         post = co.laplace(b, SUMS[name](a, b), prior_precision=1.0)
@@ -65,9 +65,8 @@ def test_a_sum_over_data_sets_is_the_posterior_of_all_data(halves, name):
     torch.testing.assert_close(tuned.prior_precision, reference.prior_precision, rtol=1e-6, atol=0)
 
 
-def test_a_half_that_is_no_mode_of_its_own_still_warns(halves):
-    with pytest.warns(co.errors.ModeWarning):
-        co.laplace(halves[1], prior_precision=1.0)
+def test_a_half_is_no_mode_of_its_own(halves):
+    assert co.laplace(halves[1], co.GGN, prior_precision=1.0).mode_gap > 0.1
 
 
 UNKNOWN = {
@@ -228,9 +227,9 @@ def test_every_curvature_is_of_the_data_that_it_was_made_of(halves, name):
     _, b, both = halves
     curvature = KINDS[name](both)
     is_of([both], both, curvature)
-    gap = co.laplace(both, co.GGN, check_mode=False).mode_gap
+    gap = co.laplace(both, co.GGN, 1.0, check_mode=False).mode_gap
     for change in CHANGES.values() if name in PICKLED else ():
-        assert co.laplace(both, change(curvature), check_mode=False).mode_gap == gap
+        assert co.laplace(both, change(curvature), 1.0, check_mode=False).mode_gap == gap
         is_refused(b, change(curvature), "other data")
 
 
@@ -253,7 +252,7 @@ def test_scaled_curvatures_and_sums_are_of_their_data_or_refused(halves, name):
 @pytest.mark.parametrize("name", PICKLED)
 def test_a_small_curvature_keeps_no_data(halves, name):
     a = halves[0]
-    lin = co.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
+    lin = co.operators.Linearization(a.model, a.data, a.likelihood, a.output_shape, a.engine, a.memory_budget)
     gone, curvature = weakref.ref(lin), KINDS[name](lin)
     del lin
     gc.collect()
@@ -291,7 +290,7 @@ def test_converted_data_are_the_same_data():
     double = single.cast(DOUBLE)
     is_of([double], double, co.GGN(single).to(DOUBLE))
     is_of([double], double, co.KFAC(single).to(DOUBLE))
-    assert not math.isnan(co.laplace(single, co.KFAC(double).to(torch.float32), check_mode=False).mode_gap)
+    assert not math.isnan(co.laplace(single, co.KFAC(double).to(torch.float32), 1.0, check_mode=False).mode_gap)
 
 
 @pytest.mark.parametrize("kind", [co.KFAC, co.GGN])

@@ -25,7 +25,7 @@ def seeded(seed=0):
 
 def setting(kind="classification", prior=1.0, curvature=co.GGN, n=30, **options):
     model, x, y = problem(kind, n)
-    lin = co.linearize(model, (x, y), kind)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0) if kind == "regression" else kind)
     return co.laplace(
         lin, curvature if isinstance(curvature, type) else curvature(lin), prior, check_mode=False, **options
     )
@@ -67,7 +67,7 @@ def test_methods_find_one_answer_for_one_noise(kind, prior):
     assert found.converged and dual.converged
     assert (dual.relative_residuals <= 1e-11).all() and dual.method == "dual"
     for loss in ("low_variance", "standard"):
-        options = co.StochasticDescent(loss, batch_size=15, epochs=40)
+        options = co.posterior.StochasticDescent(loss, batch_size=15, epochs=40)
         rough = post.deviations(3, found.noise, method=options, rtol=0.2)
         error = post.precision @ (rough.draws - expected).mT
         residuals = error.norm(dim=0) / (post.precision @ expected.mT).norm(dim=0)
@@ -92,7 +92,7 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     in_posterior = (M @ torch.linalg.inv(post.precision.to_dense()) @ M).diagonal(dim1=1, dim2=2).sum()
     expected = {"standard": M.diagonal(dim1=1, dim2=2).sum() - in_posterior, "low_variance": in_posterior}
     for loss, value in expected.items():
-        run = _Problem(co.StochasticDescent(loss, batch_size=1), systems, seeded())
+        run = _Problem(co.posterior.StochasticDescent(loss, batch_size=1), systems, seeded())
         offset = systems.of_prior() if loss == "standard" else systems.right_sides()
         total = 0.0
         for chosen, piece in root.minibatches(1, seeded()):
@@ -116,7 +116,7 @@ def test_descent_on_a_right_hand_side_of_zeros_stays_at_zero(loss, zeros, monkey
 
     for name in ("of_prior", "of_points"):
         monkeypatch.setattr(Systems, name, zero(getattr(Systems, name)))
-    method = co.StochasticDescent(loss, batch_size=15, epochs=40)
+    method = co.posterior.StochasticDescent(loss, batch_size=15, epochs=40)
     found = setting().deviations(2, method=method, rtol=0.2, generator=seeded())
     assert found.converged and not found.draws[zeros].any() and not found.relative_residuals[zeros].any()
     assert bool(found.draws.any()) == (len(zeros) == 1)
@@ -125,7 +125,7 @@ def test_descent_on_a_right_hand_side_of_zeros_stays_at_zero(loss, zeros, monkey
 def test_a_step_that_diverges_is_an_error_with_one_to_try():
     post = setting(prior=0.01)
     with pytest.raises(co.errors.DivergenceError, match=r"step_size=1\b.*try step_size="):
-        post.deviations(2, method=co.StochasticDescent(step_size=1.0, batch_size=10), generator=seeded())
+        post.deviations(2, method=co.posterior.StochasticDescent(step_size=1.0, batch_size=10), generator=seeded())
 
 
 def test_sample_is_the_mean_plus_deviations_at_every_temperature():
@@ -192,7 +192,7 @@ def test_warm_starts_save_products_and_noise_is_reused():
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3)).double()
     x = torch.randn(200, 6, dtype=DOUBLE)
     lin = co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
-    post = co.laplace(lin, prior_precision=0.1, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=0.1, check_mode=False)
     cold = post.deviations(4, method="cg", rtol=1e-8, generator=seeded())
     warm = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8, x0=cold.draws)
     fresh = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8)
@@ -203,9 +203,9 @@ def test_warm_starts_save_products_and_noise_is_reused():
 def test_single_precision_reaches_what_it_can():
     model, x, y = problem()
     lin = co.linearize(model.float(), (x.float(), y), "classification")
-    post = co.laplace(lin, prior_precision=0.5, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=0.5, check_mode=False)
     found = post.deviations(2, method="cg", rtol=1e-5, generator=seeded())
-    for method in ("dual", co.StochasticDescent(batch_size=15, epochs=40)):
+    for method in ("dual", co.posterior.StochasticDescent(batch_size=15, epochs=40)):
         other = post.deviations(2, found.noise, method=method, rtol=1e-5 if method == "dual" else 0.2)
         assert other.draws.dtype == torch.float32
         gap = (post.precision @ (other.draws - found.draws).mT).norm(dim=0)
@@ -215,11 +215,12 @@ def test_single_precision_reaches_what_it_can():
 
 def test_noise_does_not_depend_on_batches_or_on_the_number_of_draws():
     model, x, y = problem()
-    whole = co.laplace(co.linearize(model, (x, y), "classification"), check_mode=False)
+    whole = co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, 1.0, check_mode=False)
     found = whole.deviations(5, method="cg", rtol=1e-10, generator=seeded())
     lin = co.linearize(model, (x, y), "classification", memory_budget=2**16)
     torch.testing.assert_close(
-        co.laplace(lin, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws, found.draws
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws,
+        found.draws,
     )
     fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded())
     torch.testing.assert_close(fewer.draws, found.draws[:2])
@@ -258,13 +259,13 @@ def _random_psd():
 def test_the_ends_of_an_interval_that_belong_to_it_are_taken(annotations_unchecked):
     for name, inside in {"step_size": [1e-300], "momentum": [0, 0.99], "final": [1e-300, 1], "averaging": [1]}.items():
         for value in inside:
-            assert getattr(co.StochasticDescent(**{name: value}), name) == value
+            assert getattr(co.posterior.StochasticDescent(**{name: value}), name) == value
 
 
 def test_an_error_of_draws_that_do_not_converge_holds_them():
     post = setting()
     with pytest.raises(co.linalg.ConvergenceError, match="2 of 2 draws did not converge") as caught:
-        post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
+        post.deviations(2, method=co.posterior.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
     assert caught.value.deviations.draws.shape == (2, 51)
 
 

@@ -44,7 +44,7 @@ def seed():
 
 @pytest.mark.parametrize("prior", [1e-3, 1.0])
 def test_up_to_a_thousand_weights_it_is_exact_for_as_many_products_as_weights(lin, dense, prior):
-    post = co.laplace(lin, prior_precision=prior, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
     found = post.log_evidence(rtol=1e-3)
     assert found.reason is Reason.CONVERGED and found.stderr == 0 and found.matvecs == lin.num_parameters
     torch.testing.assert_close(found.value, expected(lin, dense, prior), rtol=1e-10, atol=1e-8)
@@ -70,7 +70,7 @@ def test_a_curvature_with_a_diagonal_of_its_own_counts_it_once(lin, dense, own):
 
 
 def test_the_eigenvalues_serve_every_further_prior_precision(lin, dense, monkeypatch):
-    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     post.log_evidence()
     monkeypatch.setattr(co.GGN, "_matmul", lambda *_: pytest.fail("a product was spent"))
     for value, point in zip((0.1, 10.0), co.evidence.grid(post, [0.1, 10.0])):
@@ -81,18 +81,18 @@ def test_the_eigenvalues_serve_every_further_prior_precision(lin, dense, monkeyp
 def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(lin, dense, prior, monkeypatch):
     """Intervals of level 0.9999: a false alarm once in 2,500, both priors and forms together."""
     monkeypatch.setattr(routes, "WHOLE", 0)
-    post = co.laplace(lin, prior_precision=prior, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
     found = post.log_evidence(rtol=1e-3, generator=seed())
     assert found.reason is Reason.CONVERGED and found.matvecs <= lin.num_parameters
     assert within(found, expected(lin, dense, prior))
-    vector = co.laplace(lin, prior_precision=torch.full_like(lin.theta, prior), check_mode=False)
+    vector = co.laplace(lin, co.GGN, prior_precision=torch.full_like(lin.theta, prior), check_mode=False)
     by_vector = vector.log_evidence(rtol=1e-2, generator=seed())
     assert within(by_vector, expected(lin, dense, prior))
 
 
 def test_a_range_is_prepared_for_once(lin, dense, monkeypatch):
     monkeypatch.setattr(routes, "WHOLE", 0)
-    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seed())
     for value, point in zip((3.0, 30.0), curve):
         assert within(point, expected(lin, dense, value))
@@ -108,7 +108,7 @@ def test_effective_parameters_in_single_precision_are_within_their_error(curvatu
     x, prior = torch.randn(20, 4, dtype=torch.float64) * scale, scale**-1.5
     found = []
     for dtype in (torch.float64, torch.float32):
-        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), "regression")
+        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), co.likelihoods.Gaussian(noise=1.0))
         given = torch.full_like(lin.theta, prior)
         if kind == "operator":
             given = co.linalg.Diagonal(given)

@@ -53,7 +53,7 @@ PRIORS = {
 @pytest.mark.parametrize("select", [whole, last_layer, subnetwork, subsample])
 def test_the_parts_are_those_of_dense_matrices_and_add_up(network, select, prior):
     lin = select(network)
-    post = co.laplace(lin, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
     found, G, P = post.log_evidence(), co.GGN(lin).to_dense(), post.precision.to_dense()
     A, gap = P - G, lin.theta - 0.1
     torch.testing.assert_close(found.log_likelihood, lin.log_likelihood(), **TIGHT)
@@ -68,7 +68,7 @@ def test_the_parts_are_those_of_dense_matrices_and_add_up(network, select, prior
 
 
 def test_a_sum_or_a_multiple_is_a_plain_estimate_without_parts(network):
-    found = co.laplace(whole(network), check_mode=False).log_evidence()
+    found = co.laplace(whole(network), co.GGN, 1.0, check_mode=False).log_evidence()
     for other in (found + 1.0, 1.0 + found, found * 2.0, 2.0 * found):
         assert type(other) is co.linalg.Estimate
     assert (found + 1.0).value == found.value + 1 and (2.0 * found).value == 2 * found.value
@@ -76,7 +76,7 @@ def test_a_sum_or_a_multiple_is_a_plain_estimate_without_parts(network):
 
 
 def test_all_vector_priors_share_the_products_of_one_curvature(network, monkeypatch):
-    post = co.laplace(whole(network), check_mode=False)
+    post = co.laplace(whole(network), co.GGN, 1.0, check_mode=False)
     post.log_evidence()
     monkeypatch.setattr(co.GGN, "_matmul", lambda *_: pytest.fail("a product was spent"))
     wide = torch.logspace(-5, 8, 51, dtype=DOUBLE)  # of scales that differ by more than float32 has digits
@@ -101,7 +101,7 @@ def test_it_falls_for_permuted_labels(network):
             return value
 
         optimizer.step(loss)
-        found[name] = float(co.laplace(co.linearize(model, (x, labels), "classification")).log_evidence())
+        found[name] = float(co.laplace(co.linearize(model, (x, labels), "classification"), co.GGN, 1.0).log_evidence())
         for p, kept in zip(model.parameters(), weights):
             p.data.copy_(kept)
     assert found["true"] > found["permuted"] + 5  # nats
@@ -147,7 +147,7 @@ def test_it_orders_polynomial_degrees_and_widths_as_exact_evidence_does(family):
     for size in (1, 2, 3, 5, 9):
         model = Features(family(size), y, noise)
         lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise), parameters="readout.weight")
-        found.append(co.laplace(lin).log_evidence().value)
+        found.append(co.laplace(lin, co.GGN, 1.0).log_evidence().value)
         expected.append(exact(family(size), x, y, noise))
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-10, atol=1e-8)
     assert int(torch.stack(found).argmax()) > 0  # a richer model than the smallest wins

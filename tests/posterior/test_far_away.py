@@ -18,7 +18,7 @@ DIRECTION = torch.tensor([[0.6, -0.8]], dtype=torch.float64)
 PRIOR = 2.0
 
 
-def linearized(parameters: str | None) -> co.Linearization:
+def linearized(parameters: str | None) -> co.operators.Linearization:
     """A ReLU network with one logit, at weights of no importance: the limit needs no mode."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 1)).double()
@@ -30,13 +30,13 @@ def linearized(parameters: str | None) -> co.Linearization:
     return co.linearize(model, (x, y), co.likelihoods.Bernoulli(), parameters=parameters)
 
 
-def along(lin: co.Linearization, distance: float) -> tuple[Tensor, Tensor]:
+def along(lin: co.operators.Linearization, distance: float) -> tuple[Tensor, Tensor]:
     """The logit () and its row of J (D,), this far out."""
     x = distance * DIRECTION
     return lin.predict(x).squeeze(), lin.jacobian(x).to_dense().squeeze(0)
 
 
-def slopes(lin: co.Linearization) -> tuple[Tensor, Tensor]:
+def slopes(lin: co.operators.Linearization) -> tuple[Tensor, Tensor]:
     """b and J₁, from two points beyond the last kink; a third one shows that they are beyond it."""
     (f1, J1), (f2, J2), (f3, J3) = (along(lin, distance) for distance in (1e3, 2e3, 5e3))
     b, J = (f2 - f1) / 1e3, (J2 - J1) / 1e3

@@ -41,7 +41,7 @@ def test_the_covariance_of_function_space_is_that_of_weight_space(setting):
     lin, prior, x_train, x, _ = setting
     here, cross = co.TangentKernel(lin, prior, x), co.TangentKernel(lin, prior, x, x_train)
     solved = co.TangentKernel(lin, prior).add_diagonal(NOISE).solve(cross.to_dense().mT)
-    expected = co.laplace(lin, prior_precision=prior, check_mode=False).predict(x, joint=True).covariance_matrix
+    expected = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False).predict(x, joint=True).covariance_matrix
     torch.testing.assert_close(here.to_dense() - cross.to_dense() @ solved, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -74,7 +74,7 @@ def wide(likelihood):
 def formed(request):
     """A posterior that function space serves, its GGN as a matrix, and P."""
     lin = wide(request.param)
-    post = co.laplace(lin, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
     assert formed_kernel(post.terms) is not None
     G = co.GGN(lin).to_dense()
     return post, G, G + ALPHA * torch.eye(WIDE, dtype=DOUBLE)
@@ -101,7 +101,7 @@ def test_a_single_evidence_decomposes_nothing(likelihood, monkeypatch):
     lin, decomposed = wide(likelihood), []
     eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda *args: decomposed.append(1) or eigh(*args))
-    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     first = post.log_evidence(mode="map").log_determinant_ratio
     assert not decomposed and first.reason.name == "CONVERGED"
     again = post.log_evidence(mode="map").log_determinant_ratio
@@ -110,7 +110,7 @@ def test_a_single_evidence_decomposes_nothing(likelihood, monkeypatch):
     assert abs(float(first.value - again.value)) <= float(first.bias_bound) <= 1e-9
     expected = torch.logdet(co.GGN(lin).to_dense() / ALPHA + torch.eye(WIDE, dtype=DOUBLE))
     assert float(first.value) == pytest.approx(float(expected), rel=1e-10)
-    tiny = co.laplace(wide(likelihood), prior_precision=1e-14, check_mode=False)
+    tiny = co.laplace(wide(likelihood), co.GGN, prior_precision=1e-14, check_mode=False)
     assert float(tiny.log_evidence(mode="map").log_determinant_ratio.bias_bound) > 0 and len(decomposed) == 2
 
 
@@ -149,7 +149,7 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
         "curvops.posterior.solves.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
     )
     lin = wide("gaussian")
-    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     before = post.effective_parameters()
     tuned = co.evidence.mackay(post, samples=None, steps=2, checkpoint=tmp_path / "mackay")
     tuned.deviations(2, checkpoint=tmp_path / "draws")
@@ -162,7 +162,7 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     assert len(made) == 1
     del post, tuned
     gc.collect()
-    again = co.laplace(lin, prior_precision=ALPHA, check_mode=False).effective_parameters()
+    again = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False).effective_parameters()
     assert len(made) == 2 and torch.equal(again.value, before.value)
 
 
@@ -191,7 +191,9 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_ste
     monkeypatch.setattr(Checkpoint, "save", saved)
 
     def run(folder):
-        return FORMING[what](co.laplace(wide("classification"), prior_precision=ALPHA, check_mode=False), folder)
+        return FORMING[what](
+            co.laplace(wide("classification"), co.GGN, prior_precision=ALPHA, check_mode=False), folder
+        )
 
     whole, panels = run(tmp_path / "whole"), state["made"]
     assert panels >= 4 and not [path for path in (tmp_path / "whole").iterdir() if path.is_dir()]
@@ -252,7 +254,7 @@ def test_its_memory_is_counted(tmp_path):
     """K once, and for each posterior its eigenvectors and what it works in; given back with them."""
     lin = wide("gaussian")
     room = lin.memory.room()
-    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     post.effective_parameters()
     once = room - lin.memory.room()
     other = post.with_noise(0.3)
@@ -268,7 +270,7 @@ def test_its_memory_is_counted(tmp_path):
 def test_one_precision_by_exact_counts():
     """MacKay's fixed point: α‖θ̄ − m‖² = γ."""
     lin = wide("gaussian")
-    post, G = co.laplace(lin, prior_precision=ALPHA, check_mode=False), co.GGN(lin).to_dense()
+    post, G = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False), co.GGN(lin).to_dense()
     tuned = co.evidence.mackay(post, samples=None, steps=60, xtol=1e-5)
     assert tuned.tuning.ending.name == "CONVERGED"
     alpha = float(tuned.prior_precision)
@@ -280,7 +282,7 @@ def test_one_precision_by_exact_counts():
 def test_the_noise_may_change():
     """What was formed is forgotten where a likelihood's hyperparameter changes in place."""
     lin = wide("gaussian")
-    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     before = float(post.log_evidence(1e-9).log_determinant_ratio.value)
     lin.likelihood.noise.fill_(0.1)
     G, unit = co.GGN(lin).to_dense(), torch.eye(WIDE, dtype=DOUBLE)
@@ -306,7 +308,7 @@ def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
 def test_where_it_does_not_pay(monkeypatch):
     """A prior of its own for each weight, many outputs in all, little memory, and one draw of a costly kernel."""
     lin = wide("classification")
-    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
     each = post.with_prior(post.prior.diagonal.expand(WIDE))
     assert formed_kernel(each.terms) is None
     for name, bound in (
@@ -323,7 +325,7 @@ def test_where_it_does_not_pay(monkeypatch):
 
 def test_a_prior_within_rounding_is_left_to_weight_space():
     """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
-    post = co.laplace(wide("classification"), prior_precision=1e-12, check_mode=False)
+    post = co.laplace(wide("classification"), co.GGN, prior_precision=1e-12, check_mode=False)
     assert formed_kernel(post.terms) is not None
     assert solving_kernel(post.terms) is None
     found = post.deviations(2, generator=torch.Generator().manual_seed(0))

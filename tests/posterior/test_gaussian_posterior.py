@@ -35,7 +35,7 @@ def forms(n: int):
     return {
         "diagonal": co.linalg.Diagonal(spread),
         "dense": co.linalg.Dense(positive(n), psd=True),
-        "low_rank_diagonal": co.LowRank(U, torch.ones(3).double()).add_diagonal(spread),
+        "low_rank_diagonal": co.linalg.LowRank(U, torch.ones(3).double()).add_diagonal(spread),
         "kronecker": blocks,
         "inverse": co.linalg.Dense(positive(n), psd=True).add_diagonal(0.0).inverse(),
     }
@@ -45,7 +45,7 @@ def forms(n: int):
 def test_predictions_are_those_of_the_dense_matrix(form, tmp_path) -> None:
     model, lin, _ = setting()
     sigma = forms(51)[form]
-    post = co.GaussianPosterior.of(lin, sigma)
+    post = co.posterior.GaussianPosterior.of(lin, sigma)
     S, J = sigma.to_dense(), lin.jacobian(POINTS).to_dense()
     joint = J @ S @ J.mT
     blocks = torch.stack([joint[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] for i in range(7)])
@@ -57,7 +57,7 @@ def test_predictions_are_those_of_the_dense_matrix(form, tmp_path) -> None:
     probe = torch.randn(51, dtype=torch.float64)
     assert torch.allclose(post.penalty(lin.theta + probe), 0.5 * probe @ torch.linalg.solve(S, probe), rtol=1e-9)
     P = torch.linalg.inv(S)
-    alike = co.laplace(lin, co.linalg.Dense((P + P.mT) / 2 - torch.eye(51).double()), check_mode=False)
+    alike = co.laplace(lin, co.linalg.Dense((P + P.mT) / 2 - torch.eye(51).double()), 1.0, check_mode=False)
     assert torch.allclose(post.probabilities(POINTS), alike.probabilities(POINTS), atol=1e-9)
     parts, known = (each.uncertainty(POINTS, generator=torch.manual_seed(0)) for each in (post, alike))
     assert torch.allclose(parts.epistemic, known.epistemic, atol=1e-6)
@@ -75,7 +75,7 @@ def test_draws_have_the_covariance(form) -> None:
     """tr(Σ M) of a random M from 4,000 draws within 4 standard errors: false alarms in 6e-5 of seeds, five forms."""
     _, lin, _ = setting()
     sigma = forms(51)[form]
-    post = co.GaussianPosterior.of(lin, sigma)
+    post = co.posterior.GaussianPosterior.of(lin, sigma)
     M = positive(51, 9)
     found = post.trace(co.linalg.Dense(M, psd=True), 4000, torch.Generator().manual_seed(2))
     assert abs(float(found.value) - float((sigma.to_dense() * M).sum())) < 4 * float(found.stderr)
@@ -84,7 +84,7 @@ def test_draws_have_the_covariance(form) -> None:
 @pytest.mark.parametrize("form", ["diagonal", "low_rank_diagonal"])
 def test_structured_covariances_form_no_row_of_the_jacobian(form, monkeypatch) -> None:
     _, lin, _ = setting()
-    post = co.GaussianPosterior.of(lin, forms(51)[form])
+    post = co.posterior.GaussianPosterior.of(lin, forms(51)[form])
 
     def refuse(*args):
         raise AssertionError("rows of J were formed")
@@ -100,12 +100,12 @@ def test_structured_covariances_form_no_row_of_the_jacobian(form, monkeypatch) -
 
 def test_it_is_the_prior_of_further_data_and_never_of_its_own() -> None:
     _, lin, _ = setting()
-    post = co.GaussianPosterior.of(lin, forms(51)["dense"])
+    post = co.posterior.GaussianPosterior.of(lin, forms(51)["dense"])
     model, x, _ = problem("classification", steps=20)
     later = co.linearize(model, (x + 1, torch.arange(30) % 3), "classification")
-    after = co.laplace(later, prior_precision=post, check_mode=False)
+    after = co.laplace(later, co.GGN, prior_precision=post, check_mode=False)
     G = co.GGN(later).to_dense()
     assert torch.allclose(after.precision.to_dense(), G + torch.linalg.inv(post.covariance.to_dense()), atol=1e-8)
     assert torch.equal(after.prior_mean, post.mean)
     with pytest.raises(ValueError, match="count twice"):
-        co.laplace(lin, prior_precision=post)
+        co.laplace(lin, co.GGN, prior_precision=post)

@@ -160,14 +160,14 @@ def test_gradients_of_probabilities(network, link):
     lin = co.linearize(model, (x, (x[:, 0] > 0).long()), "classification")
 
     def value(prior):
-        post = co.laplace(lin, prior_precision=prior, check_mode=False)
+        post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
         return weighted(post.probabilities(X, link=link, generator=seed()))
 
     agrees(value, torch.tensor(1.3, dtype=DOUBLE))
 
 
 def test_gradients_in_the_draws(network):
-    post = co.laplace(linearised(network, 0.5), check_mode=False)
+    post = co.laplace(linearised(network, 0.5), co.GGN, 1.0, check_mode=False)
     agrees(lambda draws: weighted(post.predict(X, samples=draws).variance), post.sample(3, seed()))
 
 
@@ -192,7 +192,7 @@ def test_gradients_of_a_tangent_kernel_in_its_prior(network):
 
 def test_values_with_a_gradient_are_those_without(network):
     noise, prior = (torch.tensor(v, dtype=DOUBLE, requires_grad=True) for v in (0.5, 1.3))
-    post = co.laplace(linearised(network, noise), prior_precision=prior, check_mode=False)
+    post = co.laplace(linearised(network, noise), co.GGN, prior_precision=prior, check_mode=False)
     for quantity in QUANTITIES.values():
         with torch.no_grad():
             expected = quantity(post)
@@ -241,7 +241,7 @@ def test_a_curvature_that_would_lose_the_gradient_in_several_variances_is_refuse
         lambda lin: co.Subnetwork(co.GGN(lin), [0, 1]),
         lambda lin: co.Subnetwork(co.KFAC(lin), [0, 1]),
         lambda lin: co.low_rank(co.KFAC(lin), 3),
-        lambda lin: co.laplace(lin, co.KFAC(linearised_at(lin, 0.5)), check_mode=False).log_evidence(),
+        lambda lin: co.laplace(lin, co.KFAC(linearised_at(lin, 0.5)), 1.0, check_mode=False).log_evidence(),
     ],
 )
 def test_what_would_lose_the_gradient_in_one_noise_is_refused(network, use):
@@ -251,7 +251,7 @@ def test_what_would_lose_the_gradient_in_one_noise_is_refused(network, use):
 
 def test_a_gradient_of_the_effective_number_that_cannot_come_is_refused(network):
     prior = torch.tensor(1.3, dtype=DOUBLE, requires_grad=True)
-    post = co.laplace(linearised(network, 0.5), prior_precision=prior, check_mode=False)
+    post = co.laplace(linearised(network, 0.5), co.GGN, prior_precision=prior, check_mode=False)
     with pytest.raises(ValueError, match="no gradient.*no_grad"):
         post.effective_parameters()
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_gradient_of_the_effective_number_that_cannot_come_is_refused(network)
 
 def test_a_grid_of_prior_precisions_keeps_their_gradients(network):
     lin = linearised(network, 0.5)
-    post = co.laplace(lin, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     agrees(
         lambda priors: weighted(torch.stack([e.value for e in co.evidence.grid(post, priors)])),
         torch.tensor([0.5, 2.0], dtype=DOUBLE),

@@ -29,7 +29,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @functools.cache
-def posterior(network: str, structure: str, parameters: Any = None) -> tuple[co.Laplace, torch.Tensor]:
+def posterior(network: str, structure: str, parameters: Any = None) -> tuple[co.posterior.Laplace, torch.Tensor]:
     torch.manual_seed(0)
     make, shape = NETWORKS[network]
     x = torch.randn(5, *shape, dtype=DOUBLE)

@@ -36,14 +36,14 @@ def another_loss(f: Tensor, y: Tensor) -> Tensor:
     return 2 * F.cross_entropy(f, y, reduction="none")
 
 
-def lin(likelihood: Any = None, **given: Any) -> co.Linearization:
+def lin(likelihood: Any = None, **given: Any) -> co.operators.Linearization:
     torch.manual_seed(0)
     likelihood = co.likelihoods.FromLoss(one_loss) if likelihood is None else likelihood
     return co.linearize(Net(**given).double(), (X, Y), likelihood)
 
 
 D = lin().num_parameters
-OTHERS: dict[str, tuple[str, Callable[[], co.Linearization]]] = {
+OTHERS: dict[str, tuple[str, Callable[[], co.operators.Linearization]]] = {
     "an activation": ("the network's modules", lambda: lin(layer=nn.Softsign())),
     "a function": ("the network's modules", lambda: lin(function=F.gelu)),
     "a number": ("the network's modules", lambda: lin(scale=1.5)),
@@ -60,15 +60,15 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def laplace(at: co.Linearization) -> co.Laplace:
+def laplace(at: co.operators.Linearization) -> co.posterior.Laplace:
     return co.laplace(at, co.linalg.Dense(torch.eye(D).double(), psd=True), 1.0, check_mode=False)
 
 
-def exact(at: co.Linearization) -> co.Laplace:
+def exact(at: co.operators.Linearization) -> co.posterior.Laplace:
     return co.laplace(at, co.GGN, 1.0, check_mode=False)
 
 
-RUNS: dict[str, Callable[[co.Linearization, Path], Any]] = {
+RUNS: dict[str, Callable[[co.operators.Linearization, Path], Any]] = {
     "KFAC": lambda at, folder: co.KFAC(at, checkpoint=folder),
     "EKFAC": lambda at, folder: co.EKFAC(at, fisher="empirical", checkpoint=folder),
     "deviations": lambda at, folder: laplace(at).deviations(2, generator=seeded(), checkpoint=folder).draws,

@@ -33,7 +33,7 @@ PRIORS = {
 @pytest.mark.parametrize("prior", PRIORS)
 def test_it_is_the_exact_log_density_of_the_linear_model(prior):
     lin = early()
-    post = co.laplace(lin, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
     found, J = post.log_evidence(mode="linear"), lin.jacobian().to_dense()
     A = post.precision.to_dense() - co.GGN(lin).to_dense()
     covariance = 0.3 * torch.eye(len(J), dtype=DOUBLE) + J @ A.inverse() @ J.mT
@@ -61,12 +61,14 @@ def agrees(function, at):
 def test_its_gradients_are_those_with_the_mode_moving(likelihood):
     lin = early(likelihood)
     for at in (torch.tensor(1.3).double(), torch.linspace(1, 2, lin.num_parameters).double()):
-        agrees(lambda a: co.laplace(lin, prior_precision=a, check_mode=False).log_evidence(mode="linear").value, at)
+        agrees(
+            lambda a: co.laplace(lin, co.GGN, prior_precision=a, check_mode=False).log_evidence(mode="linear").value, at
+        )
 
 
 def test_its_gradient_in_the_noise():
     agrees(
-        lambda noise: co.laplace(early(noise=noise), check_mode=False).log_evidence(mode="linear").value,
+        lambda noise: co.laplace(early(noise=noise), co.GGN, 1.0, check_mode=False).log_evidence(mode="linear").value,
         torch.tensor(0.3, dtype=DOUBLE),
     )
 
@@ -83,7 +85,9 @@ def test_a_network_with_a_normalisation_uses_it_by_default(layer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), layer(), nn.Tanh(), nn.Linear(5, 1)).double().eval()
     x = torch.randn(9, 3, dtype=DOUBLE)
-    post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), check_mode=False)
+    post = co.laplace(
+        co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False
+    )
     found = post.log_evidence()
     assert found.mode == "linear" and "mode='linear'" in repr(found)
     torch.testing.assert_close(found.value, post.log_evidence(mode="linear").value)
@@ -99,13 +103,15 @@ def test_what_scaled_weights_before_a_normalisation_do_to_either_mode():
     found = {}
     for scale in (1.0, 30.0):
         model[0].weight.data.mul_(scale)
-        post = co.laplace(co.linearize(model, (x, x[:, :1].sin()), co.likelihoods.Gaussian(0.1)), check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (x, x[:, :1].sin()), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False
+        )
         found[scale] = post.log_evidence(mode="map").scatter, post.log_evidence().scatter
     assert found[30.0][0] > 100 * found[1.0][0] and found[30.0][1] < 10 * found[1.0][1]
 
 
 def test_another_mode_is_refused(annotations_unchecked):
-    post = co.laplace(early(), check_mode=False)
+    post = co.laplace(early(), co.GGN, 1.0, check_mode=False)
     for wrong in ("mode", None, 1):
         with pytest.raises(ValueError, match="one of 'auto', 'map', 'linear'"):
             post.log_evidence(mode=wrong)
@@ -113,7 +119,7 @@ def test_another_mode_is_refused(annotations_unchecked):
 
 def test_where_the_mode_was_not_found_the_reason_says_so(monkeypatch):
     monkeypatch.setattr(evidence_parts, "find_mode", partial(evidence_parts.find_mode, maxiter=1))
-    found = co.laplace(early("classes"), check_mode=False).log_evidence(mode="linear")
+    found = co.laplace(early("classes"), co.GGN, 1.0, check_mode=False).log_evidence(mode="linear")
     assert found.reason is co.linalg.Reason.ITERATION_LIMIT
 
 
@@ -124,7 +130,7 @@ def test_in_float32_the_mode_is_found_to_the_rounding_of_the_loss():
     prior, found = {"0.*": 0.16, "2.*": 8e4}, []
     for dtype in (torch.float32, DOUBLE):
         lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].argmax(1)), "classification")
-        post = co.laplace(lin, prior_precision=prior, check_mode=False)
+        post = co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
         mode = post.linear_mode()
         assert mode.converged and mode.steps < 20
         found.append(float(post.log_evidence(mode="linear").value))

@@ -22,7 +22,8 @@ def untrained(kind, outputs=3):
         "regression": x[:, :outputs].sin(),
         "poisson": x[:, :outputs].abs().round(),
     }[kind]
-    return model, x, y, co.likelihoods.Poisson() if kind == "poisson" else kind
+    likelihoods = {"poisson": co.likelihoods.Poisson(), "regression": co.likelihoods.Gaussian(noise=1.0)}
+    return model, x, y, likelihoods.get(kind, kind)
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression", "poisson"])
@@ -34,7 +35,7 @@ def test_it_is_stationary_for_the_linear_model(kind, prior):
     diagonal = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     chosen = {"number": 0.7, "vector": diagonal, "operator": co.linalg.Dense(torch.diag(diagonal), psd=True)}[prior]
     A = torch.eye(D, dtype=DOUBLE) * 0.7 if prior == "number" else torch.diag(diagonal)
-    post = co.laplace(lin, prior_precision=chosen, check_mode=False, prior_mean=0.3)
+    post = co.laplace(lin, co.GGN, prior_precision=chosen, check_mode=False, prior_mean=0.3)
     mode = post.linear_mode(rtol=1e-9)
     assert mode.converged and mode.gradient <= 1e-9
     J, f = lin.jacobian().to_dense(), lin.outputs()
@@ -70,15 +71,15 @@ def test_a_gaussian_takes_one_solve_and_gives_the_normal_equations():
 def test_at_a_mode_of_the_network_it_stays():
     model, x, y = problem()
     lin = co.linearize(model, (x, y), "classification")
-    mode = co.laplace(lin).linear_mode(rtol=1e-5)
+    mode = co.laplace(lin, co.GGN, 1.0).linear_mode(rtol=1e-5)
     torch.testing.assert_close(mode.theta, lin.theta, rtol=1e-3, atol=1e-3)
 
 
 def test_single_precision_steps_on_where_the_loss_is_lost_in_rounding(annotations_unchecked):
     """All points are told with certainty: the loss is far below the rounding of the log-likelihoods that it sums."""
     model, x, y = problem(n=100, prior=0.01, steps=60)
-    exact = co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=1e-4, check_mode=False)
-    single = co.laplace(exact.lin.cast(torch.float32), prior_precision=1e-4, check_mode=False)
+    exact = co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior_precision=1e-4, check_mode=False)
+    single = co.laplace(exact.lin.cast(torch.float32), co.GGN, prior_precision=1e-4, check_mode=False)
     found = single.linear_mode(rtol=1e-4)
     assert found.reason is co.linalg.Reason.CONVERGED and found.gradient <= 1e-4 and found.steps <= 12
     assert exact.linear_mode(x0=found.theta.double(), rtol=2e-4).steps == 0
@@ -90,10 +91,10 @@ def test_with_little_memory_newtons_steps_are_solved_in_function_space(monkeypat
     model = nn.Sequential(nn.Linear(40, 60), nn.LayerNorm(60), nn.Tanh(), nn.Linear(60, 3)).double()
     data = torch.randn(10, 40, dtype=DOUBLE), torch.arange(10) % 3
     wide, narrow = (co.linearize(model, data, "classification", memory_budget=b) for b in (2**30, 14 * 2763 * 8))
-    expected = co.laplace(wide, prior_precision=0.05, check_mode=False).linear_mode(rtol=1e-10)
+    expected = co.laplace(wide, co.GGN, prior_precision=0.05, check_mode=False).linear_mode(rtol=1e-10)
     start = expected.theta + 0.1 * torch.randn_like(expected.theta)
     monkeypatch.setattr(linear_mode, "cg", None)
     monkeypatch.setattr(FormedKernel, "mode", lambda kernel, prior, mean, rtol: (start, 0))
-    found = co.laplace(narrow, prior_precision=0.05, check_mode=False).linear_mode(rtol=1e-10)
+    found = co.laplace(narrow, co.GGN, prior_precision=0.05, check_mode=False).linear_mode(rtol=1e-10)
     assert found.converged and 1 <= found.steps < 10
     torch.testing.assert_close(found.theta, expected.theta, rtol=1e-9, atol=1e-9)

@@ -46,8 +46,8 @@ def test_it_is_that_of_the_dense_normal(curvature, prior, temperature):
 def test_gaussians_with_a_covariance_of_their_own(form):
     sigma = forms(51)[form]
     P = torch.linalg.inv(sigma.to_dense())
-    check(co.GaussianPosterior.of(LIN, sigma), (P + P.mT) / 2)
-    check(co.GaussianPosterior.of(LIN, precision=co.linalg.Dense((P + P.mT) / 2, psd=True)), (P + P.mT) / 2)
+    check(co.posterior.GaussianPosterior.of(LIN, sigma), (P + P.mT) / 2)
+    check(co.posterior.GaussianPosterior.of(LIN, precision=co.linalg.Dense((P + P.mT) / 2, psd=True)), (P + P.mT) / 2)
 
 
 def logdet_of_fractions(matrix):
@@ -72,7 +72,7 @@ def test_a_determinant_of_a_matrix_states_its_rounding(condition, side, dtype):
     Q = torch.linalg.qr(torch.randn(12, 12, generator=g, dtype=torch.float64)).Q
     matrix = (Q * torch.logspace(0, -math.log10(condition), 12, dtype=torch.float64)) @ Q.mT
     matrix = ((matrix + matrix.mT) / 2).to(dtype)
-    post = co.GaussianPosterior.of(lin, **{side: co.linalg.Dense(matrix, psd=True)})
+    post = co.posterior.GaussianPosterior.of(lin, **{side: co.linalg.Dense(matrix, psd=True)})
     found = post.log_prob(post.mean, rtol=1e-9)
     half = (0.5 if side == "precision" else -0.5) * logdet_of_fractions(matrix)
     error = abs(float(found.value) - (half - 6 * math.log(2 * math.pi)))
@@ -95,7 +95,7 @@ def test_it_has_the_gradient_in_the_prior_precision(curvature):
 
 def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
     """One determinant for all rows: differences have no error."""
-    post = co.laplace(LIN, check_mode=False)
+    post = co.laplace(LIN, co.GGN, 1.0, check_mode=False)
     exact, ratio = post.log_prob(ROWS), post.log_evidence().log_determinant_ratio
     estimated = co.linalg.Estimate(
         ratio.value + 0.3, torch.tensor(0.4, dtype=torch.float64), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT

@@ -37,7 +37,7 @@ LIKELIHOODS: dict[str, Any] = {
 }
 
 
-def linearized(likelihood: str, parameters: str | None = None) -> co.Linearization:
+def linearized(likelihood: str, parameters: str | None = None) -> co.operators.Linearization:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3 if likelihood == "classification" else 2))
     x = torch.randn(30, 4, dtype=DOUBLE)
@@ -54,7 +54,9 @@ def laplace(curvature: Any, parameters: str | None = None, **options: Any) -> Ca
 
 def gaussian(likelihood: str) -> Any:
     lin = linearized(likelihood)
-    return co.GaussianPosterior.of(lin, co.linalg.Diagonal(torch.linspace(1, 9, len(lin.theta), dtype=DOUBLE)))
+    return co.posterior.GaussianPosterior.of(
+        lin, co.linalg.Diagonal(torch.linspace(1, 9, len(lin.theta), dtype=DOUBLE))
+    )
 
 
 def empirical(through: str) -> Callable[[str], Any]:
@@ -191,7 +193,7 @@ def test_a_gradient_in_the_prior_is_computed_again() -> None:
 def test_a_learned_tensor_that_changes_is_followed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = {name: torch.tensor(2.0, dtype=DOUBLE, requires_grad=True) for name in ("noise", "prior precision")}
     monkeypatch.setitem(LIKELIHOODS, "gaussian", co.likelihoods.Gaussian(learned["noise"]))
-    post = co.laplace(linearized("gaussian"), prior_precision=learned["prior precision"], check_mode=False)
+    post = co.laplace(linearized("gaussian"), co.GGN, prior_precision=learned["prior precision"], check_mode=False)
     at = post.at(X)
     with torch.no_grad():
         before = at.predict().variance
@@ -214,7 +216,7 @@ def test_sequences_are_shared_position_by_position() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x = torch.randn(8, 5, 4, dtype=DOUBLE)
     likelihood = co.likelihoods.Categorical()
-    post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, check_mode=False)
+    post = co.laplace(co.linearize(model, (x, x[..., :3].argmax(-1)), likelihood), co.KFAC, 1.0, check_mode=False)
     at = post.at(x[:2])
     assert at.probabilities().shape == (10, 3)
     assert torch.equal(at.probabilities(), post.probabilities(x[:2]))

@@ -103,14 +103,14 @@ def test_kfac_takes_one_precision_a_layer_and_separate_ones_for_biases(lin):
 
 def test_draws_of_a_tempered_posterior_have_its_covariance(lin):
     """The same seed gives √T times the deviations; each structure's own draws are tested where it is defined."""
-    warm, cold = (co.laplace(lin, temperature=t, check_mode=False) for t in (1.0, 0.25))
+    warm, cold = (co.laplace(lin, co.GGN, 1.0, temperature=t, check_mode=False) for t in (1.0, 0.25))
     deviations = warm.sample(3, generator(), rtol=1e-10) - warm.mean
     torch.testing.assert_close(cold.sample(3, generator(), rtol=1e-10) - cold.mean, deviations / 2, **TIGHT)
 
 
 def test_draws_under_an_operator_prior_are_roots_of_the_inverse(lin):
     """4,000 draws: every entry of the covariance within 6 standard errors (false alarms below 1e-5)."""
-    post = co.laplace(lin, prior_precision=compressed(lin), check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=compressed(lin), check_mode=False)
     draws = post.sample(4000, generator(), rtol=1e-8) - post.mean
     covariance = torch.linalg.inv(post.precision.to_dense())
     error = draws.mT @ draws / 4000 - covariance
@@ -120,8 +120,8 @@ def test_draws_under_an_operator_prior_are_roots_of_the_inverse(lin):
 
 def test_yesterdays_posterior_is_todays_prior_with_its_mean_and_temperature(lin):
     model, x, y = problem(n=20)
-    before = co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=0.8, temperature=0.5)
-    post = co.laplace(lin, prior_precision=before, check_mode=False)
+    before = co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior_precision=0.8, temperature=0.5)
+    post = co.laplace(lin, co.GGN, prior_precision=before, check_mode=False)
     A = before.precision.to_dense() / 0.5
     torch.testing.assert_close(post.precision.to_dense(), post.curvature.to_dense() + A, **TIGHT)
     torch.testing.assert_close(post.prior_mean, before.mean, rtol=0, atol=0)
@@ -139,12 +139,14 @@ def test_sequential_equals_joint_on_a_linear_model():
     likelihood = co.likelihoods.Gaussian(noise=0.3)
 
     def fitted(inputs, targets, prior):
-        post = co.laplace(co.linearize(model, (inputs, targets), likelihood), prior_precision=prior, check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (inputs, targets), likelihood), co.GGN, prior_precision=prior, check_mode=False
+        )
         pull = post.lin.gradient() + post.prior.gradient(post.mean)
         theta = post.mean - torch.linalg.solve(post.precision.to_dense(), pull)
         torch.nn.utils.vector_to_parameters(theta, model.parameters())
         lin = co.linearize(model, (inputs, targets), likelihood)
-        return co.laplace(lin, prior_precision=prior)  # warns of no mode where it is none
+        return co.laplace(lin, co.GGN, prior_precision=prior)  # warns of no mode where it is none
 
     first = fitted(x[:8], y[:8], 1.5)
     second = fitted(x[8:], y[8:], first)
@@ -157,9 +159,9 @@ def test_sequential_equals_joint_on_a_linear_model():
 
 def test_a_mean_by_name_is_the_vector(lin):
     start = {name: normal(*shape, seed=3) for name, shape in zip(*layout(lin))}
-    post = co.laplace(lin, prior_mean=start, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, prior_mean=start, check_mode=False)
     torch.testing.assert_close(post.prior_mean, lin.flatten(start), rtol=0, atol=0)
-    some = co.laplace(lin, prior_mean={"0.*": 1.0, "2.*": 0.0}, check_mode=False)
+    some = co.laplace(lin, co.GGN, 1.0, prior_mean={"0.*": 1.0, "2.*": 0.0}, check_mode=False)
     assert float(some.prior_mean.sum()) == 30
 
 
@@ -170,7 +172,7 @@ def layout(lin):
 
 def test_another_prior_keeps_the_mean_unless_told(lin):
     mean = normal(lin.num_parameters)
-    post = co.laplace(lin, prior_mean=mean, temperature=2.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, 1.0, prior_mean=mean, temperature=2.0, check_mode=False)
     moved = post.with_prior({"0.*": 2.0, "2.*": 3.0})
     assert moved.prior_mean is post.prior_mean and moved.temperature == 2.0
     assert float(post.with_prior(2.0, 0.0).prior_mean) == 0.0
@@ -192,8 +194,8 @@ def test_gradients_in_the_prior_mean_and_the_precisions_of_layers(lin):
 def test_an_operator_at_other_weights_is_refused_until_it_is_detached(lin):
     other = co.GGN(co.linearize(*_other(), "classification")).add_diagonal(1.0)
     with pytest.raises(ValueError, match="detached_from_weights"):
-        co.laplace(lin, prior_precision=other, check_mode=False)
-    post = co.laplace(lin, prior_precision=other.detached_from_weights(), check_mode=False)
+        co.laplace(lin, co.GGN, prior_precision=other, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=other.detached_from_weights(), check_mode=False)
     torch.testing.assert_close(post.precision.to_dense(), post.curvature.to_dense() + other.to_dense(), **TIGHT)
 
 
@@ -210,8 +212,8 @@ def test_a_singular_prior_has_no_evidence_and_says_so(lin):
 
 
 def test_a_posterior_makes_its_sum_once_and_posteriors_that_share_a_prior_have_their_own(lin):
-    prior = co.laplace(lin, prior_precision=2.0, check_mode=False).prior
+    prior = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False).prior
     one, other = (co.linalg.Diagonal(torch.full((lin.num_parameters,), value).double()) for value in (1.0, 2.0))
-    posts = [replace(co.laplace(lin, each, check_mode=False), prior=prior) for each in (one, other)]
+    posts = [replace(co.laplace(lin, each, 1.0, check_mode=False), prior=prior) for each in (one, other)]
     assert [float(post.precision.diagonal().unique()) for post in posts] == [3.0, 4.0]
     assert all(post.precision is post.precision for post in posts)

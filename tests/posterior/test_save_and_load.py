@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import json
 import pathlib
+from functools import partial
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ def linearised(dtype=DOUBLE, likelihood="classification", **options):
     return model, co.linearize(model, data(dtype), likelihood, **options)
 
 
-def laplace(lin, *args, **options):
-    return co.laplace(lin, *args, check_mode=False, **options)
+def laplace(lin, curvature=co.GGN, prior_precision=1.0, **options):
+    return co.laplace(lin, curvature, prior_precision, check_mode=False, **options)
 
 
 def answers(post, x, evidence=True):
@@ -263,7 +264,7 @@ def test_without_data_every_method_that_needs_them_says_so(tmp_path):
         lambda: back.gradients() @ back.theta,
         lambda: co.subsample(back, 3),
         lambda: co.select(back, 3),
-        lambda: co.laplace(back, co.linalg.Diagonal(lin.theta.abs())),
+        lambda: co.laplace(back, co.linalg.Diagonal(lin.theta.abs()), 1.0),
     ):
         assert "needs the 12 training points, and the posterior was loaded without them" in refusal(work)
     x = normal(3, 4, seed=7)
@@ -327,6 +328,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path, annotations_unchecked):
     assert "No likelihood for" in refusal(co.load, path, model, likelihood=3)
     assert "memory_budget must not be negative, got -1" in refusal(co.load, path, model, memory_budget=-1)
     assert "progress must be" in refusal(co.load, path, model, progress="yes")
+    assert "load_weights must be True or False" in refusal(co.load, path, model, load_weights="yes")
     assert "cannot be read" in refusal(co.load, path, model, 3)
 
 
@@ -336,21 +338,50 @@ def renamed(other, model):
 
 
 def test_weights_that_were_trained_further_are_kept_beside_the_posterior(tmp_path):
-    from safetensors.torch import load_file
-
     model, lin = linearised()
     post, x = laplace(lin, co.KFAC), normal(3, 4, seed=7)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1)
     post.save(tmp_path / "p")
-    message = refusal(co.load, tmp_path / "p", model)
-    prefix = "linearization.weights."
-    assert prefix + "NAME" in message
-    (file,) = (tmp_path / "p").glob("*.safetensors")
-    kept = {name.removeprefix(prefix): t for name, t in load_file(file).items() if name.startswith(prefix)}
-    model.load_state_dict(kept)
+    assert "load_weights=True" in refusal(co.load, tmp_path / "p", model)
+    assert_same(answers(post, x), answers(co.load(tmp_path / "p", model, load_weights=True), x))
+    assert_same([post.mean], [nn.utils.parameters_to_vector(model.parameters())])
     assert_same(answers(post, x), answers(co.load(tmp_path / "p", model), x))
+
+
+def test_saved_weights_are_loaded_into_an_untrained_model(tmp_path):
+    """For a posterior, an operator and a subnetwork, and for the parameters of a function; in place."""
+    model, lin = linearised()
+    post, x = laplace(lin, co.KFAC), normal(3, 4, seed=7)
+    post.save(tmp_path / "p")
+    fresh = net(seed=1).requires_grad_(False)
+    weight = fresh[0].weight
+    assert_same(answers(post, x), answers(co.load(tmp_path / "p", fresh, load_weights=True), x))
+    assert weight is fresh[0].weight and torch.equal(weight, model[0].weight)
+    named = {name: p.clone() for name, p in net(seed=2).named_parameters()}
+    function = partial(torch.func.functional_call, model)
+    found = co.load(tmp_path / "p", (function, named), load_weights=True)
+    torch.testing.assert_close(found.predict(x).mean, post.predict(x).mean)
+    co.save(co.DiagonalGGN(lin), tmp_path / "op", lin)
+    assert_same([co.DiagonalGGN(lin).to_dense()], [co.load(tmp_path / "op", net(seed=3), load_weights=True).to_dense()])
+    _, part = linearised(parameters=torch.tensor([24, 3, 17, 8]))
+    laplace(part, co.DiagonalGGN).save(tmp_path / "part")
+    with torch.no_grad():
+        fresh[0].weight.add_(1.0)  # contains a chosen entry
+    assert_same([part.predict(x)], [co.load(tmp_path / "part", fresh, load_weights=True).lin.predict(x)])
+
+
+def test_a_model_that_differs_in_more_than_the_saved_weights_is_unchanged(tmp_path):
+    _, lin = linearised(parameters="2.*")
+    laplace(lin, co.KFAC).save(tmp_path / "p")
+    other = net(seed=1)
+    before = copy.deepcopy(other.state_dict())
+    message = refusal(co.load, tmp_path / "p", other, load_weights=True)
+    assert "in 2 of 4 tensors: '0.weight', '0.bias'. Load the weights" in message
+    assert_same(before.values(), other.state_dict().values())
+    assert "another shape of '2.weight'" in refusal(co.load, tmp_path / "p", net(outputs=2), load_weights=True)
+    assert "another dtype" in refusal(co.load, tmp_path / "p", net().float(), load_weights=True)
 
 
 def test_frozen_weights_and_buffers_are_compared_too(tmp_path):
@@ -511,10 +542,12 @@ def test_a_noise_and_a_prior_that_are_learned_come_back_as_values(tmp_path):
 def test_what_the_library_has_can_be_saved():
     """A field, likelihood or operator that is added must be added to the records, too, or be known not to be one."""
     kept = {"lin", "curvature", "prior", "cache", "temperature", "prior_error"}
-    assert {field.name for field in dataclasses.fields(co.Laplace)} == kept | {"tuning"}  # how it was found, not what
+    assert {field.name for field in dataclasses.fields(co.posterior.Laplace)} == kept | {
+        "tuning"
+    }  # how it was found, not what
     given_again = {"FromDistribution", "FromLoss", "Likelihood"}
     kinds = {name for name in likelihoods.__all__ if isinstance(getattr(likelihoods, name), type)}
-    assert kinds == set(likelihood_record.STORED) | given_again
+    assert kinds == set(likelihood_record.STORED) | given_again | {"RewardPairs"}  # a model
     not_of_weights = {"Gradients", "Jacobian", "TangentKernel", "BlockRows", "Operator"}
     stored = operator_record.TENSOR_OPERATORS.keys() | operator_record.DATA_OPERATORS.keys()
     for room in (co, co.linalg):

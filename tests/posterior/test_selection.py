@@ -23,7 +23,7 @@ def lin():
 
 @pytest.fixture(scope="module")
 def post(lin):
-    return co.laplace(lin, prior_precision=1.0)
+    return co.laplace(lin, co.GGN, prior_precision=1.0)
 
 
 def generator(seed=0):
@@ -77,7 +77,7 @@ def test_inert_weights_are_warned_of_with_their_share():
     with torch.no_grad():
         model[0].weight[1], model[0].bias[1] = 0.0, -1.0
     x = torch.randn(20, 3, dtype=DOUBLE)
-    lin = co.linearize(model, (x, x[:, :2]), "regression")
+    lin = co.linearize(model, (x, x[:, :2]), co.likelihoods.Gaussian(noise=1.0))
     with pytest.warns(co.errors.InertWeightsWarning, match="100% of the 4 weights selected by 'variance'"):
         co.select(lin, 4, "variance")
     with pytest.warns(co.errors.InertWeightsWarning, match="75% of the 8"):  # the dead unit's weights in and out
@@ -137,7 +137,9 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(dtype)
         x = torch.randn(20, 4, dtype=DOUBLE).to(dtype)
-        post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), curvature, prior, check_mode=False)
+        post = co.laplace(
+            co.linearize(model, (x, x[:, :1]), co.likelihoods.Gaussian(noise=1.0)), curvature, prior, check_mode=False
+        )
         found.append([co.wasserstein(post, range(size)) for size in (31, 30, 5)])
         if dtype == DOUBLE:
             P = post.precision.to_dense()
@@ -155,7 +157,7 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
 
 def test_beyond_what_is_formed_the_variances_left_out_are_estimated(lin, monkeypatch):
     monkeypatch.setattr("curvops.linalg.core.solve_routes.WHOLE", 0)
-    post = co.laplace(lin, prior_precision=100.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=100.0, check_mode=False)
     inverse = torch.linalg.inv(post.precision.to_dense())
     for size in (50, 5):
         own = torch.zeros(51, 51, dtype=DOUBLE)
@@ -180,7 +182,7 @@ def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, 
     before = torch.zeros(15, 15, dtype=DOUBLE)
     for size in (1, 5, 20, 51):
         part = co.linearize(model, (x, y), "classification", parameters=order[:size].sort().values)
-        covariance = co.laplace(part, check_mode=False).predict(X, joint=True).covariance_matrix
+        covariance = co.laplace(part, co.GGN, 1.0, check_mode=False).predict(X, joint=True).covariance_matrix
         assert float(torch.linalg.eigvalsh(covariance - before).min()) > -1e-9
         before = covariance
     torch.testing.assert_close(before, post.predict(X, joint=True).covariance_matrix, rtol=1e-7, atol=1e-9)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import metrics
+from curvops import metrics
 
 DOUBLE = torch.float64
 

@@ -84,7 +84,7 @@ def test_tuning_and_samples_iterate_nowhere(lin, name):
 def test_a_last_layer_is_a_selection():
     model, x, y = problem()
     lin = co.linearize(model, (x, y), "classification", parameters="last_layer")
-    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     whole = co.GGN(co.linearize(model, (x, y), "classification")).to_dense()[-21:, -21:]
     torch.testing.assert_close(post.curvature.to_dense(), whole, rtol=1e-10, atol=1e-10)
     assert co.KFAC(lin).shape == (21, 21)

@@ -38,4 +38,8 @@ def linear_problem():
     y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
     model = nn.Linear(5, 1, bias=False).double()
     model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
-    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets
+    return (
+        co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), co.GGN, 1.0, check_mode=False),
+        new,
+        targets,
+    )

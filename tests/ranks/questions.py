@@ -33,7 +33,7 @@ def data(problem: str, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def linearise(
     problem: str, shards: tuple[int, ...] = (N,), group: Any = None, rank: int = 0, seed: int = 1
-) -> co.Linearization:
+) -> co.operators.Linearization:
     torch.manual_seed(0)
     width, outputs = WIDTHS[problem], 2 if problem == "numbers" else 3
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
@@ -55,7 +55,7 @@ def gradient_of(function: Callable[[], Tensor], tensor: Tensor) -> Tensor:
 Question = Callable[[], Any]
 
 
-def of_operators(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+def of_operators(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     G, J, K = co.GGN(lin), lin.jacobian(), co.TangentKernel(lin, 2.0)
     rows = torch.ones(lin.num_data * lin.num_outputs, 2, dtype=DOUBLE)
     yield "log-likelihood", lin.log_likelihood
@@ -88,7 +88,7 @@ def of_operators(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Questi
     yield "subsample", lambda: co.GGN(co.subsample(lin, 5, generator=seeded())) @ B
 
 
-def of_solvers(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+def of_solvers(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     G, J, shift = co.GGN(lin), lin.jacobian(), torch.tensor(0.5, dtype=DOUBLE)
     P = G.add_diagonal(shift)
     yield "cg", lambda: P.cg(B, rtol=1e-12).x
@@ -104,7 +104,7 @@ def of_solvers(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question
         yield name, lambda name=name: getattr(co.linalg, name)(G, generator=seeded()).value
 
 
-def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+def of_posteriors(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
     for curvature in (co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN, co.EmpiricalFisher):
         name, post = curvature.__name__, co.laplace(lin, curvature, prior_precision=3.0, check_mode=False)
@@ -114,7 +114,12 @@ def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Quest
         yield f"{name}: draws", lambda p=post: p.sample(3, seeded(), rtol=1e-12)
         yield f"{name}: effective parameters", lambda p=post: p.effective_parameters(generator=seeded()).value
         yield f"{name}: penalty", lambda p=post: p.penalty(lin.theta + 1)
-    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+    held_out = x, x[:, :2] if lin.likelihood.hyperparameters else torch.arange(6) % 3
+    for curvature in (None, co.GGN):
+        yield f"chosen prior, {curvature}", lambda c=curvature: co.laplace(lin, c, check_mode=False).prior_precision
+    # The search for the best score is sensitive to rounding, and this score is not.
+    yield "validated", lambda: torch.tensor(max(co.laplace(lin, validation=held_out).tuning.scores))
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     source = {} if lin.likelihood.hyperparameters else {"generator": seeded()}
     yield "functions", lambda: post.functions(x, 3, generator=seeded())
     yield "uncertainty", lambda: post.uncertainty(x, **source).total
@@ -128,7 +133,7 @@ def of_posteriors(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Quest
         yield "dual draws", lambda: post.deviations(3, generator=seeded(), method="dual", rtol=1e-12).draws
 
 
-def of_processes(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+def of_processes(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
     yield "kernel of gpytorch", lambda: co.gp.LinearizedKernel(lin)(x).to_dense()
     reduced = lambda **form: co.gp.reduced_posterior(lin, 3, prior_precision=3.0, generator=seeded(), **form)  # noqa: E731
@@ -136,14 +141,14 @@ def of_processes(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Questi
     if lin.likelihood.hyperparameters:
         yield "exact process: inputs", lambda: co.gp.LinearizedGP(lin).train_inputs[0]
         yield "exact process: targets", lambda: co.gp.LinearizedGP(lin).train_targets
-        post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+        post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
         yield "model of BoTorch", lambda: co.gp.LaplaceModel(post).posterior(x).variance
     else:
         yield "Laplace's process", lambda: co.gp.laplace_gp(lin, prior_precision=3.0).predict(x).covariance_matrix
 
 
-def of_tuning(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
-    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+def of_tuning(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     yield "maximize", lambda: co.evidence.maximize(post, generator=seeded()).prior_precision
     yield "maximize over layers", lambda: co.evidence.maximize(post, over="layers", generator=seeded()).prior_precision
     yield "mackay", lambda: co.evidence.mackay(post, samples=4, steps=3, generator=seeded()).prior_precision
@@ -153,7 +158,7 @@ def of_tuning(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]
         yield "maximize over the noise", lambda: tuned().hyperparameters[0]
 
 
-def of_gradients(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
+def of_gradients(lin: co.operators.Linearization, B: Tensor) -> Iterator[tuple[str, Question]]:
     """Of what has a gradient, this gradient: in the vectors and in the likelihood's noise."""
     operators = {"GGN": co.GGN(lin), "J": lin.jacobian(), "empirical Fisher": co.EmpiricalFisher(lin)}
     for name, A in operators.items():
@@ -168,7 +173,7 @@ def of_gradients(lin: co.Linearization, B: Tensor) -> Iterator[tuple[str, Questi
             yield f"evidence, {curvature.__name__}, {mode}", lambda n=noise, e=evidence: gradient_of(e, n)
 
 
-def of_tasks(first: co.Linearization, second: co.Linearization) -> Iterator[tuple[str, Question]]:
+def of_tasks(first: co.operators.Linearization, second: co.operators.Linearization) -> Iterator[tuple[str, Question]]:
     for curvature in (co.GGN, co.KFAC):
         post = co.laplace(first, curvature, prior_precision=3.0, check_mode=False).update(second, check_mode=False)
         yield f"{curvature.__name__}: second task", lambda p=post: p.predict(data("labels")[0]).covariance_matrix
@@ -190,7 +195,7 @@ def answered(questions: Iterable[tuple[str, Question]]) -> dict[str, np.ndarray]
     return found
 
 
-def answers(lin: co.Linearization, later: co.Linearization) -> dict[str, np.ndarray]:
+def answers(lin: co.operators.Linearization, later: co.operators.Linearization) -> dict[str, np.ndarray]:
     """All answers, as NumPy arrays by the question's name; `later` has the data of a second task."""
     B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
     shelves = [shelf(lin, B) for shelf in (of_operators, of_solvers, of_posteriors, of_processes, of_tuning)]

@@ -82,17 +82,19 @@ class Disk:
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     rank = dist.get_rank(group)
 
-    def linearize(**changed: Any) -> co.Linearization:
+    def linearize(**changed: Any) -> co.operators.Linearization:
         given = {"model": network(), "data": shard(rank), "likelihood": "classification", "process_group": group}
         return co.linearize(**given | changed)
 
     lin, weighted = linearize(), (*shard(rank), torch.ones(N // SIZE, dtype=DOUBLE))
     repeated = TensorDataset(*(part[: N - 1] for part in data("labels")))
     sampler = DistributedSampler(repeated, SIZE, rank, shuffle=False)
-    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
     ranks = lin.passes.shard.ranks
     x, y = shard(rank)
-    tuned = co.laplace(linearize(data=(x, x[:, :3]), likelihood=co.likelihoods.Gaussian(1.0)), check_mode=False)
+    tuned = co.laplace(
+        linearize(data=(x, x[:, :3]), likelihood=co.likelihoods.Gaussian(1.0)), co.GGN, 1.0, check_mode=False
+    )
     kfac = co.KFAC(lin).detached_from_weights()
     found = {
         "other weights": outcome(lambda: linearize(model=network(seed=rank))),
@@ -127,7 +129,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
             lambda: linearize(data=many(torch.arange(60).repeat_interleave(2)[60 * rank :][:60])).num_data
         ),
         "another curvature": outcome(lambda: co.KFAC(lin, "empirical" if rank else "exact")),
-        "another class": outcome(lambda: co.laplace(lin, co.GGN if rank else co.EmpiricalFisher, check_mode=False)),
+        "another class": outcome(
+            lambda: co.laplace(lin, co.GGN if rank else co.EmpiricalFisher, 1.0, check_mode=False)
+        ),
         "another seed of draws": outcome(lambda: co.KFAC(lin, "mc", generator=seeded(rank))),
         "another factor": outcome(lambda: co.laplace(lin, (1.0 + rank) * co.GGN(lin), 1.0, check_mode=False)),
         "another prior": outcome(lambda: co.laplace(lin, co.KFAC, 1.0 + rank, check_mode=False)),

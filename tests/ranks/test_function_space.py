@@ -5,6 +5,7 @@ Tests `rows_over_ranks.py`, `block_rows.py`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ class Mesh:
         return co.linalg.Dense(K.to_dense(), psd=True) if self.mesh is None else K.formed(self.mesh)
 
 
-def of_jacobians(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_jacobians(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     J = lin.jacobian()
     rows, D = J.shape
     yield "J", lambda: J @ on.place(D)
@@ -61,7 +62,7 @@ def of_jacobians(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
     yield "singular values", lambda: co.linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).values
 
 
-def of_kernels(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_kernels(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     D, rows = lin.num_parameters, lin.num_data * lin.num_outputs
     scales = torch.linspace(0.5, 2, D, dtype=DOUBLE)
     K = co.TangentKernel(lin, scales)
@@ -153,7 +154,7 @@ def largest_tensor(group: Any, mesh: Any) -> dict[str, int]:
     return found | {"forming": forming.numbers, "solving": solving.numbers}
 
 
-def refusals(mesh: Any, lin: co.Linearization) -> None:
+def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     """Refuse what are no vectors of this function space, on all ranks and by name."""
     K, J = co.TangentKernel(lin, 2.0), lin.jacobian()
     whole = torch.ones(K.shape[0], 2, dtype=DOUBLE)
@@ -193,7 +194,7 @@ def refusals(mesh: Any, lin: co.Linearization) -> None:
         co.TangentKernel(lin, 2.0, torch.ones(2, 4, dtype=DOUBLE), torch.ones(3, 4, dtype=DOUBLE)).formed(mesh)
 
 
-def answers(lin: co.Linearization, on: Mesh) -> dict[str, np.ndarray]:
+def answers(lin: co.operators.Linearization, on: Mesh) -> dict[str, np.ndarray]:
     with torch.no_grad():
         return answered(question for shelf in (of_jacobians, of_kernels) for question in shelf(lin, on))
 
@@ -227,3 +228,22 @@ def test_answers_are_those_of_one_process(expected, size) -> None:
         assert not largest["inputs of others kept"]
     for problem, found in problems.items():
         assert_those_of_one_process(found, expected[problem])
+
+
+def modes_while_one_rank_holds_an_earlier_posterior(group: Any) -> list[float]:
+    """What an earlier posterior keeps may be gone on one rank, where it was collected, and not on the other."""
+    lin = linearise("more weights than outputs", SHARDS[2], group, dist.get_rank(group))
+    held, found = [], []
+    for prior in (1.0, 2.0):
+        post = co.laplace(lin, co.GGN, prior, check_mode=False)
+        found.append(float(post.linear_mode(rtol=1e-8).theta.norm()))
+        if dist.get_rank(group):
+            held.append(post)
+        del post
+        gc.collect()
+    return found
+
+
+def test_ranks_need_not_collect_posteriors_at_the_same_time() -> None:
+    found = run_on_ranks(2, modes_while_one_rank_holds_an_earlier_posterior)
+    assert found[0] == found[1] and not isinstance(found[0], str)

@@ -24,7 +24,7 @@ from tests.ranks.test_faults import outcome
 N = 14
 
 
-def linearisation(size: int = 1, rank: int = 0, group: Any = None, batch: int = N) -> co.Linearization:
+def linearisation(size: int = 1, rank: int = 0, group: Any = None, batch: int = N) -> co.operators.Linearization:
     """The problem "labels" of `questions.py`, in batches of so many points."""
     model = linearise("labels").model.module
     own = slice(sum(SHARDS[size][:rank]), sum(SHARDS[size][: rank + 1]))
@@ -33,7 +33,7 @@ def linearisation(size: int = 1, rank: int = 0, group: Any = None, batch: int = 
     return co.linearize(model, batches, "classification", process_group=group)
 
 
-def curvatures(lin: co.Linearization) -> dict[str, Any]:
+def curvatures(lin: co.operators.Linearization) -> dict[str, Any]:
     drawn = {"fisher": "mc", "generator": seeded()}
     kernel = co.TangentKernel(lin, 2.0)
     # Roots by eigenvectors are those of definite matrices: at an eigenvalue 0 they are accurate to √eps only.
@@ -53,7 +53,7 @@ def curvatures(lin: co.Linearization) -> dict[str, Any]:
     }
 
 
-def quantities(lin: co.Linearization) -> Iterator[tuple[str, Callable[[], Any]]]:
+def quantities(lin: co.operators.Linearization) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, A in curvatures(lin).items():
         yield f"{name}: matrix", A.to_dense
         yield f"{name}: draws", lambda A=A: co.linalg.draw(A, 4, seeded())
@@ -63,7 +63,7 @@ def quantities(lin: co.Linearization) -> Iterator[tuple[str, Callable[[], Any]]]
             yield f"{name}: logdet", lambda A=A: co.linalg.logdet(A, shift=1.0, generator=seeded()).value
             yield f"{name}: density", lambda A=A: A.spectral_density(probes=3, generator=seeded()).density
             yield f"{name}: sketch", lambda A=A: co.low_rank(A, 5, method="nystrom", generator=seeded()).to_dense()
-    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     x = torch.randn(6, 4, generator=seeded(), dtype=DOUBLE)
     yield "posterior: draws", lambda: post.sample(3, seeded(), rtol=1e-12)
     for method in ("cg", "dual"):
@@ -90,7 +90,7 @@ def quantities(lin: co.Linearization) -> Iterator[tuple[str, Callable[[], Any]]]
         )
 
 
-def answers(lin: co.Linearization) -> dict[str, np.ndarray]:
+def answers(lin: co.operators.Linearization) -> dict[str, np.ndarray]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return answered(quantities(lin))

@@ -25,19 +25,19 @@ from curvops import checkpoint, storage
 from tests.ranks.processes import CONTEXT, alone, run_on_ranks, running_apart
 from tests.ranks.questions import DOUBLE, SHARDS, linearise, seeded
 
-Run = Callable[[co.Linearization, Any], torch.Tensor]
+Run = Callable[[co.operators.Linearization, Any], torch.Tensor]
 
 
-def posterior(lin: co.Linearization, prior: Any = 3.0) -> co.Laplace:
-    return co.laplace(lin, prior_precision=prior, check_mode=False)
+def posterior(lin: co.operators.Linearization, prior: Any = 3.0) -> co.posterior.Laplace:
+    return co.laplace(lin, co.GGN, prior_precision=prior, check_mode=False)
 
 
-def solved(lin: co.Linearization, folder: Any) -> torch.Tensor:
+def solved(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:
     B = torch.randn(lin.num_parameters, 3, generator=seeded(5), dtype=DOUBLE)
     return co.GGN(lin).add_diagonal(torch.tensor(0.1, dtype=DOUBLE)).cg(B, rtol=1e-12, checkpoint=folder).x
 
 
-def tuned(lin: co.Linearization, folder: Any) -> torch.Tensor:
+def tuned(lin: co.operators.Linearization, folder: Any) -> torch.Tensor:
     options = {"samples": 3, "steps": 3, "prior": "layer"}
     return co.evidence.mackay(posterior(lin), generator=seeded(), checkpoint=folder, **options).prior_precision
 

@@ -11,11 +11,16 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import curvops as co
 from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_on_ranks, run_programs
-from tests.ranks.questions import WIDTHS, answers, answers_of_rank, linearise
+from tests.ranks.questions import SHARDS, WIDTHS, answers, answers_of_rank, data, linearise
 
 
 def whole() -> dict[str, Any]:
@@ -32,6 +37,30 @@ def expected() -> dict[str, Any]:
 def test_answers_are_those_of_one_process(expected, size) -> None:
     for problem, found in by_problem(run_on_ranks(size, answers_of_rank, size)).items():
         assert_those_of_one_process(found, expected[problem])
+
+
+def noises(group: Any, size: int) -> list[float]:
+    """The noises that a regression has, and that its posterior has, of a network that almost fits its targets."""
+    rank, shards = (0, (14,)) if group is None else (dist.get_rank(group), SHARDS[size])
+    own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    x, y = data("numbers")
+    y = model(x).detach() + 0.01 * y
+    found: list[float] = []
+    for noise in (None, "per_output"):
+        lin = co.linearize(model, (x[own], y[own]), co.likelihoods.Gaussian(noise=noise), process_group=group)
+        post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+        for each in (lin, post.lin):
+            found += each.likelihood.hyperparameters[0].flatten().tolist()
+    return found
+
+
+def test_the_noise_of_a_regression_is_that_of_one_process() -> None:
+    one = alone(noises, None, 1)
+    assert len(one) == 6 and one[1] > 10 * one[0]
+    for size in (2, 3):
+        assert list(run_on_ranks(size, noises, size).values()) == [one] * size
 
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "many_machines.py"

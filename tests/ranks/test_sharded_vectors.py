@@ -51,7 +51,7 @@ def right_hand_sides(n: int, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(n, 5, generator=seeded(5), dtype=DOUBLE).to(dtype)
 
 
-def matrices(lin: co.Linearization, few: bool = False) -> dict[str, Any]:
+def matrices(lin: co.operators.Linearization, few: bool = False) -> dict[str, Any]:
     """What stands for each kind of operator, all positive definite; or a few of them."""
     G, shift = co.GGN(lin), torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE)
     known = {
@@ -64,7 +64,7 @@ def matrices(lin: co.Linearization, few: bool = False) -> dict[str, Any]:
     return {name: known[name] for name in ("GGN",)} if few else known
 
 
-def of_products(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_products(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin).items():
         B = on.place(right_hand_sides(A.shape[0]))
         if name != "dense":
@@ -75,7 +75,7 @@ def of_products(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
     yield "GGN: product of a vector", lambda: co.GGN(lin) @ on.place(right_hand_sides(J.shape[1])[:, 0])
 
 
-def of_solvers(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_solvers(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin).items():
         B, start = on.place(right_hand_sides(A.shape[0])), on.place(0.1 * right_hand_sides(A.shape[0]))
         yield f"{name}: cg", lambda A=A, B=B: cg(A, B, rtol=1e-12).x
@@ -87,7 +87,7 @@ def of_solvers(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
     yield "lsmr", lambda: lsmr(J, J @ on.place(right_hand_sides(J.shape[1])), damp=0.1, rtol=1e-13).x
 
 
-def of_functions(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_functions(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin, few=True).items():
         B = on.place(right_hand_sides(A.shape[0]))
         yield f"{name}: solve", lambda A=A, B=B: linalg.solve(A, B, rtol=1e-12)
@@ -96,12 +96,12 @@ def of_functions(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"{name}: logarithm", lambda A=A, B=B: linalg.apply_function(A, torch.log, B, rtol=1e-12).value
 
 
-def of_spectra(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_spectra(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin, few=True).items():
         A = on.over(A)
         yield f"{name}: eigsh", lambda A=A: linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).values
         yield f"{name}: its space", lambda A=A: projector(linalg.eigsh(A, 3, rtol=1e-12, generator=seeded()).vectors)
-        yield f"{name}: smallest", lambda A=A: linalg.eigsh(A, 2, "smallest", rtol=1e-12, generator=seeded()).values
+        yield f"{name}: smallest", lambda A=A: linalg.eigsh(A, 2, "SA", rtol=1e-12, generator=seeded()).values
         yield f"{name}: lanczos", lambda A=A: linalg.lanczos(A, 8, generator=seeded()).T
         yield f"{name}: its basis", lambda A=A: linalg.lanczos(A, 8, generator=seeded()).Q
     J = lin.jacobian()
@@ -109,7 +109,7 @@ def of_spectra(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
     yield "its space", lambda: projector(linalg.svds(on.over(J), 3, rtol=1e-12, generator=seeded()).V)
 
 
-def of_estimators(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_estimators(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, A in matrices(lin, few=True).items():
         A = on.over(A)
         for what in ("trace", "diagonal", "frobenius_norm"):
@@ -135,7 +135,7 @@ def of_estimators(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"{name}: its logdet", lambda A=A: A.logdet()
 
 
-def of_sketches(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def of_sketches(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     for name, plain in matrices(lin, few=True).items():
         A, B = on.over(plain), on.place(right_hand_sides(plain.shape[0]))
         yield f"{name}: nystrom", lambda A=A: linalg.nystrom(A, 12, generator=seeded()).eigenvalues
@@ -168,7 +168,7 @@ OF_THREE_RANKS = (of_products, of_spectra, of_sketches)
 """What is asked of three ranks, one without data: what depends on where rows lie. Two ranks are asked for all."""
 
 
-def answers(lin: co.Linearization, on: Mesh, shelves: Any = SHELVES) -> dict[str, np.ndarray]:
+def answers(lin: co.operators.Linearization, on: Mesh, shelves: Any = SHELVES) -> dict[str, np.ndarray]:
     return answered(question for shelf in shelves for question in shelf(lin, on))
 
 
@@ -185,7 +185,7 @@ def answers_of_rank(group: Any, size: int) -> dict[str, np.ndarray]:
     return found
 
 
-def refusals(mesh: Any, lin: co.Linearization) -> None:
+def refusals(mesh: Any, lin: co.operators.Linearization) -> None:
     """Refuse what is no block of this operator, on all ranks and by name."""
     G, whole = co.GGN(lin), right_hand_sides(lin.num_parameters)
     size, rank = mesh.size(), mesh.get_local_rank()
@@ -249,7 +249,7 @@ def test_all_ranks_are_told_of_an_error_on_one() -> None:
     assert run_apart(2, failure) == {0: "RankFailedError", 1: "RuntimeError"}
 
 
-def costs(mesh: Any, lin: co.Linearization) -> None:
+def costs(mesh: Any, lin: co.operators.Linearization) -> None:
     """Count messages and bytes: a gather and a scatter of a product, one message of a Gram matrix."""
     K, D, size = 4, lin.num_parameters, mesh.size()
     block = unwrapped(distribute_tensor(right_hand_sides(D)[:, :K], mesh, [Shard(0)]))
@@ -299,7 +299,7 @@ def small_problems(mesh: Any) -> None:
     torch.testing.assert_close(found, cg(G.add_diagonal(0.5), V).x.float(), rtol=0, atol=1e-4)
 
 
-def solved_at_large(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
+def solved_at_large(lin: co.operators.Linearization, on: Mesh) -> Iterator[Question]:
     """Ask of a problem that is too large for the dense matrix, so that it is sketched and iterated."""
     for prior in (0.05, torch.linspace(0.05, 0.2, lin.num_parameters, dtype=DOUBLE)):
         P = co.GGN(lin).add_diagonal(prior)
@@ -309,7 +309,7 @@ def solved_at_large(lin: co.Linearization, on: Mesh) -> Iterator[Question]:
         yield f"large: logdet {type(prior)}", lambda P=P: linalg.logdet(on.over(P), generator=seeded()).value
         yield f"large: root {type(prior)}", lambda P=P, B=B: linalg.inverse_sqrt(P, B, rtol=1e-12).value
     H = co.Hessian(lin)
-    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "both", rtol=1e-12, generator=seeded()).values
+    yield "Hessian: eigsh", lambda: linalg.eigsh(on.over(H), 2, "BE", rtol=1e-12, generator=seeded()).values
 
 
 def peak_of_sketch(mesh: Any = None) -> int:

@@ -50,7 +50,7 @@ def joint_density(post: Any, x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return post.predict(x, joint=True, **options).log_prob(torch.ones(POINTS, post.lin.num_outputs, dtype=DOUBLE))
 
 
-def asked_twice(at: co.Predictions) -> Tensor:
+def asked_twice(at: co.posterior.Predictions) -> Tensor:
     _ = at.predict().variance, at.uncertainty(seeded())
     return at.predict().variance
 
@@ -84,7 +84,7 @@ OF_NUMBERS: dict[str, Asked] = {
 }
 
 
-def questions(lin: co.Linearization, problem: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def questions(lin: co.operators.Linearization, problem: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for curvature in CURVATURES:
         post = co.laplace(lin, curvature, prior_precision=3.0, check_mode=False)
         draws = post.sample(4, seeded(), rtol=1e-12)
@@ -111,7 +111,7 @@ def part_of(value: np.ndarray, kind: str, own: slice) -> np.ndarray:
 
 
 def answers(
-    lin: co.Linearization, problem: str, own: slice, size: int = 1, **options: Any
+    lin: co.operators.Linearization, problem: str, own: slice, size: int = 1, **options: Any
 ) -> dict[str, list[np.ndarray]]:
     x, y = new_points(problem)
     found = {}

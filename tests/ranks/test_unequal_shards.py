@@ -71,7 +71,7 @@ def tight(shard: slice, budget: int, group: Any = None) -> dict[str, np.ndarray]
     G = co.GGN(lin)
     for _ in range(3):  # engines are kept
         _ = G @ torch.ones(lin.num_parameters, 8, dtype=DOUBLE)
-    post = co.laplace(lin, prior_precision=3.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=3.0, check_mode=False)
     new = torch.randn(8, 4, dtype=DOUBLE, generator=seeded(7))
     J, B = lin.jacobian(new), torch.randn(lin.num_parameters, 8, dtype=DOUBLE, generator=seeded(5))
     for _ in range(3):

@@ -48,7 +48,7 @@ def preconditioners(d: int) -> dict[str, Any]:
         root = normal(n, n)
         return root @ root.mT / n + 0.3 * torch.eye(n, dtype=torch.float64)
 
-    low = co.LowRank(torch.linalg.qr(normal(d, 2)).Q, torch.tensor([0.8, 0.4], dtype=torch.float64))
+    low = co.linalg.LowRank(torch.linalg.qr(normal(d, 2)).Q, torch.tensor([0.8, 0.4], dtype=torch.float64))
     factors = co.linalg.Kronecker(spd(2).unsqueeze(0), spd(d // 2).unsqueeze(0))
     found = {
         "none": None,

@@ -61,7 +61,7 @@ def test_moments_are_those_of_the_outputs_at_the_draws(through: str) -> None:
     assert torch.allclose(joint.covariance_matrix, flat.mT @ flat / len(f), atol=1e-12)
     noisy = post.predict(POINTS, noise=True)
     assert torch.allclose(noisy.variance, predicted.variance + 0.3, atol=1e-12)
-    assert not isinstance(predicted, co.SampledNormal)  # whose interval would take the draws for independent
+    assert not isinstance(predicted, co.posterior.SampledNormal)  # whose interval would take the draws for independent
     assert torch.allclose(post.mean, post.draws.mean(0))
 
 
@@ -144,7 +144,7 @@ def test_functions_and_samples_are_of_the_empirical_law() -> None:
     f = post.functions(POINTS, 50, torch.Generator().manual_seed(0))
     assert torch.allclose(f, torch.stack([lin.predict(POINTS, row) for row in chosen]), atol=1e-12)
     few = post.predict(POINTS, samples=chosen)
-    assert isinstance(few, co.SampledNormal) and few.draws == 50
+    assert isinstance(few, co.posterior.SampledNormal) and few.draws == 50
     assert torch.allclose(few.mean, f.mean(0), atol=1e-12)
 
 
@@ -166,7 +166,7 @@ def test_gradients_in_the_inputs() -> None:
 def test_many_draws_in_one_pass_or_one_by_one_give_one_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = ZOO[name].build()
     outputs = call(model, inputs)
-    lin = co.linearize(model, (inputs, torch.zeros_like(outputs)), "regression")
+    lin = co.linearize(model, (inputs, torch.zeros_like(outputs)), co.likelihoods.Gaussian(noise=1.0))
     vectors = lin.theta + 0.1 * torch.randn(2, 3, lin.num_parameters, dtype=torch.float64)
     post = co.sampling.empirical(lin, vectors)
     expected = torch.stack([lin.predict(inputs, row).reshape(-1, outputs.shape[-1]) for row in post.draws])

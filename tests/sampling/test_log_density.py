@@ -26,7 +26,7 @@ def problem(outputs: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
 
 def priors(lin: Any, model: nn.Module, X: Tensor, y: Tensor) -> dict[str, Any]:
     D = lin.num_parameters
-    earlier = co.laplace(co.linearize(model, (X + 1, y), "classification"), co.KFAC, check_mode=False)
+    earlier = co.laplace(co.linearize(model, (X + 1, y), "classification"), co.KFAC, 1.0, check_mode=False)
     return {
         "number": 0.7,
         "vector": torch.linspace(0.5, 2, D, dtype=torch.float64),

@@ -29,7 +29,7 @@ def regression(batch_size: int = 4, generator: torch.Generator | None = None) ->
     g = seeded(0)
     X, y = torch.randn(10, 3, dtype=torch.float64, generator=g), torch.randn(10, 1, dtype=torch.float64, generator=g)
     model = torch.nn.Linear(3, 1).double()
-    f = S.log_posterior(model, "regression", data_size=10)
+    f = S.log_posterior(model, co.likelihoods.Gaussian(noise=1.0), data_size=10)
     loader = DataLoader(TensorDataset(X, y), batch_size, shuffle=True, generator=generator or seeded(5))
     return f, loader
 
@@ -103,7 +103,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
         ran(checkpoint=place, generator=seeded(4))
     with pytest.raises(ValueError, match="steps"):
         ran(checkpoint=place, steps=12)
-    f = S.log_posterior(torch.nn.Linear(3, 1).double(), "regression", prior_precision=2.0, data_size=10)
+    f = S.log_posterior(
+        torch.nn.Linear(3, 1).double(), co.likelihoods.Gaussian(noise=1.0), prior_precision=2.0, data_size=10
+    )
     with pytest.raises(ValueError, match="another problem"):
         ran(checkpoint=place)
 

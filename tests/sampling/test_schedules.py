@@ -72,7 +72,7 @@ def test_schedules_that_leave_their_range() -> None:
 
 def test_data_size_given_twice_must_agree() -> None:
     model = torch.nn.Linear(2, 1)
-    f = S.log_posterior(model, "regression", data_size=10)
+    f = S.log_posterior(model, co.likelihoods.Gaussian(noise=1.0), data_size=10)
     assert S.sgld(f, 0.1).data_size == 10 and S.sgld(f, 0.1, data_size=10).data_size == 10
     with pytest.raises(ValueError, match="built for 10 points"):
         S.sgld(f, 0.1, data_size=11)

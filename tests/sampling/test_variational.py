@@ -383,7 +383,7 @@ def test_steps_through_the_public_face_reach_the_posterior() -> None:
     assert torch.allclose(covariance(sampler, state), torch.linalg.inv(P), atol=1e-4)
     model.load_state_dict(state.params)
     post = sampler.posterior(state, co.linearize(model, batch, co.likelihoods.Gaussian(NOISE)))
-    exact = co.laplace(post.lin, prior_precision=PRIOR)
+    exact = co.laplace(post.lin, co.GGN, prior_precision=PRIOR)
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     assert torch.allclose(post.predict(x).covariance_matrix, exact.predict(x).covariance_matrix, atol=1e-4)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from curvops.cli.bench.problem import Counter
-from curvops.freed_memory import give_back_freed
 
 STATM = Path("/proc/self/statm")
 INTERVAL = 0.002
@@ -35,7 +34,6 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.start = torch.cuda.memory_allocated(self.device)
         elif STATM.exists():
-            give_back_freed()  # so that memory that is used again counts as growth again
             self.start = self.most = _resident()
             self.ended = threading.Event()
             self.thread = threading.Thread(target=self._sample, daemon=True)

@@ -113,7 +113,7 @@ def _effective(problem: Problem, P: Any, budget: int, generator: torch.Generator
 def _eigsh(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     """Estimate the largest eigenvalues; the error bounds are the residuals plus rounding."""
     k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
-    pairs = linalg.eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
+    pairs = linalg.eigsh(problem.A, k, "LA", rtol=1e-12, max_matvecs=budget, generator=generator)
     bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
     return Estimate.exact(pairs.values, pairs.matvecs, bound)
 

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from linear_operator import LinearOperator
-from torch import Tensor
+from torch import Tensor, nn
 
 import curvops as co
 from curvops.cli.bench.problem import BenchError, CountingOperator, Problem
-from curvops.cli.demo.digits import load_digits
-from curvops.cli.demo.network import fit, perceptron
+from curvops.cli.digits import load_digits
 from curvops.linalg import Damped, Dense
 
 DIGITS = "digits-ggn"
 TALL = "tall"
-DIGITS_PRIOR = 0.1
+DIGITS_PRIOR, DIGITS_POINTS = 0.1, 300
 Seed = int | torch.Generator
 """A number, or a function that draws it from a generator."""
 
@@ -145,11 +144,21 @@ def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generato
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
     """Make the GGN of a network 64-w-10 with about ``size`` weights, trained for a few seconds."""
     width = max(1, round((size - 10) / 75))
-    data = load_digits(train=300).train.to(dtype)
+    from sklearn.model_selection import train_test_split  # of the extra, as the digits themselves
+
+    images, labels = load_digits()
+    x, _, y, _ = train_test_split(images, labels, train_size=DIGITS_POINTS, stratify=labels, random_state=0)
+    x = x.to(dtype)
     torch.manual_seed(int(generator.initial_seed()))
-    network = fit(perceptron(64, width, 10).to(dtype), data, DIGITS_PRIOR, steps=100, rate=0.02)
-    lin = co.linearize(network, (data.x, data.y), "classification")
-    text = f"GGN of a digits network 64-{width}-10 with {len(data)} points, prior precision {DIGITS_PRIOR}"
+    network = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
+    optimizer = torch.optim.Adam(network.parameters(), 0.02)
+    for _ in range(100):
+        optimizer.zero_grad()
+        penalty = DIGITS_PRIOR / 2 * sum(p.square().sum() for p in network.parameters())
+        ((nn.functional.cross_entropy(network(x), y, reduction="sum") + penalty) / len(x)).backward()
+        optimizer.step()
+    lin = co.linearize(network.eval(), (x, y), "classification")
+    text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
     diagonal, layers = co.DiagonalGGN(lin).entries, co.BlockDiagonal(lin)
     B = _right_hand_sides(lin.num_parameters, columns, dtype, generator)
     G = CountingOperator(co.GGN(lin))

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from curvops import plots
-from curvops.cli.bench import tables
+from curvops.cli.bench import figures, tables
 from curvops.cli.bench.measure import MEMORY
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, load_peers
 from curvops.cli.bench.problem import STRENGTH, BenchError, NotApplicableError, Problem
@@ -216,14 +216,14 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
         }
         rtol = settings.rtol if problem.square else None
         title = f"{problem.name}, {problem.size}, {tables.plural(problem.B.shape[1], 'right-hand side')}"
-        plots.save(plots.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
+        plots.save(figures.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
     rows = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     panels: dict[str, dict[str, Any]] = {}
     for quantity, name in dict.fromkeys((row.quantity, _label(row)) for row in rows):
         points = [(r.budget, r.errors, r.claimed) for r in rows if (r.quantity, _label(r)) == (quantity, name)]
         panels.setdefault(quantity, {})[name] = _arrays(*zip(*points))
     if panels:
-        plots.save(plots.estimates(panels, f"{problem.name}, {problem.size}"), output / f"estimates-{stem}.png")
+        plots.save(figures.estimates(panels, f"{problem.name}, {problem.size}"), output / f"estimates-{stem}.png")
 
 
 def _arrays(*columns: Sequence[Any]) -> Any:

@@ -1,1 +1,1 @@
-"""The demo: a trained network, its full GGN posterior, and its uncertainty on rotated digits."""
+"""The demo: what a posterior adds to a regression, to a classifier of wrong labels, and to inputs never seen."""

@@ -9,7 +9,6 @@ limited.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
-from curvops.errors import BlockSizeWarning, MemoryBudgetWarning
-from curvops.freed_memory import give_back_freed
+from curvops.errors import BlockSizeWarning, MemoryBudgetWarning, warn
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 from curvops.process_group import Ranks
@@ -100,7 +98,6 @@ def working(
     vector = vector_bytes(describe(A))
     _require([memory.budget for memory in memories], least * vector)
     inside = max(vector, longest(A) * A.dtype.itemsize)
-    give_back_freed(inside)
     room = room_in(memories, 0) or 0
     width = max(1, room // (4 * PRODUCT_VECTORS * inside))
     budget = max(least * vector, room - PRODUCT_VECTORS * width * inside)
@@ -195,11 +192,10 @@ NO_ROOM = (
 def _require(budgets: Sequence[int], least: int) -> None:
     """Warn if one of these budgets is less than the bytes that an algorithm needs at least."""
     if least > max(UNTOLD_BYTES, short := min(budgets, default=least)):
-        warnings.warn(
+        warn(
             f"the memory budget is {short:,} bytes, but the working vectors take at least {least:,}, and will be "
             "allocated: pass a memory_budget of that size, or linearise fewer parameters.",
             MemoryBudgetWarning,
-            stacklevel=6,
         )
 
 
@@ -224,11 +220,10 @@ class Halving:
                 raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
         # By now the error is freed, and with it the tensors that its traceback held.
         if not self.told:
-            warnings.warn(
+            warn(
                 f"out of memory with {stop - start} columns at once: {(stop - start) // 2} are {self.what} at a time "
                 "from now on, or fewer if that is still too many. A memory_budget avoids such failed attempts.",
                 BlockSizeWarning,
-                stacklevel=5,
             )
         self.told = True
         return None

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from curvops.checkpoint import derive_generator
 from curvops.checks import check_generator, check_limits
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
-from curvops.linalg.core.rounding import ROUNDING_SEEN, require_accuracy
+from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import (
     Description,
@@ -134,6 +134,5 @@ def probing(
 ) -> Iterator[Probed]:
     """Yield A, or ``multiply`` instead of its product, within the given bytes or those that `working` finds."""
     check_generator(generator)
-    require_accuracy(A, limits.rtol)
     with working(A, limits.memory, least, multiply) as (multiply, room):
         yield Probed(multiply, describe(A), generator, replace(limits, memory=room), A)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
-from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import checked_number
@@ -22,10 +20,11 @@ from curvops.errors import (
     NotPositiveDefiniteError,
     NotPositiveSemidefiniteError,
     PrecisionWarning,
+    warn,
 )
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.vectors import Vectors
-from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of
+from curvops.summary import Summarised, Table, Tabular, by_columns_of, cells_of, summary
 
 
 class Reason(Enum):
@@ -152,16 +151,22 @@ class Solution(Summarised, Reasoned):
     ``groups`` is the number of groups of columns, solved one after another, into which the memory budget split them.
     ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products for least-squares problems (lsmr; minres for columns that
     are SINGULAR, NaN otherwise): if they are at rounding level, r is as small as possible.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 2.0]))
+        >>> solution = co.linalg.cg(A, torch.ones(2))
+        >>> solution.x, solution.reasons[0].name, bool(solution.relative_residuals[0] < 1e-6)
+        (tensor([0.2500, 0.5000]), 'CONVERGED', True)
     """
 
     x: Vectors
     reasons: tuple[Reason, ...]
-    converged: Bool[Tensor, " K"]
+    converged: Bool[Tensor, " K"] = field(repr=False)
     relative_residuals: Float[Tensor, " K"]
     backward_errors: Float[Tensor, " K"]
     iterations: int
     matvecs: int
-    history: Float[Tensor, "steps K"]
+    history: Float[Tensor, "steps K"] = field(repr=False)
     normal_residuals: Float[Tensor, " K"] | None = None
     exact_matvecs: int = 0
     groups: int = 1
@@ -189,7 +194,7 @@ class Solution(Summarised, Reasoned):
 def accept(solution: Solution, rtol: float) -> Vectors:
     """Return x if every column is accepted, else raise an error; warn if accuracy is limited by the dtype."""
     if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionWarning, stacklevel=3)
+        warn(Reason.PRECISION_LIMIT.value, PrecisionWarning)
     return solution.raise_if_failed(rtol).x
 
 
@@ -223,6 +228,12 @@ class Estimate(Summarised):
     (`caution`), for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape.
     ``matvecs`` counts products of the operator with one vector. ``reason`` is CONVERGED if rtol was met or the value is
     exact, otherwise the limit that ended the sampling, with its remedy.
+
+    Examples:
+        >>> trace = co.linalg.trace(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])))
+        >>> float(trace), trace.samples, trace.reason.name
+        (10.0, 0, 'CONVERGED')
+        >>> low, high = trace.interval()
     """
 
     value: Float[Tensor, "*shape"]
@@ -268,13 +279,24 @@ class Estimate(Summarised):
         return float(self.value)
 
     def __repr__(self) -> str:
-        if self.value.ndim:
+        if self.value.ndim and self.samples:
             return super().__repr__()
+        if not self.samples:
+            bound = float(torch.as_tensor(self.bias_bound).max()) if self.value.numel() else 0.0
+            exact = f"error at most {bound:.2g}" if bound else "exact"
+            number = summary(self.value) if self.value.ndim else self.number
+            return f"Estimate({number}, {exact}, matvecs={self.matvecs}, {self.reason.name})"
         low, high = self.interval()
         return (
-            f"Estimate({float(self.value):.6g} ± {float(self.stderr):.2g}, 95 % in [{float(low):.6g}, "
-            f"{float(high):.6g}], samples={self.samples}, matvecs={self.matvecs}, {self.reason.name})"
+            f"Estimate({self.number}, 95 % in [{float(low):.6g}, {float(high):.6g}], samples={self.samples}, "
+            f"matvecs={self.matvecs}, {self.reason.name})"
         )
+
+    @property
+    def number(self) -> str:
+        """The value of a single number as text, with its standard error if it has one."""
+        error = f" ± {float(self.stderr):.2g}" if float(self.stderr) else ""
+        return f"{float(self.value):.6g}{error}"
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return the interval of Student's t with samples − 1 degrees of freedom, widened, plus the bias bound.
@@ -290,6 +312,8 @@ class Estimate(Summarised):
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
         """
+        from scipy.special import stdtrit  # a slow import that few calls need
+
         checked_number("level", level, "(0, 1)")
         half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
         if self.samples == 1:
@@ -367,6 +391,12 @@ class Eigenpairs(Summarised, Pairs):
 
     ``history`` holds the recursion's residuals of the wanted pairs, best first, one row per check until all were found
     (in the interior, the residuals of the inverse), with inf for pairs that the space did not yet contain.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> pairs = co.linalg.eigsh(A, 2)
+        >>> pairs.values.round(decimals=6), pairs.reasons[0].name
+        (tensor([4., 3.], dtype=torch.float64), 'CONVERGED')
     """
 
     values: Float[Tensor, " k"]
@@ -374,7 +404,11 @@ class Eigenpairs(Summarised, Pairs):
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
-    history: Float[Tensor, "looks k"]
+    history: Float[Tensor, "looks k"] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the values and the vectors: ``values, vectors = eigsh(A, k)``."""
+        return iter((self.values, self.vectors))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -383,6 +417,12 @@ class SingularTriplets(Summarised, Pairs):
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ;
     ``history`` is as in `Eigenpairs`.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0]).double())
+        >>> triplets = co.linalg.svds(A, 2)
+        >>> triplets.values.round(decimals=6), triplets.U.shape
+        (tensor([4., 3.], dtype=torch.float64), torch.Size([3, 2]))
     """
 
     U: Float[Vectors, "m k"]
@@ -391,7 +431,11 @@ class SingularTriplets(Summarised, Pairs):
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
-    history: Float[Tensor, "looks k"]
+    history: Float[Tensor, "looks k"] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield U, the values and V: ``U, values, V = svds(A, k)``."""
+        return iter((self.U, self.values, self.V))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -400,6 +444,12 @@ class FunctionProduct(Summarised, Reasoned):
 
     ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; it is ``inf``
     if neither can be estimated. ``reasons`` has one per column; ``matvecs`` counts products of A with one vector.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 9.0]).double())
+        >>> product = co.linalg.sqrt(A, torch.ones(2).double())
+        >>> product.value.round(decimals=6), product.reasons[0].name
+        (tensor([2., 3.], dtype=torch.float64), 'CONVERGED')
     """
 
     value: Vectors

@@ -52,9 +52,6 @@ MOST_COLUMNS = 128
 LEAST_KEPT = 64
 MOST_KEPT = 1024
 """The fewest and the most search directions that CG keeps with their images; fewer save no more than a tenth."""
-ENOUGH_KEPT = 512
-"""The fewest that later solves start from: a block of 8 columns takes as many at a condition number of 10⁵, and a
-sketch takes fewer products than a solve that keeps half of them."""
 KEPT_SHARE = 4
 """They take at most one part in so many of the bytes left; products need the rest."""
 FEW_ITERATIONS = 25
@@ -69,11 +66,10 @@ EPOCHS = 100
 """The default number of passes over the data of stochastic descent."""
 
 SKETCHED = "cg with a sketch"
-RECYCLED = "cg with kept directions"
 NO_GRADIENT = "a gradient is recorded, which it does not have"
 METHODS = {
     "closed form": ("closed form", "formed matrix"),
-    "cg": ("closed form", "dense", "formed matrix", RECYCLED, SKETCHED, "cg"),
+    "cg": ("closed form", "dense", "formed matrix", SKETCHED, "cg"),
     "dual": ("formed kernel", "dual"),
     "sgd": ("sgd",),
 }
@@ -128,8 +124,6 @@ class System:
     """Whether the columns add to those of earlier calls, as for covariances, and more may follow."""
     sketch: bool = True
     """Whether a sketch is tried as preconditioner."""
-    directions: int | None = None
-    """How many search directions fit, if a solve keeps them for later ones."""
     recorded: bool = False
     """Whether a gradient is recorded through A."""
     room: float | int = math.inf
@@ -165,7 +159,7 @@ class Route:
     @property
     def method(self) -> str:
         """The name of the method, without its aid."""
-        return "cg" if self.name in (RECYCLED, SKETCHED) else self.name
+        return "cg" if self.name == SKETCHED else self.name
 
     @property
     def possible(self) -> bool:
@@ -243,20 +237,11 @@ def _posterior_routes(s: System, p: Posterior) -> Iterator[Route]:
 
 
 def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route, ...]:
-    """Return block CG with kept directions, with a sketch, which needs a positive shift, and without either."""
+    """Return block CG with a sketch, which needs a positive shift, and without."""
     least, no_shift = PRODUCTS_A_SOLVE * s.columns, (not s.sketch, "there is no positive diagonal to add")
     sketched = _route(SKETCHED, least, s.vectors(), *obstacles, no_shift)
     plain = _route("cg", least, s.vectors(), *obstacles)
-    if s.directions is None:
-        return sketched, plain
-    coarse = (s.itemsize < 8, "rounding in float32 ends their conjugacy")
-    enough = min(ENOUGH_KEPT, s.rows // 2)
-    few = (s.directions < enough, f"memory has room for {s.directions} directions, not {enough}")
-    return (
-        _route(RECYCLED, least, s.vectors() + 2 * s.directions * s.rows * s.itemsize, *obstacles, coarse, few),
-        sketched,
-        plain,
-    )
+    return sketched, plain
 
 
 def _closed_form(s: System) -> Route:

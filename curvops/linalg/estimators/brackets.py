@@ -39,6 +39,12 @@ class SpectralQuadrature(Summarised):
     without a sketch. ``reason`` is CONVERGED, or RANK_CAPPED if the memory or product budget ended the depth too
     early; an estimate has its own reason if a tolerance was set, ``rtol`` of the value plus ``known``.
     ``rounding`` is the size of the errors in the eigenvalues from the products' dtype.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> quadrature = co.linalg.spectral_quadrature(A, shift=1.0)
+        >>> round(float(quadrature.logdet(1.0)), 4), round(float(quadrature.effective_dimension(1.0)), 4)
+        (4.7875, 2.7167)
     """
 
     gauss_nodes: Float[Tensor, "K m"]

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import check_generator
+from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
@@ -46,19 +48,23 @@ XNYSDIAG_INFLATION = 1.5
 def diagonal(
     A: Matrix | Given,
     *,
-    method: str = "xdiag",
+    method: str | None = None,
     rtol: float | None = None,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Estimate diag A from products with random signs; value, stderr and interval have shape (n,).
+    """Estimate diag A from products with random signs; of an operator that knows it, return it without a product.
+
+    `A.diagonal()`, as of every LinearOperator, is a tensor and always exact: without a product if it is known,
+    otherwise by n products.
 
     Args:
         A: (n, n). "xdiag" also multiplies by Aᵀ.
-        method: "xdiag" (any A, two products per probe), "xnysdiag" (positive semidefinite A, one product per probe),
-            "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
+        method: None returns the diagonal of an operator if it is known, otherwise uses "xdiag". A name requests an
+            estimate: "xdiag" (any A, two products per probe), "xnysdiag" (positive semidefinite A, one product per
+            probe), "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
         rtol: add probes until ‖stderr‖, inflated, is at most rtol ‖value‖; earlier products are kept.
         max_matvecs: as in `trace`. The intervals are for single entries.
         generator: the source of the probes.
@@ -73,6 +79,11 @@ def diagonal(
         NotPositiveSemidefiniteError: xnysdiag found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> co.linalg.diagonal(A).value
+        tensor([2., 3.])
     """
     A = as_matrix(A)
     describe_square(A)
@@ -82,6 +93,11 @@ def diagonal(
         "bekas": Bekas,
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
+    check_generator(generator)
+    if method is None and (known := known_diagonal(A)) is not None:
+        limits.check(0)
+        return Estimate.rounded(*known, limits.tolerated)
+    method = "xdiag" if method is None else method
     return Quantity("diagonal", families, _exact).estimate(A, method, limits, generator, progress)[0]
 
 

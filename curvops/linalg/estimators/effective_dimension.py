@@ -58,6 +58,11 @@ def effective_dimension(
         ValueError: G is not square, a product is not finite, or an option is out of range.
 
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.
+
+    Examples:
+        >>> G = torch.diag(torch.tensor([9.0, 1.0, 0.0]))
+        >>> round(float(co.linalg.effective_dimension(G, 1.0)), 4)
+        1.4
     """
     G = as_matrix(G)
     facts = describe_square(G)

@@ -81,6 +81,11 @@ def frobenius_norm(
             too small.
 
     Source: after XTrace, Epperly, Tropp & Webber 2024.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> round(float(co.linalg.frobenius_norm(A)) ** 2, 4)
+        15.0
     """
     A = as_matrix(A)
     facts = describe(A)

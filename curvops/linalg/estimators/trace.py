@@ -18,6 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from curvops.checks import check_generator
+from curvops.linalg.core.entries import known_diagonal
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDINGS
@@ -35,18 +37,21 @@ TraceEstimator: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 def trace(
     A: Matrix | Given,
     *,
-    method: str = "xtrace",
+    method: str | None = None,
     rtol: float | None = None,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Estimate tr A from products.
+    """Estimate tr A from products; of an operator that knows its diagonal, return the exact trace without any.
+
+    `A.trace()` is the same for an operator of curvops.
 
     Args:
         A: (n, n); it need not be symmetric. The value carries gradients for the tensors inside A.
-        method: "xtrace" (any A, two products per probe); "xnystrace" (positive semidefinite A, one product per probe,
+        method: None uses the diagonal of an operator if it is known, otherwise "xtrace". A name requests an estimate:
+            "xtrace" (any A, two products per probe); "xnystrace" (positive semidefinite A, one product per probe,
             the most accurate if the spectrum decays); "hutch++"; "hutchinson" (streams: no vector is kept; as good
             as any on a flat spectrum); "exact" (n products, no error).
         rtol: add probes until the error bar is at most rtol times the estimate; earlier products are kept.
@@ -66,6 +71,11 @@ def trace(
         NotPositiveSemidefiniteError: xnystrace found an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> float(co.linalg.trace(A))
+        5.0
     """
     A = as_matrix(A)
     facts = describe_square(A)
@@ -76,6 +86,12 @@ def trace(
         "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
+    check_generator(generator)
+    if method is None and (known := known_diagonal(A)) is not None:
+        limits.check(0)
+        diagonal, error = known
+        return Estimate.rounded(diagonal.double().sum(), error.double().sum(), limits.tolerated)
+    method = "xtrace" if method is None else method
     found, family = Quantity("trace", families, _exact).estimate(A, method, limits, generator, progress)
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:

@@ -17,14 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.linalg import eigh_tridiagonal, solve_banded
-from scipy.special import ellipj, ellipkm1
 from torch import Tensor
 
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.memory import Multiply, room_for
 from curvops.linalg.core.results import FunctionProduct, Reason, indefinite
-from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -89,7 +87,6 @@ def contour(
     """
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, None, memory_budget, max_matvecs)
-    require_accuracy(A, rtol)
     most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
     # A gradient multiplies the shifted solutions with each other, so each must be more accurate than their sum needs
@@ -398,6 +395,8 @@ class MultiShift:
 
     def ends(self, k: int) -> tuple[float, float, float]:
         """Return the smallest and largest Ritz value of A for column k, and the residual of the smallest."""
+        from scipy.linalg import eigh_tridiagonal  # a slow import that few calls need
+
         m = int(self.depths[k])
         if not m:
             return 0.0, self.size, self.size
@@ -418,6 +417,8 @@ class MultiShift:
         return float(np.linalg.norm(g - h) / np.linalg.norm(g))
 
     def _of_tridiagonal(self, diagonal: np.ndarray, off: np.ndarray, inverse: bool) -> np.ndarray:
+        from scipy.linalg import solve_banded
+
         first, total = np.eye(len(diagonal), 1)[:, 0], np.zeros(len(diagonal))
         above, below = np.append(0.0, off), np.append(off, 0.0)
         for shift, weight in zip(self.shifts.tolist(), self.weights.tolist()):
@@ -463,6 +464,8 @@ def inverse_root_quadrature(low: float, high: float, rtol: float) -> InverseRoot
 
 
 def _midpoint(ratio: float, low: float, high: float, count: int) -> InverseRootQuadrature:
+    from scipy.special import ellipj, ellipkm1
+
     period = float(ellipkm1(ratio))  # K(k')
     u = (np.arange(count) + 0.5) * period / count
     # Beyond the middle, sn/cn(K' − u) = 1/(k sn/cn(u)) keeps its digits if k' is 1 to rounding.

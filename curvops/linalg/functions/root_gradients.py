@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.errors import PrecisionWarning
+from curvops.errors import PrecisionWarning, warn
 from curvops.linalg.core.cache import require_first_derivative
 from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.vectors import join
@@ -59,7 +58,7 @@ def _contour(operator: LinearOperator, rhs: Tensor, lower_bound: float | None, k
     rtol = min(1e-6, torch.finfo(rhs.dtype).eps ** 0.7)
     found = contour(operator, rhs, inverse=True, lower_bound=lower_bound, rtol=rtol, keep=keep)
     if Reason.PRECISION_LIMIT in found.product.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, PrecisionWarning, stacklevel=3)
+        warn(Reason.PRECISION_LIMIT.value, PrecisionWarning)
     found.product.raise_if_failed(rtol)
     return found
 

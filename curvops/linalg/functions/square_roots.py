@@ -67,6 +67,11 @@ def inverse_sqrt(
         NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
 
     Source: Ilić, Turner & Simpson 2010 (Lanczos); Hale, Higham & Trefethen 2008 and Pleiss et al. 2020 (contour).
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 25.0]).double())
+        >>> co.linalg.inverse_sqrt(A, torch.ones(2).double()).value.round(decimals=6)
+        tensor([0.5000, 0.2000], dtype=torch.float64)
     """
     A = as_matrix(A, B)
     return _root(
@@ -119,6 +124,11 @@ def sqrt(
         NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
 
     Source: as `inverse_sqrt`.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 25.0]).double())
+        >>> co.linalg.sqrt(A, torch.ones(2).double()).value.round(decimals=6)
+        tensor([2., 5.], dtype=torch.float64)
     """
     A = as_matrix(A, B)
     return _root(

@@ -66,6 +66,11 @@ class Transposed(UnaryOperator):
 
     Args:
         base: A.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> A.mT @ torch.ones(2)
+        tensor([4., 6.])
     """
 
     _in_formula: ClassVar[str] = "{}"
@@ -203,6 +208,11 @@ class Sum(Operator):
 
     Raises:
         ValueError: the shapes differ.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.eye(2)) + co.linalg.Dense(torch.ones(2, 2))
+        >>> A @ torch.ones(2)
+        tensor([3., 3.])
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = SumForm
@@ -326,6 +336,11 @@ class Scaled(UnaryOperator):
     Args:
         base: A.
         factor: c.
+
+    Examples:
+        >>> A = 3 * co.linalg.Diagonal(torch.tensor([1.0, 2.0]))
+        >>> A @ torch.ones(2)
+        tensor([3., 6.])
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = ScaledForm
@@ -388,6 +403,12 @@ class Product(Operator):
 
     Raises:
         ValueError: the shapes do not fit.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> product = A @ co.linalg.Diagonal(torch.tensor([1.0, 10.0]))
+        >>> product, product @ torch.ones(2)
+        (Product(2 × 2, Dense · Diagonal, float32, cpu), tensor([21., 43.]))
     """
 
     _in_formula: ClassVar[str] = "({})"
@@ -461,6 +482,11 @@ class Sliced(UnaryOperator):
         base: A.
         rows: the positions of the rows.
         columns: the positions of the columns.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> A[:1].to_dense(), A[1:, :1].to_dense()
+        (tensor([[1., 2.]]), tensor([[3.]]))
     """
 
     _in_formula: ClassVar[str] = "({})"

@@ -27,6 +27,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
 from curvops.distributed_types import is_dtensor
+from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
 from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
@@ -66,7 +67,6 @@ from curvops.linalg.operators import indexing, roots
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.draws import draw, draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.kept_directions import KeptDirections, most_directions
 from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
@@ -78,6 +78,14 @@ from curvops.summary import name_of, summary
 COLUMN_BLOCK = 64
 PARTS = 4
 """The number of terms that a longer sum prints."""
+MANY_PRODUCTS = 1000
+"""A call whose name does not show that it takes more products than this says so before it starts."""
+SHOWN = (
+    *("shape", "dtype", "device", "symmetric", "psd", "mT", "matmul", "add_diagonal", "inverse", "solve", "cg", "plan"),
+    *("preconditioner", "eigsh", "svds", "lanczos", "spectral_density", "trace", "logdet", "diagonal", "to_dense"),
+    *("detached_from_weights", "detach", "sharded", "to", "to_scipy"),
+)
+"""The names of every operator that `dir` shows."""
 
 
 def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
@@ -101,6 +109,11 @@ class Operator(LinearOperator):
     `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
 
     Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), psd=True)
+        >>> A @ torch.ones(2), A.mT.shape, A.add_diagonal(1.0).to_dense().diagonal()
+        (tensor([3., 4.]), torch.Size([2, 2]), tensor([3., 4.]))
     """
 
     @cached_property
@@ -119,6 +132,18 @@ class Operator(LinearOperator):
     @_memoize_cache.setter
     def _memoize_cache(self, _: dict[str, Any]) -> None:
         pass
+
+    _shown: ClassVar[tuple[str, ...]]
+    """The names of a subclass that `dir` shows in addition; without it, all that it defines."""
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls: `SHOWN`, and what a subclass adds or lists as `_shown`.
+
+        The other methods of linear_operator work, too; most of them are internal.
+        """
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, Operator) and kind is not Operator]
+        added = {name for kind in kinds for name in vars(kind).get("_shown", vars(kind)) if name[0].islower()}
+        return sorted({*SHOWN, *added - set(dir(Operator))})
 
     _damped_form: ClassVar[type[ClosedForm] | None] = None
     """The closed form of A + diag(d) for operators of this class, if it has one."""
@@ -182,11 +207,6 @@ class Operator(LinearOperator):
     def multiply_adds(self) -> float | int:
         """The multiply-adds of a product with one vector, as far as they are known."""
         return sum(multiply_adds_of(part) for part in self._args if isinstance(part, Tensor | LinearOperator))
-
-    @property
-    def product_error(self) -> float:
-        """The relative error of products, if it is known to be above rounding (`compute_dtype`); otherwise 0."""
-        return max((getattr(part, "product_error", 0.0) for part in self._args), default=0.0)
 
     @property
     def progress(self) -> Progress:
@@ -431,17 +451,49 @@ class Operator(LinearOperator):
                 found = self._columns(part)
             yield part, found
 
+    def diagonal(self, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+        """Return the exact diagonal, (n,): without a product if it is known, otherwise by n products.
+
+        `co.linalg.diagonal(A)` estimates it from 128 products, with an error bar. Above 1,000 products the call warns
+        before it starts (`ManyProductsWarning`).
+
+        Args:
+            offset: 0; linear_operator's signature.
+            dim1: −2, as above.
+            dim2: −1, as above.
+
+        Returns:
+            The diagonal, (n,).
+
+        Raises:
+            RuntimeError: A is not square.
+        """
+        found: Tensor = super().diagonal(offset, dim1, dim2)
+        return found
+
+    def _warn_of_products(self, count: int, what: str, instead: str) -> None:
+        if count > MANY_PRODUCTS:
+            warn(
+                f"{what} of this {type(self).__name__} takes {count:,} products: {instead}.",
+                ManyProductsWarning,
+            )
+
     def _diagonal(self) -> Tensor:
         positions = torch.arange(min(self.matrix_shape), device=self.device)
+        instead = "co.linalg.diagonal(A) estimates it from 128, with an error bar"
+        self._warn_of_products(len(positions), "the exact diagonal", instead)
         return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
         """Form the matrix, (..., m, n), by one product per column, as many at a time as the memory budget allows.
 
         A small matrix is kept for further calls as long as the operator's tensors are unchanged; each call returns a
-        copy.
+        copy. Above 1,000 products with a curvature of a network the call warns before it starts.
         """
         if max(self.matrix_shape) > routes.DENSE_SIZE:
+            products = min(self.matrix_shape) if self.memories and all(self.spaces) else 0
+            instead = "the solvers, eigenpairs and estimates of co.linalg take fewer"
+            self._warn_of_products(products, "the dense matrix", instead)
             return self._form_dense()
         tensors = self.representation()
         watched = [tensor for tensor in tensors if tensor.numel() <= routes.DENSE_SIZE**2]
@@ -494,47 +546,10 @@ class Operator(LinearOperator):
     """Find a few eigenpairs, see `co.linalg.eigsh`."""
     svds = svds
     """Find a few singular triplets, see `co.linalg.svds`."""
-    stochastic_logdet = logdet
-    """Estimate the log-determinant in nats, see `co.linalg.logdet`."""
+    trace = trace
+    """Return the trace, exact if the diagonal is known, see `co.linalg.trace`."""
     spectral_density = spectral_density
     """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
-
-    def trace(
-        self,
-        *,
-        method: str | None = None,
-        rtol: float | None = None,
-        max_matvecs: int | None = None,
-        generator: torch.Generator | None = None,
-        memory_budget: int | None = None,
-        progress: Progress = None,
-    ) -> Estimate:
-        """Return the exact trace, at no product, if the diagonal is known; otherwise estimate it by `co.linalg.trace`.
-
-        With `method=` the result is always an estimate of `co.linalg.trace`, by default with "xtrace".
-
-        Args:
-            method: the method of `co.linalg.trace`; None uses the diagonal if it is known.
-            rtol: as in `co.linalg.trace`.
-            max_matvecs: as in `co.linalg.trace`.
-            generator: the source of the probes.
-            memory_budget: as in `co.linalg.trace`.
-            progress: as in `cg`.
-
-        Returns:
-            An Estimate.
-        """
-        if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
-            return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
-        return trace(
-            self,
-            method="xtrace" if method is None else method,
-            rtol=rtol,
-            max_matvecs=max_matvecs,
-            generator=generator,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
 
     def _diagonal_error(self) -> Tensor:
         """Return the largest change of the diagonal's entries by rounding."""
@@ -615,31 +630,9 @@ class Operator(LinearOperator):
         """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None if none is known to pay off."""
         return None
 
-    @property
-    def _past_directions(self) -> KeptDirections | None:
-        """The search directions of earlier solves, to which a solve adds its own; None if they are not kept."""
-        return None
-
-    def directions(self, columns: int = 1, *, memory_budget: int | None = None) -> KeptDirections | None:
-        """Return the search directions of earlier solves with A, for another one by conjugate gradients.
-
-        Args:
-            columns: the number of right-hand sides.
-            memory_budget: bytes for them and for the working vectors; None is the rest of the linearisation's budget.
-
-        Returns:
-            The directions, none before the first solve; None if a sketch or plain CG is expected to take fewer
-            products.
-        """
-        system = routes.System(self.shape[-1], columns, itemsize=self.dtype.itemsize)
-        taken = routes.chosen(routes.conjugate_gradients(self._iterated(system, memory_budget)))
-        return self._past_directions if taken is not None and taken.name == routes.RECYCLED else None
-
-    def _iterated(self, system: routes.System, memory_budget: int | None = None) -> routes.System:
+    def _iterated(self, system: routes.System) -> routes.System:
         """Return the system with the facts about its solution by conjugate gradients."""
-        past, columns = self._past_directions, min(system.columns, routes.MOST_COLUMNS)
-        most = None if past is None else most_directions(self, columns, memory_budget, past)
-        return replace(system, sketch=self._takes_sketch, directions=most)
+        return replace(system, sketch=self._takes_sketch)
 
     # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first. Without
     # one, a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has
@@ -716,10 +709,10 @@ class Operator(LinearOperator):
         return quadratic, self.logdet() if logdet else zero
 
     def logdet(self) -> Tensor:
-        """Return log det A in nats, (...,): by closed form, by dense Cholesky if A is small, or as an estimate.
+        """Return log det A in nats, (...,), as a tensor: the value of `co.linalg.logdet(A)`, which has its error bar.
 
-        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefiniteError if A is not positive
-        definite.
+        It is exact by a closed form, or by a dense Cholesky factor up to 256 rows; otherwise it is estimated. Raises
+        NotPositiveSemidefiniteError if A is not positive definite.
         """
         require_precision(self.dtype, self.device)
         form = self._exact_form()
@@ -729,12 +722,12 @@ class Operator(LinearOperator):
             return definite_logdet(self._dense())
         if self.batch_shape:
             return torch.stack([one.logdet() for one in self._members()]).reshape(self.batch_shape)
-        return self._logdet_estimate().value
+        return logdet(self).value
 
-    def _logdet_estimate(self, rtol: float = 0.01, **options: Any) -> Estimate:
-        """Estimate log det A with its gradient, by closed form, otherwise by `co.linalg.logdet` with its options."""
+    def _known_logdet(self, rtol: float) -> Estimate | None:
+        """Return log det A with its gradient from a closed form, without a product; None if there is none."""
         form = self._closed_form()
-        return logdet(self, rtol=rtol, **options) if form is None else form.logdet_estimate(rtol)
+        return None if form is None else form.logdet_estimate(rtol)
 
     def _members(self) -> list[Any]:
         """Return the operators of a batch in a list."""
@@ -810,7 +803,7 @@ class Operator(LinearOperator):
         if self._is_small or method == "symeig":
             return self._symeig(eigenvectors=True)
         m = min(self.shape[-1], self._root_decomposition_size())
-        pairs = eigsh(self, m, "magnitude", rtol=default_rtol(self.dtype)).raise_if_failed()
+        pairs = eigsh(self, m, "LM", rtol=default_rtol(self.dtype)).raise_if_failed()
         return pairs.values.to(self.dtype), to_linear_operator(pairs.vectors)
 
     def _symeig(

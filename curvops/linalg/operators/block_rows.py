@@ -31,6 +31,11 @@ class BlockRows(Operator):
 
     Raises:
         ValueError: `own` is not a matrix with as many rows as the layout gives this rank.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.eye(4), psd=True)
+        >>> A.shape, A @ torch.ones(4)  # on the ranks of a mesh, A.sharded(mesh) has its DTensors in blocks of rows
+        (torch.Size([4, 4]), tensor([1., 1., 1., 1.]))
     """
 
     def __init__(self, own: Float[Tensor, "own n"], *, layout: RowLayout, psd: bool = False) -> None:

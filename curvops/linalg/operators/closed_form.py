@@ -9,7 +9,6 @@ of a factor coincide (its solves, through `linalg.solve`, and its log-determinan
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning
+from curvops.errors import NotPositiveSemidefiniteError, PrecisionWarning, warn
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.operators.draws import normal
@@ -186,13 +185,12 @@ class Spectral(ClosedForm):
 def warn_of_rounding(base: LinearOperator, error: float) -> None:
     """Warn with `PrecisionWarning` if relative errors of results may exceed `ROUNDING_SEEN`."""
     if error > ROUNDING_SEEN:
-        warnings.warn(
+        warn(
             f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} may have changed the "
             f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions by as "
             "much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
             PrecisionWarning,
-            stacklevel=3,
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.checkpoint import Place, current
 from curvops.errors import NotPositiveSemidefiniteError
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import keep, memories_of, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.sharded import RowLayout, over_ranks
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
@@ -30,7 +30,6 @@ from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
-from curvops.linalg.solvers.kept_directions import KeptDirections
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
@@ -52,8 +51,14 @@ class Damped(UnaryOperator):
 
     Raises:
         TypeError: the base is not an operator, or the shift is neither a number nor a tensor.
+
+    Examples:
+        >>> P = co.linalg.Diagonal(torch.tensor([3.0, 0.0])).add_diagonal(1.0)
+        >>> P.solve(torch.ones(2)), round(float(P.logdet()), 4)
+        (tensor([0.2500, 1.0000]), 1.3863)
     """
 
+    _shown = ("base", "shift")
     _is_regularised = True
     _in_formula: ClassVar[str] = "({})"
 
@@ -204,14 +209,6 @@ class Damped(UnaryOperator):
             return found
 
     @property
-    def _past_directions(self) -> KeptDirections | None:
-        # A run with a checkpoint saves a sketch, and continues with it to the bit.
-        if not memories_of(self) or self.batch_shape or current():
-            return None
-        past = self._cache.get_or_compute("directions", self.representation(), KeptDirections, (self.shift,))
-        return None if past.ended else past
-
-    @property
     def _takes_sketch(self) -> bool:
         unbatched = not self.base.batch_shape and self.shift.ndim <= 1
         return unbatched and is_symmetric(self.base) and bool((self.shift.detach() > 0).all())
@@ -358,6 +355,11 @@ class Inverse(UnaryOperator):
     Args:
         base: A, symmetric.
         rtol: the relative residual of each solve; None means that of `solve`.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.diag(torch.tensor([4.0, 2.0])), psd=True)
+        >>> A.inverse() @ torch.ones(2)
+        tensor([0.2500, 0.5000])
     """
 
     sources = None

@@ -25,7 +25,7 @@ class DenseForm(ClosedForm):
 
     @property
     def holds(self) -> bool:
-        return bool(self.base.symmetric) and not getattr(self.base, "product_error", 0.0)
+        return bool(self.base.symmetric)
 
     @cached_property
     def dense(self) -> Tensor:
@@ -107,8 +107,14 @@ class Dense(Operator):
 
     Raises:
         ValueError: the tensor has fewer than two dimensions.
+
+    Examples:
+        >>> A = co.linalg.Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), psd=True)
+        >>> A @ torch.ones(2), A.add_diagonal(1.0).solve(torch.ones(2)).shape
+        (tensor([3., 4.]), torch.Size([2]))
     """
 
+    _shown = ("tensor",)
     _is_formed = True
     _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 

@@ -52,6 +52,11 @@ class Diagonal(Operator):
 
     Raises:
         ValueError: the entries are not a vector.
+
+    Examples:
+        >>> D = co.linalg.Diagonal(torch.tensor([4.0, 2.0]))
+        >>> D @ torch.ones(2), D.solve(torch.ones(2))
+        (tensor([4., 2.]), tensor([0.2500, 0.5000]))
     """
 
     symmetric = True

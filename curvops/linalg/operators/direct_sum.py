@@ -137,8 +137,16 @@ class DirectSum(Operator):
         cache: results shared with another operator of the same matrix.
         space: the space of its rows and columns; None means plain vectors.
         sources: the record of the data behind the matrix.
+
+    Examples:
+        >>> one, two = co.linalg.Diagonal(torch.tensor([1.0])), co.linalg.Dense(torch.ones(2, 2), psd=True)
+        >>> co.linalg.DirectSum(one, two, positions=[range(1), range(1, 3)]).to_dense()
+        tensor([[1., 0., 0.],
+                [0., 1., 1.],
+                [0., 1., 1.]])
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("blocks",)
     _damped_form: ClassVar[type[ClosedForm] | None] = DirectSumForm
 
     def __init__(

@@ -45,6 +45,11 @@ def draw(
 
     Raises:
         ValueError: A is large, does not provide a root, and is not tagged as positive semidefinite.
+
+    Examples:
+        >>> P = co.linalg.Diagonal(torch.full((3,), 4.0))
+        >>> co.linalg.draw(P, 1000, torch.Generator().manual_seed(0)).shape
+        torch.Size([3, 1000])
     """
     refuse_modes(operator.dtype, operator.device)
     width, beside = solve_width(operator, k, memories)

@@ -97,6 +97,11 @@ def as_operator(A: Any, like: Tensor | None = None) -> Operator:
 
     Raises:
         TypeError: A is neither, is complex, or is a function without ``like``.
+
+    Examples:
+        >>> A = co.linalg.as_operator(lambda V: 2 * V, like=torch.ones(3))
+        >>> A.shape, co.linalg.solve(A, torch.ones(3))
+        (torch.Size([3, 3]), tensor([0.5000, 0.5000, 0.5000]))
     """
     if isinstance(A, type | nn.Module) or hasattr(A, "jacobian") or not callable(A):
         describe(A)  # raises an error that says what a matrix is

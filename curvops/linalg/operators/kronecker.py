@@ -30,7 +30,6 @@ from curvops.linalg.operators.kronecker_factors import (
     operations,
     to_double,
 )
-from curvops.matrix_products import multiply_each
 from curvops.progress import Progress
 
 VALUES_ALONE = 2**22
@@ -187,6 +186,7 @@ class _GroupedBlocks(Operator):
     multiplies all columns at once.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ()
     symmetric = True
 
     @property
@@ -229,8 +229,15 @@ class Kronecker(_GroupedBlocks):
     Raises:
         TypeError: the factors are not tensors of one dtype.
         ValueError: the factors do not fit each other.
+
+    Examples:
+        >>> A, B = torch.diag(torch.tensor([1.0, 2.0])), torch.ones(1, 1)
+        >>> co.linalg.Kronecker(B[None], A[None]).to_dense()
+        tensor([[1., 0.],
+                [0., 2.]])
     """
 
+    _shown = ("left", "right", "eigenvalues", "heuristic_damping")
     psd = True
     _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
@@ -425,8 +432,14 @@ class EigenKronecker(_GroupedBlocks):
         values: the eigenvalues, (g, p, q).
         rounding: the largest error of the values, relative to the largest value.
         of_rows: the largest error of their roots, relative to the root of their sum.
+
+    Examples:
+        >>> K = co.EKFAC(lin)
+        >>> type(K.blocks[0]).__name__, K.blocks[0].shape
+        ('EigenKronecker', torch.Size([9, 9]))
     """
 
+    _shown = ("left_vectors", "right_vectors", "values")
     _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(
@@ -533,7 +546,7 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
     if right is not None and right.ndim == 2:
         groups = right[:, None, None, :] * groups
     elif right is not None:
-        groups = multiply_each(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
+        groups = torch.bmm(groups.flatten(1, 2), right.mT).unflatten(1, groups.shape[1:3])
     if left is None:
         return groups
     return left[:, None, :, None] * groups if left.ndim == 2 else left.unsqueeze(1) @ groups
@@ -542,10 +555,10 @@ def _both(left: Tensor | None, right: Tensor | None, groups: Tensor) -> Tensor:
 def _over_table(left: Tensor, right: Tensor, table: Float[Tensor, "rows k q"]) -> Float[Tensor, "rows k q"]:
     """Return left_g V right_gᵀ for each group of a table, whose memory it takes; each factor multiplies all columns."""
     lines, rows = table.view(*left.shape[:2], -1), table.view(len(right), -1, right.shape[1])
-    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else multiply_each(left, lines)
+    wide = lines.mul_(left.unsqueeze(2)) if left.ndim == 2 else torch.bmm(left, lines)
     if right.ndim == 2:
         return torch.mul(wide.view_as(rows), right.unsqueeze(1), out=rows).view_as(table)
-    return multiply_each(wide.view_as(rows), right.mT).view_as(table)
+    return torch.bmm(wide.view_as(rows), right.mT).view_as(table)
 
 
 def _transpose(factor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import Memories, Memory, hold, room_in
 from curvops.linalg.core.symmetry import eigh_in_place
 from curvops.linalg.operators.dense import round_with_rest
@@ -88,7 +87,6 @@ def decompositions(
     if memory is not None and workers > 1 and ASKED_SHARE * sum(held[:workers]) > memory.budget:
         room = room_in(memories, 0)
         workers = max(1, min(workers, sum(total <= (room or 0) for total in accumulate(held))))
-    give_back_freed(held[0])
     inference = torch.is_inference_mode_enabled()
 
     def work(factor: Factor) -> tuple[Tensor, Tensor]:
@@ -116,7 +114,6 @@ def decompositions(
                 pool.shutdown(wait=False, cancel_futures=True)  # after an interruption no other one starts
     finally:
         torch.set_num_threads(threads)  # for later threads
-        give_back_freed(held[0])
 
 
 def operations(factor: Factor) -> int:

@@ -24,7 +24,6 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, warn_of_rounding
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.solvers.solve import default_rtol
-from curvops.matrix_products import multiply
 
 
 class LowRankForm(ClosedForm):
@@ -54,15 +53,15 @@ class LowRankForm(ClosedForm):
 
     def _against(self, block: Tensor) -> Tensor:
         """Return UᵀB, (r, K)."""
-        return multiply(self.U.mT, block)
+        return self.U.mT @ block
 
     def _spread(self, small: Tensor) -> Tensor:
         """Return U C, (n, K)."""
-        return multiply(small.mT, self.U.mT).mT
+        return (small.mT @ self.U.mT).mT
 
     def _pull(self, block: Tensor) -> Tensor:
         """Return UᵀD⁻¹B, (r, K), without a second matrix of U's size if d is a single number."""
-        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else multiply(self.scaled.mT, block)
+        return self.inverse_shift * self._against(block) if self.shift.ndim == 0 else self.scaled.mT @ block
 
     @cached_property
     def capacitance(self) -> Tensor:
@@ -335,8 +334,15 @@ class LowRank(Operator):
     Raises:
         TypeError: vectors and values are not tensors of one dtype.
         ValueError: vectors and values do not fit each other.
+
+    Examples:
+        >>> vectors, values = torch.eye(3)[:, :2], torch.tensor([5.0, 1.0])
+        >>> P = co.linalg.LowRank(vectors, values).add_diagonal(1.0)
+        >>> P.solve(torch.ones(3))
+        tensor([0.1667, 0.5000, 1.0000])
     """
 
+    _shown = ("error", "values", "vectors", "with_diagonal")
     symmetric = True
     _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 
@@ -399,8 +405,8 @@ class LowRank(Operator):
         return torch.Size((self.vectors.shape[0], self.vectors.shape[0]))
 
     def _product(self, block: Tensor) -> Tensor:
-        weighted = self.values.unsqueeze(-1) * multiply(self.vectors.mT, block)
-        return multiply(weighted.mT, self.vectors.mT).mT
+        weighted = self.values.unsqueeze(-1) * (self.vectors.mT @ block)
+        return (weighted.mT @ self.vectors.mT).mT
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         if self.layouts is None:

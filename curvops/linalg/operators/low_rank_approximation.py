@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, derive_generator, resumable
 from curvops.checks import check_choice, check_limits, checked_number, checked_whole, require_no_graph
-from curvops.errors import RankWarning
+from curvops.errors import RankWarning, warn
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.rounding import require_accuracy, rounding_level
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sharded import on_shards, stored
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
@@ -97,6 +96,12 @@ def low_rank(
             tensor in A requires a gradient (Â has none), or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
         NotPositiveSemidefiniteError: Nyström found an eigenvalue clearly below zero.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 0.0, 0.0]).double())
+        >>> approximation = co.linalg.low_rank(A, rank=2, generator=torch.Generator().manual_seed(0))
+        >>> approximation.values.round(), approximation.vectors.shape
+        (tensor([100.,  50.], dtype=torch.float64), torch.Size([4, 2]))
     """
     op = as_matrix(op)
     facts = describe_square(op)
@@ -108,7 +113,6 @@ def low_rank(
         checked_number("rtol", rtol, "(0, 1)")
     check_limits(memory_budget=memory_budget)
     aim = (0.01 if rank is None else None) if rtol is None else rtol
-    require_accuracy(op, aim)
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes, but a rank of one needs {least}.")
@@ -280,9 +284,8 @@ def _warn(found: _Approximation, error: Estimate, aim: float | None, rank: int |
         if found.ended and r < limit
         else f"the rank was limited to {limit}; raise rank or memory_budget, or accept the error"
     )
-    warnings.warn(
+    warn(
         f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
         f"{'' if aim is None else f' (rtol={aim:g})'}: {cause}.",
         RankWarning,
-        stacklevel=5,
     )

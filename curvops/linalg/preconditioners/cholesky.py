@@ -60,6 +60,12 @@ class PivotedCholesky(Summarised):
     A − F Fᵀ is positive semidefinite; ``trace_left`` is its trace, a bound of its largest eigenvalue. ``reason`` is
     CONVERGED if the requested rank or accuracy was reached or the range of A is exhausted, and RANK_CAPPED if a budget
     ended the growth. ``matvecs`` counts columns of A, and the diagonal if that takes products.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([9.0, 4.0, 1e-9]))
+        >>> factor = co.linalg.cholesky(A, rank=2)
+        >>> factor.pivots, factor.F[:, 0]
+        (tensor([0, 1]), tensor([3., 0., 0.]))
     """
 
     F: Float[Tensor, "n r"]
@@ -143,6 +149,12 @@ def cholesky(
         NotPositiveSemidefiniteError: an entry of the diagonal or of a Schur complement's is clearly negative.
 
     Source: Harbrecht, Peters & Schneider 2012 (greedy); Chen, Epperly, Tropp & Webber 2023, algorithm 2.2 (random).
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([9.0, 4.0, 1e-9]))
+        >>> P = co.linalg.cholesky(A, rank=2, shift=1.0).preconditioner()
+        >>> co.linalg.cg(A + torch.eye(3), torch.ones(3), preconditioner=P).iterations
+        1
     """
     n, _, dtype, _ = describe_square(A)
     check_choice("pivoting", pivoting, ("greedy", "random"))

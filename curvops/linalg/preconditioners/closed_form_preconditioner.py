@@ -22,6 +22,11 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
     """An operator P whose solves, symmetric inverse root and log-determinant have a closed form.
 
     `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, if one is known.
+
+    Examples:
+        >>> P = co.linalg.as_preconditioner(co.linalg.Diagonal(torch.tensor([1.0, 4.0])))
+        >>> P @ torch.ones(2), round(float(P.logdet()), 4)
+        (tensor([1.0000, 0.2500]), 1.3863)
     """
 
     operator: LinearOperator
@@ -66,6 +71,11 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     Raises:
         TypeError: no closed form of P is known.
         NotPositiveSemidefiniteError: P is not positive definite.
+
+    Examples:
+        >>> P = co.linalg.as_preconditioner(co.KFAC(lin).add_diagonal(1.0))
+        >>> co.linalg.cg(co.GGN(lin).add_diagonal(1.0), torch.ones(17), preconditioner=P).reasons[0].name
+        'CONVERGED'
     """
     if isinstance(P, Tensor):
         return block_jacobi(P, describe_square(P).rows)

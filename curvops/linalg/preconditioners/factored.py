@@ -29,7 +29,13 @@ from curvops.summary import Summarised
 
 @runtime_checkable
 class FactoredPreconditioner(Protocol):
-    """A symmetric positive definite P with its symmetric root, for vectors (n,) or blocks (n, k)."""
+    """A symmetric positive definite P with its symmetric root, for vectors (n,) or blocks (n, k).
+
+    Examples:
+        >>> P = co.linalg.diagonal_preconditioner(torch.tensor([4.0, 16.0]))
+        >>> isinstance(P, co.linalg.FactoredPreconditioner), P @ torch.ones(2), P.sqrt_inverse(torch.ones(2))
+        (True, tensor([0.2500, 0.0625]), tensor([0.5000, 0.2500]))
+    """
 
     @property
     def matvecs(self) -> int:
@@ -96,6 +102,12 @@ class LowRankPreconditioner(FilteredPreconditioner):
     """A preconditioner P = U diag(values) Uᵀ + level (I − UUᵀ), from Â = U diag(eigenvalues) Uᵀ ≤ A.
 
     Rank 0 is a multiple of the identity.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 1.0, 1.0]))
+        >>> P = co.linalg.nystrom(A, 1, shift=1.0, generator=torch.Generator().manual_seed(0)).preconditioner()
+        >>> type(P).__name__, (P @ torch.ones(3)).shape
+        ('LowRankPreconditioner', torch.Size([3]))
     """
 
     U: Float[Vectors, "n r"]

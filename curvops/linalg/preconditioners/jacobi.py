@@ -37,7 +37,13 @@ COLUMNS = 64
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DiagonalPreconditioner(FilteredPreconditioner):
-    """The preconditioner P = diag(entries), all positive."""
+    """The preconditioner P = diag(entries), all positive.
+
+    Examples:
+        >>> P = co.linalg.diagonal_preconditioner(torch.diag(torch.tensor([4.0, 16.0])))
+        >>> P @ torch.ones(2), round(float(P.logdet()), 4)
+        (tensor([0.2500, 0.0625]), 4.1589)
+    """
 
     entries: Float[Tensor, " n"]
     matvecs: int = 0
@@ -71,6 +77,12 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
     Raises:
         ValueError: A is neither square nor a vector, or an entry is not finite.
         NotPositiveSemidefiniteError: an entry of P is not positive.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 16.0]))
+        >>> P = co.linalg.diagonal_preconditioner(A, shift=1.0)
+        >>> co.linalg.cg(A + torch.eye(2), torch.ones(2), preconditioner=P).iterations
+        1
     """
     checked_number("shift", shift, "[0, inf)")
     if isinstance(A, Tensor) and A.ndim == 1:
@@ -97,7 +109,14 @@ class EqualBlocks(Summarised):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockPreconditioner(FilteredPreconditioner):
-    """A block-diagonal P, each block with its eigendecomposition; blocks of one size are multiplied at once."""
+    """A block-diagonal P, each block with its eigendecomposition; blocks of one size are multiplied at once.
+
+    Examples:
+        >>> A = torch.block_diag(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([[4.0]]))
+        >>> P = co.linalg.block_jacobi(A, [2, 1])
+        >>> P @ (A @ torch.ones(3))
+        tensor([1.0000, 1.0000, 1.0000])
+    """
 
     groups: tuple[EqualBlocks, ...]
     matvecs: int = 0
@@ -149,6 +168,12 @@ def block_jacobi(
         NotPositiveSemidefiniteError: a block of A + shift I has an eigenvalue that is not positive.
 
     Source: Jacobi 1845; with b blocks the largest eigenvalue of P^-½AP^-½ is at most b.
+
+    Examples:
+        >>> A = torch.block_diag(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([[4.0]]))
+        >>> P = co.linalg.block_jacobi(A, [2, 1])
+        >>> co.linalg.cg(A, torch.ones(3), preconditioner=P).iterations
+        1
     """
     n, _, dtype, device = describe_square(A)
     checked_number("shift", shift, "[0, inf)")

@@ -58,6 +58,12 @@ class Nystrom(Summarised):
     ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 if the sketch exhausted the
     range. ``reason`` is CONVERGED for the given or chosen rank, RANK_CAPPED if a budget ended the growth. ``history``
     has a row for each rank that was tried: the products, and the smallest eigenvalue found (0 for none).
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 1e-3]).double())
+        >>> sketch = co.linalg.nystrom(A, 2, generator=torch.Generator().manual_seed(0))
+        >>> sketch.eigenvalues.round(), sketch.matvecs
+        (tensor([100.,  50.], dtype=torch.float64), 2)
     """
 
     U: Float[Vectors, "n r"]
@@ -140,6 +146,12 @@ def nystrom(
         NotPositiveSemidefiniteError: A has an eigenvalue clearly below zero.
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([100.0, 50.0, 1e-3]).double())
+        >>> P = co.linalg.nystrom(A, 2, shift=1e-3, generator=torch.Generator().manual_seed(0)).preconditioner()
+        >>> co.linalg.cg(A + 1e-3 * torch.eye(3), torch.ones(3).double(), preconditioner=P).iterations <= 2
+        True
     """
     A = as_matrix(A)
     facts = describe_square(A)

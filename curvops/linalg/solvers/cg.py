@@ -22,12 +22,10 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.checks import check_flag, checked_whole
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.matrix_identity import problem_of, ranks_of
-from curvops.linalg.core.memory import Multiply, keep, memories_of
+from curvops.linalg.core.memory import Multiply, keep
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Given,
@@ -37,7 +35,6 @@ from curvops.linalg.core.vectors import (
     as_columns,
     as_matrix,
     axpy,
-    column_bytes,
     columns,
     combine,
     describe_square,
@@ -152,11 +149,16 @@ def cg(
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000; conjugation to all directions as for full orthogonalisation in Lanczos' method.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> solution = co.linalg.cg(A, torch.tensor([3.0, 4.0]))
+        >>> solution.x.round(decimals=4), solution.reasons[0].name
+        (tensor([1., 1.]), 'CONVERGED')
     """
     A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     if not isinstance(refine, bool) and refine is not torch.float32 and refine is not torch.float64:
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     check_flag("block", block)
@@ -172,7 +174,7 @@ def cg(
     apply = as_function(preconditioner, facts)
     most = (keep_directions or 0) if block else 0
     if block and keep_directions is None:
-        most = most_directions(A, as_columns(B).shape[1], memory_budget, KeptDirections())
+        most = most_directions(A, as_columns(B).shape[1], memory_budget)
     most = kept.attach("directions", lambda: most) or most
     begin_directions = partial(KeptDirections, most, partial(keep, A))
 
@@ -195,41 +197,8 @@ def cg(
     return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
 
 
-def recycling_cg(
-    A: Matrix,
-    B: Shaped[Vectors, "n *K"],
-    past: KeptDirections,
-    *,
-    rtol: float | int = 1e-6,
-    maxiter: int | None = None,
-    memory_budget: int | None = None,
-) -> Solution:
-    """Solve as `cg` does, from the minimum over the directions of earlier solves with A, and add those of this one.
-
-    Without ``maxiter`` it ends after twice as many products as directions fit: a preconditioner is then needed.
-
-    Source: Krylov spaces recycled as by Erhel & Guyomarc'h 2000, with conjugation to all directions, not to the last.
-    """
-    facts = describe_square(A)
-    check(facts, B, rtol, maxiter, None, memory_budget)
-    require_accuracy(A, rtol)
-    for memory in memories_of(A):
-        memory.expect_many()  # one engine is used from the first product on, so that the solution depends on A and B
-
-    def solve(part: Vectors, start: Vectors | None) -> Solution:
-        most = most_directions(A, part.shape[1], memory_budget, past)
-        directions = past.continued(most, partial(keep, A))
-        goal = Goal(float(rtol), CHECK_EVERY + 2 * most // max(1, part.shape[1]) if maxiter is None else maxiter)
-        found = _solve(A, as_function(None, facts), _algebra(facts.dtype, directions), part, start, goal)
-        if found.accepted:
-            past.take(directions)
-        return found
-
-    return solve_in_groups("cg", solve, A, B, None, VECTORS, memory_budget, None)
-
-
 def _algebra(dtype: torch.dtype, past: KeptDirections, block: bool = True) -> Directions:
-    """Return the small algebra of the steps of one solve, which makes a block conjugate to past directions, too."""
+    """Return the small algebra of the steps of one solve."""
     noise = 20 * torch.finfo(dtype).eps
     return BlockDirections(noise, past) if block else ColumnDirections(noise, past)
 
@@ -299,7 +268,6 @@ class ConjugateGradients:
         """Iterate until every column has a reason."""
         step: Step | None = None
         if self.kept.state is None:
-            self.directions.past.project(self.x, self.r)
             P = self.propose(step)
         else:
             step, P = self.recall(self.kept.state)
@@ -427,7 +395,6 @@ class ConjugateGradients:
         whole = len(positions) == self.x.shape[1]
         x, r = (self.x, self.r) if whole else (columns(self.x, index), columns(self.r, index))
         image = self.multiply(x)
-        give_back_freed(column_bytes(x))  # most vectors are in memory here, and no pass of the network needs any
         records.matvecs += len(positions)
         sizes = norm(x)
         growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()

@@ -98,6 +98,12 @@ def dual_descent(
 
     Source: Lin, Padhy, Antorán, Tripp, Terenin, Szepesvári, Hernández-Lobato & Janz 2024, algorithm 1, with geometric
     averaging of the iterates.
+
+    Examples:
+        >>> K, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([3.0, 4.0])
+        >>> solution = co.linalg.dual_descent(K, b, noise=0.1, generator=torch.Generator().manual_seed(0))
+        >>> solution.reasons[0].name, bool(solution.relative_residuals[0] < 0.01)
+        ('CONVERGED', True)
     """
     facts = describe_square(K)
     n = facts.rows

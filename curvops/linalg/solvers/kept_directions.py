@@ -1,7 +1,7 @@
-"""Search directions of conjugate gradients that are kept with their images, for later steps and for later solves.
+"""Search directions of conjugate gradients that are kept with their images, for the later steps of a solve.
 
 With directions W, WᵀPW = I, and their images PW, a later direction z becomes z − W (PW)ᵀz, which is P-conjugate to all
-of them; and a later system P x = b starts from x = W Wᵀb, the minimum of its energy over their span.
+of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Panel:
 
 @dataclass(eq=False)
 class KeptDirections:
-    """The first directions of a solve, or of several with one matrix, scaled so that QᵀPQ = I.
+    """The first directions of a solve, scaled so that QᵀPQ = I.
 
     Conjugation to them changes nothing without rounding, so that any number of them may be kept: the first ones span
     the large eigenvalues, along which conjugacy is lost.
@@ -67,9 +67,7 @@ class KeptDirections:
 
     most: int = 0
     hold: Callable[[object, int], None] | None = None
-    panels: tuple[Panel, ...] = ()
-    own: int = field(default=0, init=False)
-    """How many of the last panels belong to this solve; those of earlier solves are only read."""
+    panels: list[Panel] = field(default_factory=list, init=False)
     ended: bool = field(default=False, init=False)
     """Whether no directions are kept any more."""
 
@@ -77,23 +75,6 @@ class KeptDirections:
     def count(self) -> int:
         """The number of directions."""
         return sum(panel.filled for panel in self.panels)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the directions and their images."""
-        return sum(panel.nbytes for panel in self.panels)
-
-    def continued(self, most: int, hold: Callable[[object, int], None] | None) -> KeptDirections:
-        """Return the directions of a further solve, which begin with these and leave them as they are."""
-        return KeptDirections(most, hold, self.panels)
-
-    def take(self, later: KeptDirections) -> None:
-        """Keep the directions of a further solve, too, without the room left in its last panel."""
-        if later.own and later.count > self.count and not self.ended:
-            Q, PQ = later.panels[-1].pair
-            last = Panel(as_block(Q), as_block(PQ), Q.shape[1])
-            later.count_bytes(last)
-            self.panels = (*later.panels[:-1], last)
 
     def add(self, Q: Vectors, PQ: Vectors, curvature: Float[Tensor, "r *r"]) -> None:
         """Keep directions that are conjugate to the others, if there is room for all of them."""
@@ -106,7 +87,7 @@ class KeptDirections:
 
     def _append(self, Q: Vectors, PQ: Vectors) -> None:
         r = Q.shape[1]
-        if not self.own or self.panels[-1].filled + r > self.panels[-1].Q.shape[1]:
+        if not self.panels or self.panels[-1].filled + r > self.panels[-1].Q.shape[1]:
             self._begin_panel(Q, min(max(TOGETHER, r), self.most - self.count))
         panel = self.panels[-1]
         put(panel.Q, panel.filled, Q)
@@ -115,11 +96,7 @@ class KeptDirections:
 
     def _begin_panel(self, like: Vectors, width: int) -> None:
         panel = Panel(empty_block(like, width), empty_block(like, width))
-        self.panels, self.own = (*self.panels, panel), self.own + 1
-        self.count_bytes(panel)
-
-    def count_bytes(self, panel: Panel) -> None:
-        """Count the bytes of a panel as used while it exists."""
+        self.panels.append(panel)
         if self.hold is not None:
             self.hold(panel, panel.nbytes)
 
@@ -142,7 +119,7 @@ class KeptDirections:
 
     def end(self) -> None:
         """Forget the directions, and keep no more: the matrix is too close to singular for them."""
-        self.most, self.panels, self.own, self.ended = 0, (), 0, True
+        self.most, self.panels, self.ended = 0, [], True
 
     def state(self) -> dict[str, Any]:
         """Return the directions, as a state from which a run continues."""
@@ -155,9 +132,9 @@ class KeptDirections:
             self._append(Q, PQ)
 
 
-def most_directions(A: Matrix, columns: int, memory_budget: int | None, past: KeptDirections) -> int:
-    """Return how many directions, past ones included, fit beside the working vectors, for an operator of a network."""
+def most_directions(A: Matrix, columns: int, memory_budget: int | None) -> int:
+    """Return how many directions fit beside the working vectors, for an operator of a network."""
     facts, room = describe_square(A), room_for(A, memory_budget, 0) if memories_of(A) else None
     size = vector_bytes(facts)
-    fitting = 0 if room is None else kept_directions(room + past.nbytes - VECTORS * size * columns, size)
+    fitting = 0 if room is None else kept_directions(room - VECTORS * size * columns, size)
     return min(facts.rows // 2, fitting)  # what is left of a small space is rounding

@@ -22,7 +22,6 @@ from torch import Tensor
 from curvops.checks import check_flag, checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     Given,
@@ -102,11 +101,15 @@ def lsmr(
         ValueError: shapes or devices do not fit, or damp, rtol, maxiter or memory_budget is negative.
 
     Source: Fong & Saunders 2011. Conjugate gradients on AᵀA would square the condition number in the solution's error.
+
+    Examples:
+        >>> A = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+        >>> co.linalg.lsmr(A, torch.tensor([1.0, 2.0, 3.0])).x.round(decimals=4)
+        tensor([1., 1.])
     """
     A = as_matrix(A, B)
     facts = describe(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     checked_number("damp", damp, "[0, inf)")
     check_flag("consistent", consistent)
     goal = goal_of(min(facts.rows, facts.columns), rtol, maxiter, callback)

@@ -22,7 +22,6 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, rounding_of
 from curvops.linalg.core.vectors import (
@@ -118,11 +117,15 @@ def minres(
             rtol, maxiter or memory_budget is negative.
 
     Source: Choi, Paige & Saunders 2011, MINRES-QLP, restarted from the true residual when rounding dominates.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([1.0, -2.0]))
+        >>> co.linalg.minres(A, torch.ones(2)).x.round(decimals=4)
+        tensor([ 1.0000, -0.5000])
     """
     A = as_matrix(A, B)
     facts = describe_square(A)
     check(facts, B, rtol, maxiter, x0, memory_budget)
-    require_accuracy(A, rtol)
     sigma = checked_number("shift", shift, "(-inf, inf)")
     goal = goal_of(facts.rows, rtol, maxiter, callback)
     plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner, facts)

@@ -35,9 +35,9 @@ from torch.autograd import Function
 
 from curvops.checks import carries_graph, check_choice, check_limits, check_tensor, in_forward_mode, refuse_tangents
 from curvops.linalg.core.cache import require_first_derivative
-from curvops.linalg.core.memory import longest
+from curvops.linalg.core.memory import longest, memories_of
 from curvops.linalg.core.results import Reason, Solution, accept, converged
-from curvops.linalg.core.rounding import require_accuracy, rounding_level
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sharded import Sharded, on_shards
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, operator_routes
 from curvops.linalg.core.symmetry import clearly_indefinite, is_psd
@@ -59,16 +59,12 @@ from curvops.linalg.core.vectors import (
     require_precision,
     shaped_as,
 )
-from curvops.linalg.solvers.cg import cg, recycling_cg
-from curvops.linalg.solvers.kept_directions import KeptDirections
+from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner
-from curvops.linalg.solvers.verdicts import UNDECIDED, precision_limited
+from curvops.linalg.solvers.verdicts import precision_limited
 from curvops.progress import Progress, at_work, check_progress
-
-PRECONDITIONED = UNDECIDED | {Reason.SINGULAR}
-"""Reasons for which a system that plain CG did not solve is tried with a sketch."""
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
@@ -97,9 +93,6 @@ class TaggedOperator(Protocol):
 
     def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
         """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None if none pays off."""
-
-    def directions(self, columns: int = 1, *, memory_budget: int | None = None) -> KeptDirections | None:
-        """Return the search directions of earlier solves if this one is to start from them."""
 
 
 def is_tagged(A: Any) -> TypeGuard[TaggedOperator]:
@@ -131,6 +124,10 @@ def method_for(A: Matrix) -> Method:
 
     Raises:
         TypeError, ValueError: A is no matrix.
+
+    Examples:
+        >>> co.linalg.method_for(torch.eye(3)), co.linalg.method_for(torch.ones(3, 2))
+        ('dense', 'lsmr')
     """
     check_tensor("A", A)
     if A.ndim < 2:
@@ -242,15 +239,10 @@ class Request:
         """Solve for B, of K columns in all, with the given preconditioner, else with what the operator keeps."""
         if self.preconditioner is not None or not is_tagged(operator):
             return cg(operator, B, preconditioner=self.preconditioner, **common)
-        start, past = None, operator.directions(K, memory_budget=self.memory_budget)
-        if past is not None:
-            found = recycling_cg(operator, B, past, **common)
-            if self.maxiter is not None or not any(reason in PRECONDITIONED for reason in found.reasons):
-                return found
-            past.end()  # later solves take a sketch at once
-            start = None if Reason.SINGULAR in found.reasons else found.x
+        for memory in memories_of(operator):
+            memory.expect_many()  # one engine is used from the first product on, so that x depends on A and B alone
         M = operator.preconditioner(K, memory_budget=self.memory_budget)
-        return cg(operator, B, preconditioner=M, x0=start, **common)
+        return cg(operator, B, preconditioner=M, **common)
 
 
 @on_shards
@@ -276,7 +268,7 @@ def solve(
         method: "auto", or one of the table.
         rtol: the true relative residual to reach; None means 1e-6, and 1.5e-8 in float64.
         maxiter: the maximum number of iterations of an iterative method.
-        preconditioner: as in `cg`; by default an `Operator` gives `cg` its own, or the directions of earlier solves.
+        preconditioner: as in `cg`; by default an `Operator` gives `cg` its own.
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch of an
             `Operator`'s own preconditioner; a sketch kept from an earlier solve is used whatever its size. None is the
             rest of the budget of the linearisation behind A, for both together.
@@ -292,6 +284,11 @@ def solve(
             linear_operator's NotPSDError. A closed form raises NotPositiveSemidefiniteError. To solve with an
             indefinite A, name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
+
+    Examples:
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> co.linalg.solve(A, torch.tensor([3.0, 4.0])).round(decimals=4)
+        tensor([1., 1.])
     """
     A = as_matrix(A, B)
     check_choice("method", method, ("auto", *get_args(Method)))
@@ -335,7 +332,6 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefiniteError, as in `cg`, at
     the cost of a Cholesky factorisation.
     """
-    require_accuracy(operator, rtol)
     matrix = operator.to_dense()
     if symmetric:
         matrix = (matrix + matrix.mT) / 2  # makes gradients inside A symmetric, too

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_callable, check_limits, check_tensor, checked_number, refuse_tangents, shown
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.memory import (
     Halving,
     Multiply,
@@ -254,7 +253,6 @@ def _in_groups(
     X, start, halving = B, 0, Halving("solved for")
     widths: list[int] = kept.state or [width]  # the groups so far, which a continued run repeats
     kept.save(lambda: widths, now=True)
-    give_back_freed(width * vector_bytes(describe(A)))
 
     def work(start: int, stop: int) -> Solution:
         with holding(A, width * column):

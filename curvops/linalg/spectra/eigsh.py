@@ -24,7 +24,7 @@ from curvops.linalg.core.matrix_identity import problem_of, ranks_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import ACCEPTED, Eigenpairs, Reason, Solution
-from curvops.linalg.core.rounding import NEAR_ZERO, require_accuracy
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.symmetry import MOST_SKEW, most_explained, narrow_root, rounding_of, skew_tolerance
 from curvops.linalg.core.vectors import (
@@ -54,13 +54,22 @@ from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import iterations_allowed, shifted
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
 Solver: TypeAlias = Callable[..., Solution]
 
 # Solves for interior pairs are more accurate than the requested pairs by this factor.
 INNER = 0.1
+OTHER_NAMES = {
+    "largest": 'which="LA"',
+    "smallest": 'which="SA"',
+    "both": 'which="BE"',
+    "magnitude": 'which="LM"',
+    "interior": "sigma= alone",
+    "SM": "sigma=0",
+}
+"""Names of earlier versions and of SciPy, with what replaces them."""
 
 
 @on_shards
@@ -68,10 +77,10 @@ INNER = 0.1
 def eigsh(
     A: Matrix | Given,
     k: int,
-    which: str = "largest",
+    which: str = "LM",
     *,
     sigma: float | int | None = None,
-    rtol: float | int = 1e-6,
+    rtol: float | int | None = None,
     block_size: int = 2,
     maxiter: int | None = None,
     max_matvecs: int | None = None,
@@ -93,11 +102,13 @@ def eigsh(
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.
         k: the number of pairs, 1..n.
-        which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
-            (largest |λ|), or "interior" (nearest to ``sigma``). The best pair comes first; "both" is in descending
-            order.
-        sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
-        rtol: 0 means the best accuracy that the dtype allows, and the reason is then PRECISION_LIMIT.
+        which: as in SciPy: "LM" (largest |λ|; with ``sigma``, nearest to it), "LA" and "SA" (largest and smallest
+            λ), or "BE" (half from each end, one more of the large ones). The best pair comes first; "BE" is in
+            descending order.
+        sigma: a shift in the interior of the spectrum, or 0 for the smallest |λ|: Lanczos on (A − σ)⁻¹.
+        rtol: by default 1e-6; in float32, pairs whose values are much smaller than ‖A‖ converge when they are as
+            accurate as rounding allows, up to √eps |λ|. 0 means the best accuracy that the dtype allows, and the reason
+            is then PRECISION_LIMIT.
         block_size: the number of vectors multiplied at once. A larger block needs somewhat more products.
         maxiter: the maximum number of block products; by default 10 n, at least 100, at most 10 000. At least k
             products are always made.
@@ -107,7 +118,7 @@ def eigsh(
         memory_budget: bytes for the basis; None is the rest of the budget of the linearisation behind A. The basis has
             2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller basis needs more products, and the
             reason is RANK_CAPPED if they did not suffice.
-        solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
+        solver: with ``sigma``, called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
@@ -122,19 +133,24 @@ def eigsh(
         product with NaN or Inf ends the run: every value is then NaN, and the reason is NON_FINITE.
 
     Raises:
-        ValueError: A is not square, k is not in 1..n, ``which`` is unknown, sigma and "interior" are not given
-            together, the budget is too small for k pairs, or the checkpoint belongs to another problem.
+        ValueError: A is not square, k is not in 1..n, ``which`` is unknown, or not "LM" beside sigma, the budget is
+            too small for k pairs, or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> pairs = co.linalg.eigsh(A, 2)
+        >>> pairs.values.round(decimals=6), pairs.vectors.shape
+        (tensor([4., 3.], dtype=torch.float64), torch.Size([4, 2]))
     """
     A = as_matrix(A)
     facts = describe_square(A)
     n = facts.rows
-    checked_number("rtol", rtol, "[0, inf)")
+    aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
-    require_accuracy(A, rtol)
     _check(n, k, which, sigma)
     checked_whole("block_size", block_size)
     if start is not None:
@@ -143,7 +159,7 @@ def eigsh(
     generator = kept.source("generator", generator, facts.device)
     if kept.done:
         return kept.result(Eigenpairs)
-    S = narrow_root(A) if start is None and which in ("largest", "magnitude") else None
+    S = narrow_root(A) if start is None and which in ("LA", "LM") and sigma is None else None
     S = None if S is None or S.shape[1] < k else S
     searched = A if S is None else S.mT @ S
     own, facts, last = facts, describe(searched), k if S is None else k + (k + 1) // 2
@@ -160,13 +176,13 @@ def eigsh(
             most = math.inf if max_matvecs is None else max_matvecs - last
             if most < k + b:
                 raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {last + k + b}.")
-            inverse = None if sigma is None else invert_shifted(A, float(sigma), float(rtol), most, solver)
+            inverse = None if sigma is None else invert_shifted(A, float(sigma), aimed, most, solver)
             process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
             search = Search(
                 process,
-                "magnitude" if which == "interior" else cast(Which, which),
+                cast(Which, which),
                 k,
-                float(rtol),
+                aimed,
                 capacity,
                 capped,
                 iterations_allowed(n, maxiter),
@@ -190,15 +206,17 @@ def eigsh(
                 values, residuals = rayleigh(vectors, multiply, b)
         reason = Reason.NOT_SYMMETRIC if reason in (Reason.CONVERGED, Reason.UNVERIFIED) and process.skewed else reason
         spent = process.matvecs + (last if inverse is None else 0)
-        verdict = which, sigma, float(rtol), size, reason
+        verdict = which, sigma, rtol, size, reason
         return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history, own=S is not None))
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
     checked_whole("k", k, 1, n)
-    check_choice("which", which, (*get_args(Which), "interior"))
-    if (sigma is None) == (which == "interior"):
-        raise ValueError(f'sigma and which="interior" must be given together, got which={which!r} and sigma={sigma}.')
+    if str(which) in OTHER_NAMES:
+        raise ValueError(f"eigsh has no which={which!r}: pass {OTHER_NAMES[which]}.")
+    check_choice("which", which, get_args(Which))
+    if sigma is not None and which != "LM":
+        raise ValueError(f'sigma finds the pairs nearest to it, which="LM"; got which={which!r} and sigma={sigma}.')
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
@@ -241,7 +259,7 @@ def _certify(
     residuals: Tensor,
     which: str,
     sigma: float | None,
-    rtol: float,
+    rtol: float | None,
     size: float,
     reason: Reason,
     matvecs: int,
@@ -249,14 +267,14 @@ def _certify(
     own: bool = False,
 ) -> Eigenpairs:
     """Order the pairs and give each its reason; vectors with memory of their `own` are not copied if in order."""
-    keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
-    order = keys.get(which, -values).argsort()
+    keys = {"SA": values, "LM": -values.abs()}
+    order = (keys.get(which, -values) if sigma is None else (values - sigma).abs()).argsort()
     residuals = residuals[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
     residuals = residuals.nan_to_num(math.inf, math.inf)
-    noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
+    eps, norm_A = torch.finfo(vectors.dtype).eps, max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
-    reasons = verdicts(residuals, rtol * sizes, noise, reason)
+    reasons = verdicts(residuals, sizes, rtol, norm_A, eps, reason)
     vectors = vectors if own and bool((order.diff() == 1).all()) else columns(vectors, order)
     return Eigenpairs(values, vectors, residuals, reasons, matvecs, history)
 

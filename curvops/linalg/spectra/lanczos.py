@@ -114,6 +114,13 @@ def lanczos(
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
 
     Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
+
+    Examples:
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]).double())
+        >>> found = co.linalg.lanczos(A, 4, start=torch.ones(4).double())
+        >>> T = found.alphas.diag() + found.betas[:3].diag(1) + found.betas[:3].diag(-1)
+        >>> torch.linalg.eigvalsh(T).round(decimals=6)
+        tensor([1., 2., 3., 4.], dtype=torch.float64)
     """
     A = as_matrix(A)
     facts = describe_square(A)

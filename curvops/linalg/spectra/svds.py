@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -22,7 +21,6 @@ from torch import Tensor
 from curvops.checks import check_callable, check_choice, check_limits, checked_number, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
-from curvops.linalg.core.rounding import require_accuracy
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import (
     CHUNK,
@@ -45,7 +43,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import iterations_allowed
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.linalg.spectra.projection import DROPPED, Basis, CountedProduct, Projection, within_zeros
-from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, ROUNDING, Search, Which, basis_columns, verdicts
+from curvops.linalg.spectra.thick_restart import BLOCK_VECTORS, RTOL, Search, Which, basis_columns, verdicts
 from curvops.progress import Progress, at_work
 
 
@@ -53,9 +51,9 @@ from curvops.progress import Progress, at_work
 def svds(
     A: Matrix | Given,
     k: int,
-    which: str = "largest",
+    which: str = "LM",
     *,
-    rtol: float | int = 1e-6,
+    rtol: float | int | None = None,
     block_size: int = 2,
     maxiter: int | None = None,
     max_matvecs: int | None = None,
@@ -73,8 +71,8 @@ def svds(
     Args:
         A: (m, n), with transposed products.
         k: the number of triplets.
-        which: "largest" or "smallest".
-        rtol: the residual to reach, relative to σ.
+        which: "LM" for the largest, "SM" for the smallest, as in SciPy.
+        rtol: the residual to reach, relative to σ; the default is as in `eigsh`.
         block_size: the number of start vectors, as in `eigsh`.
         maxiter: a limit on iterations; by default as in `eigsh`.
         max_matvecs: a limit on products of A and of Aᵀ together.
@@ -91,16 +89,20 @@ def svds(
         ValueError: k is not in 1..min(m, n), ``which`` is unknown, or the budget is too small for k triplets.
 
     Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
+
+    Examples:
+        >>> A = torch.tensor([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]).double()
+        >>> co.linalg.svds(A, 2).values.round(decimals=6)
+        tensor([3., 2.], dtype=torch.float64)
     """
     A = as_matrix(A)
     facts = describe(A)
     n = min(facts.rows, facts.columns)
     checked_whole("k", k, 1, n)
-    check_choice("which", which, ("largest", "smallest"))
-    checked_number("rtol", rtol, "[0, inf)")
+    check_choice("which", which, ("LM", "SM"))
+    aimed = RTOL if rtol is None else checked_number("rtol", rtol, "[0, inf)")
     check_limits(None, maxiter, max_matvecs, memory_budget)
     check_callable("callback", callback)
-    require_accuracy(A, rtol)
     checked_whole("block_size", block_size)
     least = math.ceil((k + 2 + BLOCK_VECTORS) * facts.pair_bytes / facts.vector_bytes)
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
@@ -117,9 +119,10 @@ def svds(
         start = random_block(describe(tall), b, "gaussian", generator)
         process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
         most_steps = iterations_allowed(n, maxiter)
-        search = Search(process, cast(Which, which), k, float(rtol), capacity, capped, most_steps, most, callback)
+        end: Which = "LA" if which == "LM" else "SA"  # singular values are not negative
+        search = Search(process, end, k, aimed, capacity, capped, most_steps, most, callback)
         reason = search.run(random_start=True)
-        found = _certify(process, k, which, float(rtol), reason, search.history)
+        found = _certify(process, k, which, rtol, reason, search.history)
     return replace(found, U=found.V, V=found.U) if facts.rows < facts.columns else found
 
 
@@ -139,7 +142,9 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[Tensor, Tensor]
     return torch.cat(values), torch.cat(residuals)
 
 
-def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: Tensor) -> SingularTriplets:
+def _certify(
+    process: GolubKahan, k: int, which: str, rtol: float | None, reason: Reason, history: Tensor
+) -> SingularTriplets:
     """Order singular values, true residuals and reasons; all are NaN if a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
@@ -147,10 +152,10 @@ def _certify(process: GolubKahan, k: int, which: str, rtol: float, reason: Reaso
         nothing = norm(V)
         return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs, history)
     values, residuals = _sizes(process, U, V)
-    order = values.argsort(descending=which == "largest")
+    order = values.argsort(descending=which == "LM")
     residuals, values = residuals[order], values[order]
-    noise = ROUNDING * torch.finfo(V.dtype).eps * max(process.size * process.scale, float(values.amax()))
-    reasons = verdicts(residuals, rtol * values, noise, reason)
+    eps, norm_A = torch.finfo(V.dtype).eps, max(process.size * process.scale, float(values.amax()))
+    reasons = verdicts(residuals, values, rtol, norm_A, eps, reason)
     left, right = columns(U, order), columns(V, order)
     return SingularTriplets(left, values, right, residuals, reasons, process.matvecs, history)
 

@@ -25,7 +25,7 @@ from curvops.linalg.spectra.projection import Projection
 from curvops.progress import as_step, remark
 from curvops.records import restore, state_of
 
-Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
+Which: TypeAlias = Literal["LM", "LA", "SA", "BE"]
 
 STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
 # Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
@@ -34,6 +34,8 @@ MOST_COLUMNS = 512
 # The number of blocks of vectors held in a step, in addition to the basis.
 BLOCK_VECTORS = 4
 # A true residual of this many units of rounding is the best that the dtype allows.
+RTOL = 1e-6
+"""The default tolerance, relative to the eigenvalue; it is wider where rounding of ‖A‖ is, up to √eps."""
 ROUNDING = 20
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, since the true one is slightly larger.
@@ -46,21 +48,21 @@ KEPT_PART = 3
 
 def best_positions(values: Tensor, which: Which, k: int) -> Tensor:
     """Return the positions of the k (or fewer) wanted values among ascending ones, best first."""
-    order = values.argsort(descending=which != "smallest", stable=True)
-    if which == "magnitude":
+    order = values.argsort(descending=which != "SA", stable=True)
+    if which == "LM":
         order = values.abs().argsort(descending=True, stable=True)
     k = min(k, len(values))
-    low = k // 2 if which == "both" else 0
+    low = k // 2 if which == "BE" else 0
     return torch.cat([order[: k - low], order[len(order) - low :]])
 
 
 def rejected_interval(values: Tensor, which: Which) -> tuple[float, float]:
     """Return the interval outside which a further value would be better than one of these, all of them wanted."""
-    if which == "largest":
+    if which == "LA":
         return -math.inf, float(values.min())
-    if which == "smallest":
+    if which == "SA":
         return float(values.max()), math.inf
-    if which == "magnitude":
+    if which == "LM":
         least = float(values.abs().min())
         return -least, least
     order = values.sort(descending=True).values
@@ -244,8 +246,13 @@ def basis_columns(
     raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
-def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
-    """Return a reason for each true residual, given how the search ended."""
+def verdicts(
+    residuals: Tensor, sizes: Tensor, rtol: float | None, norm_A: float, eps: float, reason: Reason
+) -> tuple[Reason, ...]:
+    """Return a reason for each true residual, given the sizes that it is relative to and how the search ended."""
+    noise = ROUNDING * eps * norm_A
+    usual = torch.maximum(RTOL * sizes, (math.sqrt(eps) * sizes).clamp_max(noise))
+    aims = usual if rtol is None else rtol * sizes
     unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
     found = []
     for residual, aim in zip(residuals.tolist(), aims.tolist()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning
+from curvops.errors import NoDataError, RanksDifferError, SharedPointsWarning, warn
 from curvops.fingerprints import in_64_bits, join_sums
 from curvops.network.data.batches import ACCEPTED, Batch, Batches, DataPrints, Reading, parts_of
 from curvops.network.data.inputs import Inputs, components, map_inputs, move, normalise, take
@@ -154,7 +153,7 @@ class Shard(Batches):
                 "purpose, put all copies on one rank, or pass each point once, with a weight."
             )
         if within == 0:
-            warnings.warn(f"{what}. Ignore this if the data repeat these points.", SharedPointsWarning, stacklevel=6)
+            warn(f"{what}. Ignore this if the data repeat these points.", SharedPointsWarning)
 
 
 def _shared(held: list[Counter[int]], i: int, j: int) -> int:

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import flop_registry
 
 from curvops.eager_mode import EagerMode
 from curvops.network.data.inputs import components, in_pieces, normalise, num_points, take
-from curvops.network.engines.norm_tangents import NormTangents
 from curvops.network.engines.replay import Held, Recorder, Replay, extent, has_memory, tensors_in
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
@@ -188,7 +187,6 @@ def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | N
         model.differentiating(),
         torch.no_grad(),
         forward_ad.dual_level(),
-        NormTangents(),
         recorder,
     ):
         values = model.values

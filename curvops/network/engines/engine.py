@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from curvops.freed_memory import give_back_freed
 from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import in_pieces, num_points, take
 from curvops.network.engines.autodiff import KeptRows, Recorded, Streamed, record_replay
@@ -24,7 +23,7 @@ from curvops.network.engines.layerwise import (
     owners_of,
     record,
 )
-from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
+from curvops.network.engines.plan import EngineChoice, EngineKind, Plan, rates_of
 from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
 from curvops.network.engines.self_check import Checked, bypassed, mismatches, random_root, wrong_layers
@@ -34,8 +33,6 @@ from curvops.network.model.parameters import Blocks
 
 # The least number of bytes of sensitivities used at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
-# The bytes of an engine from which on memory freed by its checks and its build is given back.
-BUILT_BYTES = 16 * 2**20
 # The number of points on which layer rules are checked before use.
 CHECKED_POINTS = 8
 # On a CPU passes without a graph are over at least so many points at a time, for which weights are read only once.
@@ -162,15 +159,13 @@ class Engines:
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
 
-    def build(
-        self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY, dtype: torch.dtype | None = None
-    ) -> Engine:
+    def build(self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
         """Return an engine of this kind for a batch, within `room` bytes; a streamed one if the engine proves wrong.
 
-        With a root L it multiplies by Lᵀ J. A layerwise engine keeps its tensors in `dtype` if that is given.
+        With a root L it multiplies by Lᵀ J.
         """
         if kind == "layerwise":
-            return self._prove_layerwise(inputs, room, root, dtype)
+            return self._prove_layerwise(inputs, room, root)
         if kind == "formed":
             return KeptRows(self.model, inputs, self.forward_points, root)
         engine = self._autodiff(kind, inputs, room)
@@ -181,21 +176,19 @@ class Engines:
             return self._build_recorded(inputs, self.model.selection.names)
         return self._build_streamed(inputs, room)
 
-    def _prove_layerwise(self, inputs: Any, room: int, root: Root, dtype: torch.dtype | None) -> Engine:
+    def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
         """Return the layerwise engine without the layers that prove wrong; a streamed engine if none is left.
 
         If layers that were proven run differently in this batch, autodiff computes products from now on, but not rows:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
         self._prove_on_few(inputs, whole=root is IDENTITY)
-        if num_points(inputs) * self.plan.layerwise_bytes >= BUILT_BYTES:
-            give_back_freed()
-        if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs, dtype)):
+        if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs)):
             return found
         if self.plan.layers:
             recording = self.record(inputs)
             if not recording[2]:
-                return self._build_layerwise(inputs, room, root, recording, dtype)
+                return self._build_layerwise(inputs, room, root, recording)
             self._unlike = frozenset(recording[2])
             self.plan = self._make_plan()
         return self.build("streamed", inputs, room, root)
@@ -297,8 +290,6 @@ class Engines:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
         while (routes := self._routes_of(names)).recordable:
             replay = record_replay(self.model, inputs, names) if routes.replayed else None
-            if num_points(inputs) * routes.recorded_bytes >= BUILT_BYTES:
-                give_back_freed()
             if routes.replayed is (replay is not None):
                 engine = Recorded(self.model, inputs, names, replay)
                 if names in self._recorded_verified or proves_itself(engine):
@@ -312,7 +303,7 @@ class Engines:
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
-    def _build_last_layer(self, inputs: Any, dtype: torch.dtype | None) -> Layerwise | None:
+    def _build_last_layer(self, inputs: Any) -> Layerwise | None:
         """Return the engine of a last layer from passes over some points at a time, of which only its inputs are kept.
 
         Return None if all points are in one pass, or if the layer was not the last one in some pass.
@@ -324,17 +315,15 @@ class Engines:
             recording = self.record(part)
             if recording[2]:
                 return None
-            found.append(Layerwise(self.model, recording, None, LEAST_CHUNK, dtype=dtype))
+            found.append(Layerwise(self.model, recording, None, LEAST_CHUNK))
             if found[-1].features is None:
                 return None
         return Layerwise.of_last_layers(found)
 
-    def _build_layerwise(
-        self, inputs: Any, room: int, root: Root, recording: Recording, dtype: torch.dtype | None
-    ) -> Layerwise:
+    def _build_layerwise(self, inputs: Any, room: int, root: Root, recording: Recording) -> Layerwise:
         others = tuple(self.plan.others)
         rest = self._build_recorded(inputs, others) if others else None
-        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root, dtype)
+        return Layerwise(self.model, recording, rest, max(LEAST_CHUNK, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""
@@ -371,6 +360,7 @@ class Engines:
             routes=self._routes_of(names),
             rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
+            rates=rates_of(self.model.theta.device),
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             unlike=self._unlike,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -27,8 +27,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from curvops.freed_memory import give_back_freed
-from curvops.matrix_products import multiply
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
@@ -43,12 +41,8 @@ COLUMN_BYTES = 2**22
 """Bytes of δ per cotangent above which, on a CPU, each gets its own backward pass, since batching rules copy."""
 # On a CPU a larger tensor is allocated anew each time, page by page, which costs more than reading δ again.
 MAPPED_BYTES = 2**25 - 1
-LONG_PASS_BYTES = 2**26
-"""Bytes of δ of a backward pass from which on what it frees is given back to the system: a few per cent of its time."""
 CACHED_BYTES = 2**22
 """Bytes of δ that a product reads at a time on a CPU, few enough to be in a cache when it multiplies by them again."""
-WIDENED_BYTES = 2**20
-"""Bytes of a tensor kept in a lower precision that are converted at a time: few enough to stay in a cache."""
 # Operations that change the shape of numbers, but not their order.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 # Functions of one number at a time.
@@ -175,24 +169,19 @@ class Factors(FactoredCall):
     delta: Tensor
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        z = self.changes(tangents)
-        pieces = widened_pieces(self.delta, z.dtype)
-        return concatenate([torch.bmm(delta.flatten(2), z[points].mT) for points, delta in pieces]).permute(2, 0, 1)
+        return torch.bmm(self.delta.flatten(2), self.changes(tangents).mT).permute(2, 0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
-        u = cotangents.transpose(0, 1)
-        pieces = widened_pieces(self.delta, u.dtype)
-        return self.gradients(concatenate([torch.bmm(u[points], delta.flatten(2)) for points, delta in pieces]))
+        return self.gradients(torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)))
 
     def changes(self, tangents: Local) -> Float[Tensor, "n k o"]:
         """Return the changes of the layer's output, its numbers side by side."""
-        dtype = next(iter(tangents.values())).dtype
-        return self.layer.rule.push(self.layer.module, converted(self.kept, dtype), tangents).flatten(2)
+        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
 
     def gradients(self, s: Float[Tensor, "n k o"]) -> Local:
         """Return the gradients of these sensitivities of the layer's output."""
-        a, s = converted(self.kept, s.dtype), s.unflatten(2, self.delta.shape[2:])
-        return self.layer.rule.pull(self.layer.module, a, s, tuple(self.layer.names))
+        s = s.unflatten(2, self.delta.shape[2:])
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def left(self) -> Tensor | None:
         """See `Rule.left`."""
@@ -225,16 +214,14 @@ class Slopes(FactoredCall):
     weight: Float[Tensor, "C out"]
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
-        dtype = self.weight.dtype
-        z = self.layer.rule.push(self.layer.module, converted(self.kept, dtype), tangents)
-        through = (z * self.slopes.to(dtype).unsqueeze(1)).flatten(0, 1)
-        return multiply(through, self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
+        z = self.layer.rule.push(self.layer.module, self.kept, tangents)
+        through = (z * self.slopes.unsqueeze(1)).flatten(0, 1)
+        return (through @ self.weight.mT).unflatten(0, z.shape[:2]).transpose(0, 1)
 
     def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
-        dtype = self.weight.dtype
         u = cotangents.transpose(0, 1)
-        s = multiply(u.flatten(0, 1), self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.to(dtype).unsqueeze(1))
-        return self.layer.rule.pull(self.layer.module, converted(self.kept, dtype), s, tuple(self.layer.names))
+        s = (u.flatten(0, 1) @ self.weight).unflatten(0, u.shape[:2]).mul_(self.slopes.unsqueeze(1))
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def _parts(self, block: Tensor) -> list[slice]:
         # An eighth of what others take at once: nothing is read again for each part, and a part stays in a cache.
@@ -261,22 +248,6 @@ def concatenate(pieces: list[Tensor], dim: int = 0) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def converted(kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a layer's kept input in this dtype; indices stay as they are."""
-    return kept.to(dtype) if kept.is_floating_point() else kept
-
-
-def widened_pieces(kept: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (some points, their part of a kept tensor in the vectors' dtype); all at once if it has that dtype."""
-    if kept.dtype == dtype:
-        yield slice(None), kept
-        return
-    step = max(1, WIDENED_BYTES * len(kept) // max(1, kept.numel() * dtype.itemsize))
-    for start in range(0, len(kept), step):
-        points = slice(start, start + step)
-        yield points, kept[points].to(dtype)
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
     """A layer kept as its own rows, (n, R, p), with its p parameters side by side."""
@@ -286,13 +257,10 @@ class Rows:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
-        rows = [multiply(v, rows.flatten(0, 1).mT) for _, rows in widened_pieces(self.jacobian, v.dtype)]
-        return concatenate(rows, 1).unflatten(1, self.jacobian.shape[:2])
+        return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
-        pieces = widened_pieces(self.jacobian, cotangents.dtype)
-        first, *others = (multiply(cotangents[:, points].flatten(1), rows.flatten(0, 1)) for points, rows in pieces)
-        return self._layout.named(sum(others, first))
+        return self._layout.named(cotangents.flatten(1) @ self.jacobian.flatten(0, 1))
 
     def named_rows(self) -> Blocks:
         """Return the rows by parameter name, (n, R, *shape)."""
@@ -341,12 +309,11 @@ class Features:
         return concatenate([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
-        kept = converted(self.kept, next(iter(tangents.values())).dtype)
-        return self.layer.rule.push(self.layer.module, kept, tangents).flatten(2).transpose(0, 1)
+        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
-        return self.layer.rule.pull(self.layer.module, converted(self.kept, s.dtype), s, tuple(self.layer.names))
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def at(self, points: slice) -> Features:
         return replace(self, kept=self.kept[points])
@@ -379,7 +346,6 @@ class Layerwise:
         rest: Recorded | Streamed | None,
         chunk_bytes: int,
         root: Root = IDENTITY,
-        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.rest = rest if rest is None or root is IDENTITY else RootJacobian(rest, root)
@@ -387,7 +353,7 @@ class Layerwise:
         assert not misfits  # they have no rule
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
-        self.parts = _parts(model, outputs, calls, chunk_bytes, root, dtype)
+        self.parts = _parts(model, outputs, calls, chunk_bytes, root)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._layout = model.selection
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
@@ -470,7 +436,7 @@ class Layerwise:
             step = max(1, CACHED_BYTES * len(self.outputs) // size)
             for start in range(0, len(self.outputs), step):
                 points = slice(start, start + step)
-                deltas = [converted(part.delta[points], first.dtype).flatten(2) for part in read]
+                deltas = [part.delta[points].flatten(2) for part in read]
                 u = pushed[:, points]
                 for delta, z in zip(deltas, changes):
                     u = u + torch.bmm(delta, z[points].mT).permute(2, 0, 1)
@@ -583,21 +549,15 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
 
-def _parts(
-    model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root, dtype: torch.dtype | None
-) -> list[Part]:
-    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ.
-
-    What is kept is rounded to `dtype` if that is given.
-    """
-    dtype = outputs.dtype if dtype is None else dtype
+def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Part]:
+    """Return the part of each call, with the columns' backward passes in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
     last = [call for call in calls if call.layer.is_last and root is IDENTITY]
     before = [call for call in calls if call.layer.feeds_last and root is IDENTITY]
     calls = [call for call in calls if call not in last and call not in before]
     as_rows = [call.layer.as_rows(columns) for call in calls]
     sizes = [(call.layer.size,) if rows else call.layer.output[1:] for call, rows in zip(calls, as_rows)]
-    stores = [outputs.new_empty(n, columns, *size, dtype=dtype) for size in sizes]
+    stores = [outputs.new_empty(n, columns, *size) for size in sizes]
     reached = [False] * len(calls)
     if not outputs.is_cuda and bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
         chunk_bytes = min(chunk_bytes, COLUMN_BYTES)  # batched passes copy, and gain nothing beyond a cache
@@ -609,8 +569,6 @@ def _parts(
         into = [None if rows else store[:, some] for rows, store in zip(as_rows, stores)]
         run = partial(sensitivities, model, outputs, calls, cotangents, into=into)
         deltas = model.holding(leaves, run)
-        if len(cotangents) * bytes_of_one(calls, outputs.element_size()) >= LONG_PASS_BYTES:
-            give_back_freed()  # before rows are made beside δ and the pass's graph
         for i in range(len(deltas)):
             delta, deltas[i] = deltas[i], None  # freed once it is used, and before the next pass
             reached[i] |= delta is not None
@@ -620,22 +578,22 @@ def _parts(
                 with torch.no_grad():
                     stores[i][:, some] = _rows(calls[i], delta) if as_rows[i] else delta
     found = [
-        Rows(call.layer, store) if rows else Factors(call.layer, converted(call.kept, dtype), store)
+        Rows(call.layer, store) if rows else Factors(call.layer, call.kept, store)
         for call, store, rows, is_reached in zip(calls, stores, as_rows, reached)
         if is_reached
     ]
-    feeding = [_slopes(model, call, last[0], dtype) for call in before]
-    return [*found, *feeding, *(Features(call.layer, converted(call.kept, dtype)) for call in last)]
+    feeding = [_slopes(model, call, last[0]) for call in before]
+    return [*found, *feeding, *(Features(call.layer, call.kept) for call in last)]
 
 
-def _slopes(model: Model, call: Call, last: Call, dtype: torch.dtype) -> Slopes:
+def _slopes(model: Model, call: Call, last: Call) -> Slopes:
     """Return the part of a call that feeds the last layer, by one backward pass between the two."""
     h, layer = last.inputs[0], last.layer
     run = partial(torch.autograd.grad, h, call.edge, torch.ones_like(h), retain_graph=True)
     (slopes,) = model.holding(model.leaves(), run)
     weight = model.values[layer.names["weight"]]
     weight = weight.mT if layer.rule.matrix_is_transposed else weight
-    return Slopes(call.layer, converted(call.kept, dtype), slopes.detach().to(dtype), weight)
+    return Slopes(call.layer, call.kept, slopes.detach(), weight)
 
 
 def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:

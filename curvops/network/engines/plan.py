@@ -15,9 +15,10 @@ it takes 2/3 of a gradient for any C, and it pays from the first product.
 A layer that feeds the last one keeps slopes instead of δ, and multiplies by the last layer's weight, C multiply-adds a
 unit in each direction.
 
-Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
-Each visit of a layer costs `OVERHEAD` multiply-adds, whatever the layer's size: one visit per vector by autodiff, one
-per block by the layerwise engine. These visits are most of the cost of small networks.
+What else a product takes is told by the device's `Rates`. Numbers that are only read (δ, layer Jacobians) cost
+`Rates.read` multiply-adds each, however many vectors share the reading. Each visit of a layer costs `Rates.visit`
+multiply-adds, whatever the layer's size: one visit per vector by autodiff, one per block by the layerwise engine. These
+visits are most of the cost of small networks, and on a GPU of all but large ones.
 
 - formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
   build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
@@ -45,14 +46,35 @@ from curvops.summary import Table, Tabular
 
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
-READ = 12
 SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
 RECORDING = 7 / 3
-OVERHEAD = 2e7
 THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75, "formed": 0.25}
 """How often a product visits the layers, as measured, in units of the recorded engine's visits."""
 THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a device, in multiply-adds of a large matrix product in the same time."""
+
+    read: float
+    """Reading one number from memory."""
+    visit: float
+    """Visiting a layer, besides its arithmetic: Python, and the launches of its operations."""
+
+
+CPU = Rates(read=12.0, visit=2e7)
+"""As measured on two cores of AMD EPYC and Intel Xeon."""
+GPU = Rates(read=40.0, visit=1.7e9)
+"""As predicted from the data sheet of an H100, not measured: 33.5e12 multiply-adds and 3.35e12 bytes a second in single
+precision (half as many of both numbers in double precision), and ten operations a visit that Python issues in 5 µs
+each."""
+
+
+def rates_of(device: torch.device) -> Rates:
+    """Return the rates by which the rule weighs the costs of products on this device."""
+    return CPU if device.type == "cpu" else GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +95,10 @@ class Plan(Tabular):
     routes: Routes  # of all selected parameters
     rest: Routes | None  # of `others`
     memory_budget: int
+    rates: Rates
     half_base: bool = False  # frozen tensors round more coarsely than the selected parameters' dtype
     unlike: frozenset[str] = frozenset()  # parameters whose layers ran differently in a batch than in the first points
     in_use: dict[str, int] = field(default_factory=dict)
-    compute_dtype: torch.dtype | None = None  # of the tensors that layers keep, if not the weights' dtype
-    product_error: float | None = None  # the relative error of products that it causes, as measured
 
     @cached_property
     def forward(self) -> int:
@@ -131,8 +152,6 @@ class Plan(Tabular):
         recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
-        if self.compute_dtype is not None:  # other engines would multiply by a different, unrounded J
-            return ("layerwise",)
         formed: tuple[EngineKind, ...] = ("formed",) if self.engine == "auto" and self.others else ()
         if self.engine == "autodiff" or self.unlike or not self.layers:
             return ("streamed", *recorded, *formed)
@@ -153,10 +172,10 @@ class Plan(Tabular):
     def per_vector(self, kind: EngineKind, columns: int = 1) -> float:
         """Return the expected gradients per product with one vector, in a block of `columns`."""
         if kind == "formed":
-            return 2 * self.num_outputs * self.size * (1 + READ / columns) / (3 * max(1, self.forward))
+            return 2 * self.num_outputs * self.size * (1 + self.rates.read / columns) / (3 * max(1, self.forward))
         if kind != "layerwise":
             return self._autodiff(self.routes, columns, kept=kind == "recorded")
-        work = sum(self._product(layer) + READ * self._read(layer) / columns for layer in self.layers)
+        work = sum(self._product(layer) + self.rates.read * self._read(layer) / columns for layer in self.layers)
         rest = 0.0 if self.rest is None else self._autodiff(self.rest, columns, kept=self.rest.recordable)
         return 2 * work / (3 * max(1, self.forward)) + rest
 
@@ -210,14 +229,14 @@ class Plan(Tabular):
     def overhead(self, through: float, points: int) -> float:
         """Return the cost of that many visits of all layers, in gradients of a batch, whatever the layers' sizes."""
         visits = len(self.layers) + len({name.rpartition(".")[0] for name in self.others})
-        return through * OVERHEAD * visits / (3 * max(1, self.forward * points))
+        return through * self.rates.visit * visits / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:
         return not (layer.is_last or layer.feeds_last) and layer.as_rows(self.num_outputs)
 
     def _bytes(self, layer: Layer) -> int:
         numbers = self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
-        return numbers * (self.itemsize if self.compute_dtype is None else self.compute_dtype.itemsize)
+        return numbers * self.itemsize
 
     def _read(self, layer: Layer) -> int:
         """Return the numbers per point that a product reads: δ, slopes or the layer's Jacobian; none for the last."""
@@ -241,7 +260,7 @@ class Plan(Tabular):
                 why = "a layer ran differently in a batch" if self.unlike else "by the engine option"
                 rows.append((layer.path or "(model)", f"{layer.size:,}", f"autodiff: {why}", "", ""))
                 continue
-            cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
+            cost = 2 * (self._product(layer) + self.rates.read * self._read(layer)) / (3 * max(1, self.forward))
             kept = "Jacobian rows" if self._as_rows(layer) else "a and slopes" if layer.feeds_last else "a and δ"
             kept = "a" if layer.is_last else kept
             rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{self._bytes(layer):,}", f"{cost:.2f}"))
@@ -258,11 +277,6 @@ class Plan(Tabular):
         if self.routes.why:
             serves = "the layerwise engine, from first derivatives only" if self.prefers_layerwise else "rows of J"
             lines.append(f"{self.routes.why}: products with J by {serves}.")
-        if self.product_error is not None:
-            lines.append(
-                f"compute_dtype={self.compute_dtype} for products of curvatures: relative error "
-                f"{self.product_error:.1e} on the first points."
-            )
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
         now = f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"
         return [*lines, now]

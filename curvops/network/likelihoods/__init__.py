@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvops.network.likelihoods.bernoulli import Bernoulli
-from curvops.network.likelihoods.bradley_terry import BradleyTerry
+from curvops.network.likelihoods.bradley_terry import BradleyTerry, RewardPairs
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.from_distribution import FromDistribution
 from curvops.network.likelihoods.from_loss import FromLoss, required_names
@@ -38,6 +38,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
+    "RewardPairs",
     "Sequences",
     "as_likelihood",
 ]
@@ -78,14 +79,15 @@ NAMES = {
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     """Return the likelihood for a name, a torch loss or a function.
 
-    ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
-    keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight
-    per point is a sample weight, passed with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``,
-    whether ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of
-    squared errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
-    ``FromDistribution``. Any other loss of (outputs, targets), a function or a module (``nn.HuberLoss``,
-    ``nn.SmoothL1Loss``), is a ``FromLoss``; for ``nn.GaussianNLLLoss`` the outputs are m means, then m variances. A
-    loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+    ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian()``, whose noise `co.linearize` estimates.
+    ``nn.CrossEntropyLoss`` keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and
+    pos_weight (a weight per point is a sample weight, passed with the data); ``nn.PoissonNLLLoss(log_input=True)`` is
+    ``Poisson()``, whether ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is
+    the sum of squared errors up to a constant: a loss is taken as it is given, so that its GGN is that of this sum. A
+    function from outputs to a ``torch.distributions.Distribution`` is a ``FromDistribution``. Any other loss of
+    (outputs, targets), a function or a module (``nn.HuberLoss``, ``nn.SmoothL1Loss``), is a ``FromLoss``; for
+    ``nn.GaussianNLLLoss`` the outputs are m means, then m variances. A loss's ``reduction`` is not used: the
+    log-likelihood is always the sum over points.
 
     Args:
         spec: a `Likelihood`, or any of the above.
@@ -98,6 +100,10 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     Raises:
         TypeError: `spec` is anything else, or a function whose signature does not show how many arguments it takes.
         ValueError: an option has no counterpart.
+
+    Examples:
+        >>> co.likelihoods.as_likelihood("classification"), co.likelihoods.as_likelihood(nn.MSELoss())
+        (Categorical(weight=None, ignore_index=-100, label_smoothing=0), Gaussian(noise=0.5))
     """
     if isinstance(spec, Likelihood):
         return spec
@@ -107,7 +113,7 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     if spec == "classification":
         return Categorical()
     if spec == "regression":
-        return Gaussian(noise=1.0)
+        return Gaussian()
     module = next((module for function, module in FUNCTIONS.items() if function is spec), None)
     if module is not None:
         remedy = REMEDIES.get(module, f"Pass nn.{module.__name__}(), whose reduction is not used.")

@@ -28,6 +28,11 @@ class Bernoulli(Independent):
     Raises:
         TypeError: the weights are neither tensors nor arrays.
         ValueError: the weights have another form.
+
+    Examples:
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, y[:, None].float()), co.likelihoods.Bernoulli())
+        >>> lin.likelihood.log_prob(torch.zeros(1, 1), torch.ones(1, 1))
+        tensor([-0.6931])
     """
 
     def __init__(

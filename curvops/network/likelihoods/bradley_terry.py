@@ -26,6 +26,13 @@ class BradleyTerry(Categorical):
         ValueError: label_smoothing is out of range.
 
     Source: Bradley & Terry 1952; for reward models Stiennon et al. 2020, section 3.3.
+
+    Examples:
+        >>> pairs, preferred = torch.stack([x, x.flip(0)], 1), torch.zeros(8, dtype=torch.long)
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
+        >>> lin = co.linearize(rewards, (pairs, preferred), co.likelihoods.BradleyTerry())
+        >>> lin.output_shape
+        torch.Size([2])
     """
 
     def __init__(self, label_smoothing: float | int = 0.0) -> None:
@@ -38,7 +45,7 @@ class BradleyTerry(Categorical):
         if num_outputs != 2:
             raise ValueError(
                 f"BradleyTerry compares two rewards, but the model has {num_outputs} outputs. Wrap a model that rates "
-                "one item as co.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
+                "one item as co.likelihoods.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
             )
 
 
@@ -54,6 +61,12 @@ class RewardPairs(nn.Module):
             per pass.
 
     A call raises ValueError for inputs without this dimension and for outputs of another shape.
+
+    Examples:
+        >>> pairs = torch.stack([x, x.flip(0)], 1)
+        >>> rewards = co.likelihoods.RewardPairs(nn.Linear(2, 1))
+        >>> rewards(pairs).shape
+        torch.Size([8, 2])
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -41,6 +41,10 @@ class Categorical(Likelihood):
     Raises:
         TypeError: an option is of another kind.
         ValueError: an option is out of range.
+
+    Examples:
+        >>> likelihood = co.likelihoods.Categorical(label_smoothing=0.1)
+        >>> lin = co.linearize(model, (x, y), likelihood)
     """
 
     def __init__(

@@ -40,6 +40,12 @@ class FromDistribution(ByAutograd):
 
     Raises:
         TypeError, ValueError: its methods raise them for any other distribution.
+
+    Examples:
+        >>> from torch.distributions import Poisson
+        >>> likelihood = co.likelihoods.FromDistribution(lambda f: Poisson(f.exp()))
+        >>> likelihood.log_prob(torch.zeros(1, 1), torch.ones(1, 1))
+        tensor([-1.])
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:

@@ -39,6 +39,10 @@ class FromLoss(ByAutograd):
 
     Raises:
         TypeError: `function` does not take two arguments, or its first argument is named like targets.
+
+    Examples:
+        >>> likelihood = co.likelihoods.FromLoss(lambda f, y: (f - y).square().sum(-1) / 2)
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, torch.zeros(8, 1)), likelihood)
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -26,17 +26,39 @@ class Gaussian(Independent):
         noise: the *variance*, as in gpytorch: a positive number, or a floating-point tensor or array, 0-d or one entry
             per output (C,); a tensor may require a gradient. For a model of images (N, C, ...) it goes with the
             channels, if no other dimension has C entries; one of shape (C, 1, 1) always does, since a noise with
-            several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch.
+            several dimensions, all but one of length 1, broadcasts over a point's outputs as in torch. None, as for
+            "regression", means unknown: `co.linearize` estimates it by the (weighted) mean squared residual of the
+            training data, to four digits, and `co.laplace` by that of left-out points, if it is larger. "per_output"
+            is the same for each of the C outputs. Before that, and if the residuals are zero, it counts as 1.
 
     Raises:
-        TypeError: the noise is neither a number nor a tensor.
+        TypeError: the noise is neither a number nor a tensor, nor None or "per_output".
         ValueError: the noise is not positive and finite.
+
+    Examples:
+        >>> line = torch.linspace(-1, 1, 50).unsqueeze(1)
+        >>> noisy = line + 0.1 * torch.where(torch.arange(50) % 2 == 0, 1.0, -1.0).unsqueeze(1)
+        >>> identity = nn.Linear(1, 1)
+        >>> _ = identity.weight.data.fill_(1.0), identity.bias.data.fill_(0.0)
+        >>> co.linearize(identity, (line, noisy), co.likelihoods.Gaussian()).likelihood
+        Gaussian(noise=0.01, estimated)
+        >>> co.likelihoods.Gaussian(noise=0.1)  # the variance
+        Gaussian(noise=0.1)
     """
 
-    def __init__(self, noise: float | int | Tensor | np.ndarray = 1.0) -> None:
+    def __init__(self, noise: float | int | Tensor | np.ndarray | str | None = None) -> None:
+        self.estimated: str | None = None
+        """How `co.linearize` estimates the noise, as "one" number or "per_output"; None if it was given."""
+        self.found = False
+        """Whether it was estimated: not before, nor if the residuals are zero to rounding."""
+        if noise is None or (isinstance(noise, str) and noise == "per_output"):
+            self.estimated, noise = noise or "one", 1.0
         noise = tensor_of(noise)
         if isinstance(noise, bool) or not isinstance(noise, Tensor | numbers.Real):
-            raise TypeError(f"Gaussian noise must be a variance, as a number or a tensor, got {noise!r}.")
+            raise TypeError(
+                "Gaussian noise must be a variance, as a number or a tensor, or, if it is to be estimated, None or "
+                f"'per_output'; got {noise!r}."
+            )
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         one = sum(length != 1 for length in tensor.shape) <= 1
         if not one or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
@@ -50,8 +72,21 @@ class Gaussian(Independent):
     def always_curved(self) -> bool:
         return within(self.noise, 0.0, strict=True)  # a cast may have made it infinite
 
+    @property
+    def described(self) -> str:
+        return f"Gaussian with {self.printed_noise}"
+
+    @property
+    def printed_noise(self) -> str:
+        """The noise in words, and whether it was estimated."""
+        if self.estimated and not self.found:
+            return "unknown noise"
+        return f"noise {summary(self.noise)}{' (estimated)' if self.estimated else ''}"
+
     def __repr__(self) -> str:
-        return f"Gaussian(noise={summary(self.noise)})"
+        if self.estimated and not self.found:
+            return "Gaussian()" if self.estimated == "one" else f"Gaussian(noise={self.estimated!r})"
+        return f"Gaussian(noise={summary(self.noise)}{', estimated' if self.estimated else ''})"
 
     def along(self, shape: torch.Size) -> tuple[Gaussian, int | None]:
         """Return this likelihood with noise (C,), and the dimension of outputs (N, *shape) that holds the C outputs.
@@ -59,6 +94,11 @@ class Gaussian(Independent):
         It is 1 or −1, or None for a single variance. Raises ValueError if neither has C entries, or if both have.
         """
         noise, C = self.noise, self.noise.numel()
+        if self.estimated == "per_output" and len(shape) > 2:
+            raise ValueError(
+                f"noise='per_output' needs outputs (N, C) or (N, T, C), and the model returns "
+                f"(N, {', '.join(map(str, shape))}): pass a noise for each channel, such as a tensor (C, 1, 1)."
+            )
         if C == 1 or len(shape) == noise.ndim == 1:
             found = None
         else:
@@ -129,5 +169,5 @@ class Gaussian(Independent):
     def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Gaussian:
         (noise,) = tensors
         new = copy.copy(self)
-        new.noise = noise
+        new.noise, new.estimated = noise, None
         return new

@@ -18,6 +18,10 @@ class HeteroscedasticGaussian(Independent):
     The 2m outputs are first m means, then m log variances s = log sigma^2; targets are (n, m). H is the output Fisher
     diag(1 / sigma^2, 1/2), which is positive; the Hessian of -log p is not (at mu = s = 0 and y = 2 it has an
     eigenvalue of -0.56). Variances must be representable: |s| < 87 in float32.
+
+    Examples:
+        >>> likelihood = co.likelihoods.HeteroscedasticGaussian()
+        >>> lin = co.linearize(nn.Linear(2, 2), (x, torch.zeros(8, 1)), likelihood)
     """
 
     always_curved = True

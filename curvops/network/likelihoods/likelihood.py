@@ -38,7 +38,13 @@ class HessianParts(NamedTuple):
 
 
 class Likelihood(ABC):
-    """A distribution p(y | f) of a target given the network's C outputs; immutable, and copies share their tensors."""
+    """A distribution p(y | f) of a target given the network's C outputs; immutable, and copies share their tensors.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> isinstance(lin.likelihood, co.likelihoods.Likelihood), lin.likelihood
+        (True, Categorical(weight=None, ignore_index=-100, label_smoothing=0))
+    """
 
     positions: int | None = None
     """The number of positions that a point must have; None for any number."""
@@ -59,6 +65,11 @@ class Likelihood(ABC):
     def kind(self) -> str:
         """The name of the distribution."""
         return type(self).__name__
+
+    @property
+    def described(self) -> str:
+        """The distribution with its noise, if that is a hyperparameter."""
+        return self.kind
 
     @property
     def of_position(self) -> Likelihood:

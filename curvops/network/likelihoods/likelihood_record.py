@@ -55,7 +55,8 @@ def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
 
 def _state(likelihood: Likelihood, token: str) -> Hashable:
     """Return a key that distinguishes likelihoods, at the current values of their tensors."""
-    attributes = sorted(vars(likelihood).items())
+    # An estimated noise is told by its value.
+    attributes = sorted(item for item in vars(likelihood).items() if item[0] not in ("estimated", "found"))
     if all(_is_plain(value) for _, value in attributes):
         kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
         return kind, tuple((name, _value(value, token)) for name, value in attributes)

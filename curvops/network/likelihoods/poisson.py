@@ -14,6 +14,10 @@ class Poisson(Independent):
 
     Targets (n, C) are whole numbers, at least 0, of any dtype. For counts with different exposures (areas, times), let
     the model add the log exposure to its outputs. Rates must be representable: f < 88 in float32.
+
+    Examples:
+        >>> counts = torch.arange(8.0)[:, None]
+        >>> lin = co.linearize(nn.Linear(2, 1), (x, counts), co.likelihoods.Poisson())
     """
 
     always_curved = True

@@ -29,6 +29,12 @@ class Sequences(Likelihood):
 
     Raises:
         ValueError: the likelihood needs another number of positions.
+
+    Examples:
+        >>> tokens, labels = torch.zeros(8, 3, 2), torch.zeros(8, 3, dtype=torch.long)
+        >>> lin = co.linearize(nn.Linear(2, 2), (tokens, labels), "classification")
+        >>> lin.likelihood
+        Sequences(Categorical(weight=None, ignore_index=-100, label_smoothing=0), positions=3, num_outputs=2)
     """
 
     positions: int
@@ -44,6 +50,10 @@ class Sequences(Likelihood):
     @property
     def kind(self) -> str:
         return self.likelihood.kind
+
+    @property
+    def described(self) -> str:
+        return self.likelihood.described
 
     @property
     def of_position(self) -> Likelihood:

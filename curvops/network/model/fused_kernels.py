@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvops.matrix_products import fast_products, has_slow_products
 from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
 
 
@@ -42,8 +41,7 @@ def settings_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
 
 def stand_ins_for(parts: Collection[nn.Module]) -> list[Callable[[], Any]]:
     """Return contexts that replace slow operations, or those without derivatives, by others of equal values."""
-    stand_ins: list[Callable[[], Any]] = [fast_products] if has_slow_products(parts) else []
-    stand_ins += [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
+    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
         # Fused kernels have no forward mode.
         stand_ins.append(partial(torch.jit.optimized_execution, False))  # type: ignore[attr-defined]

@@ -72,6 +72,7 @@ class Model:
             self._elsewhere = [(container, key, names[id(tensor)]) for container, key, tensor in elsewhere]
             self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
             trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        self._trainable = tuple(trainable)
         self.complex = {name for name, tensor in tensors.items() if tensor.is_complex()}
         tensors = {name: as_real(tensor) for name, tensor in tensors.items()}
         self.selection: Selection = select(tensors, trainable, parameters, last)
@@ -121,6 +122,19 @@ class Model:
         other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
         index, given = self.selection.index, weights.detach()
         other._flat = given.clone() if index is None else self._flat.index_copy(0, index, given)
+        return other
+
+    def with_all_parameters(self) -> Model:
+        """Return this network with all parameters selected that require a gradient, at the same values."""
+        if self.selection.index is None and set(self.selection.names) >= set(self._trainable):
+            return self
+        tensors = {**self.frozen, **self.selection.named(self._flat)}
+        other = object.__new__(Model)
+        other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
+        other.selection = select(tensors, list(self._trainable), None, ())
+        other.frozen = {name: tensor for name, tensor in tensors.items() if name not in other.selection.names}
+        other._flat = torch.cat([tensors[name].flatten() for name in other.selection.names])
+        other._views = (None, {}, {})
         return other
 
     @cached_property

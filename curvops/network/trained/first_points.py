@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning
+from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batches import Batches, Reading, as_source, holds_all, items_of, parts_of
 from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
@@ -225,11 +224,10 @@ def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     why = "the gradient of log p is zero for every target drawn at the first points. The GGN, the Fishers and KFAC"
     if of_loss:
         why = "it is linear in the outputs at the first points. The GGN and KFAC"
-    warnings.warn(
+    warn(
         f"{likelihood} has no curvature: {why} will be zero, and the posterior is the prior. Use a likelihood that "
         "changes with the outputs, or a loss that is curved.",
         NoCurvatureWarning,
-        stacklevel=5,
     )
 
 
@@ -247,11 +245,10 @@ def _warn_of_no_logits(model: Model, likelihood: Likelihood, f: Tensor, dtype: t
         last, what = "sigmoid", f"probabilities: the model ends with a sigmoid. The likelihood takes another, {WRONG}"
     if what is None:
         return
-    warnings.warn(
+    warn(
         f"the outputs at the first points are {what}. Return the logits: leave out the model's last {last}, as in "
         "co.linearize(model[:-1], ...) of an nn.Sequential that ends with it.",
         NotLogitsWarning,
-        stacklevel=5,
     )
 
 

@@ -21,6 +21,7 @@ from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import FromLoss, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
@@ -48,7 +49,6 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "likelihood": record_of_likelihood(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
-        "compute_dtype": None if lin.compute_dtype is None else str(lin.compute_dtype),
         "data": {
             "points": data.num_data,
             "contents": data.prints.contents,
@@ -66,17 +66,24 @@ def recorded_network(
     model: Any,
     data: Any = None,
     likelihood: Any = None,
+    load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> N:
     """Read the network of this record again, with the model, and with the data if they are given.
 
-    Raises ValueError if the model, the data or the likelihood are not those of the record.
+    With `load_weights`, the selected weights of the record are first written into the model. Raises ValueError if the
+    model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
     check_limits(memory_budget=memory_budget)
     held = tensors_of(model)
-    require_same_network(record["tensors"], held)
+    stored: Mapping[str, Tensor] = record["weights"]
+    require_same_network(record["tensors"], held, stored if load_weights else {})
+    if load_weights:
+        with torch.no_grad():
+            for name, tensor in stored.items():
+                held[name].copy_(tensor)
     names, index = record["names"], record["index"]
     index = None if index is None else index.to(held[names[0]].device)
     network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
@@ -94,7 +101,6 @@ def recorded_network(
         source = _same_data(known, data, probability, layout, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
-    lower = _dtype({"dtype": record.get("compute_dtype")})
     lin = kind(
         network,
         source,
@@ -104,7 +110,6 @@ def recorded_network(
         budget,
         progress,
         record["token"],
-        compute_dtype=lower,
     )
     _ = lin.passes.engines  # probe now, not in the first product
     return lin
@@ -176,7 +181,11 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
         stored = recorded_likelihood(known, device)
-        if named is not None and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):
+        if (
+            named is not None
+            and not needs_noise(named)
+            and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored)
+        ):
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
@@ -206,8 +215,11 @@ def identity_of(named: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, with the names and the remedy, unless the given tensors equal the known ones."""
+def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, with the names and the remedy, unless the given tensors equal the known ones.
+
+    Of the tensors that will be restored, only shape and dtype are compared.
+    """
     missing, further = known.keys() - given.keys(), given.keys() - known.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
@@ -227,12 +239,13 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) 
                 f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}). "
                 f"{remedy[what]}"
             )
-    other = [name for name in known if known[name]["fingerprint"] != found[name]["fingerprint"]]
+    compared = [name for name in known if name not in restored]
+    other = [name for name in compared if known[name]["fingerprint"] != found[name]["fingerprint"]]
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(known)} tensors: "
-            f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); those of the "
-            "selected parameters are in the safetensors file of the saved folder, as linearization.weights.NAME."
+            f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); load_weights=True "
+            "restores those of the parameters that were linearised, which are saved with the posterior."
         )
 
 

@@ -16,6 +16,7 @@ from curvops.network.data.shard import Shard
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
+from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.sharded_model import ShardedModel
 from curvops.network.trained.drawn_fisher import drawn_residuals, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
@@ -84,6 +85,9 @@ class ShardedNetwork(NetworkOnData):
             token = ranks.gather(os.urandom(16).hex())[0]
             passes = ShardedPasses(layers, shard, memory.budget)
             new = cls(passes, probability, output_shape(probability, layout), memory, token)
+            if needs_noise(probability):
+                sums = sums_of_squares(probability, *passes.outputs_and_labels())
+                new.likelihood = estimated_noise(probability, sums, theta)
             ranks.require_equal(new.facts() | {"whether points have weights": weights})
             return new
 

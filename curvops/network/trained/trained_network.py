@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from curvops.checkpoint import identify
@@ -24,6 +24,7 @@ from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
+from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
@@ -33,7 +34,6 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes, accumulate, linear
-from curvops.network.walks.rounded_passes import RoundedPasses, check_compute_dtype, require_room
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group
@@ -42,6 +42,13 @@ from curvops.storage import WRITTEN_BY
 from curvops.summary import name_of
 
 N = TypeVar("N", bound="TrainedNetwork")
+SHOWN = (
+    *("model", "data", "likelihood", "num_parameters", "num_data", "num_outputs", "output_shape"),
+    *("theta", "predict", "outputs", "log_likelihood", "gradient", "gradients", "hessian_product", "jacobian"),
+    *("flatten", "unflatten", "unflatten_weights", "unflatten_tangent", "with_likelihood", "restrict", "cast"),
+    *("plan", "memory", "memory_budget"),
+)
+"""The names of a linearisation that `dir` shows."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class NetworkOnData:
     def _printed(self, dtype: torch.dtype, place: object) -> str:
         return (
             f"{type(self).__name__}({self.num_parameters} weights, {self.num_data} points, {self.num_outputs} outputs, "
-            f"{self.likelihood.kind}, {name_of(dtype)}, {place})"
+            f"{self.likelihood.described}, {name_of(dtype)}, {place})"
         )
 
 
@@ -101,6 +108,10 @@ class TrainedNetwork(NetworkOnData):
     is the shape of one point's outputs: (C,), or (T, C) for sequences. The outputs of sequences are rows (n, T·C)
     everywhere, position by position.
     """
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls; the other methods serve operators and posteriors."""
+        return list(SHOWN)
 
     IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
     """Dataclasses that identify data and weights; operators and records store them in place of both."""
@@ -116,21 +127,15 @@ class TrainedNetwork(NetworkOnData):
         progress: Progress = None,
         token: str | None = None,
         engines: Engines | None = None,
-        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
         few, points = (None, sum(data.sizes)) if data.is_present else (data.few, 0)
         shard = data if isinstance(data, Shard) else None
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few, shard)
-        self.compute_dtype = compute_dtype
-        self.products = self.passes
-        """The walk of products with curvatures: `passes`, or one with recorded tensors in a lower precision."""
-        if compute_dtype is not None:
-            self.products = RoundedPasses(self.passes, compute_dtype, Exact(likelihood))
         self._theta = model.theta
         self.token = os.urandom(16).hex() if token is None else token  # for a likelihood that cannot be fingerprinted
-        self._gradient_rows: dict[tuple[bool, Passes], tuple[list[Tensor], Passes]] = {}
+        self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
         self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # results at these hyperparameters
 
     @classmethod
@@ -144,12 +149,11 @@ class TrainedNetwork(NetworkOnData):
         engine: EngineChoice,
         weights: bool,
         progress: Progress,
-        compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> N:
         """Read a model, its data and its likelihood, as `co.linearize` does, and check them against each other.
 
-        Costs one pass over the data, and some over two points.
+        Costs one pass over the data, some over two points, and a forward pass if the noise is to be estimated.
         """
         if ranks is None:
             warn_without_group()
@@ -169,9 +173,6 @@ class TrainedNetwork(NetworkOnData):
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         kept = engines.plan.routes.saved_bytes
-        if compute_dtype is not None:
-            check_compute_dtype(compute_dtype, theta.dtype, engine, engines.plan)
-            kept = max(kept, engines.plan.layerwise_bytes)
         step = max(1, memory.budget // (8 * max(1, kept)))
         reading = reading_for(network, probability, layout, weights, outputs)
         source = as_source(data, step, weights)
@@ -179,12 +180,13 @@ class TrainedNetwork(NetworkOnData):
         if isinstance(batches, Shard):
             batches.require_apart()
             engines.agree(next(iter(batches)).inputs, batches.ranks.gather)
-        if compute_dtype is not None:
-            require_room(batches.largest, engines.plan, compute_dtype, memory.budget)
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         token = None if ranks is None else ranks.gather(os.urandom(16).hex())[0]
-        return cls(network, batches, probability, shape, engine, memory, progress, token, engines, compute_dtype)
+        new = cls(network, batches, probability, shape, engine, memory, progress, token, engines)
+        if not needs_noise(probability):
+            return new
+        return new.with_likelihood(estimated_noise(probability, new.squared_residuals(), theta))
 
     @classmethod
     def read_shard(cls: type[N], process_group: ProcessGroup, **given: Any) -> N:
@@ -193,17 +195,12 @@ class TrainedNetwork(NetworkOnData):
         kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
         with ranks.guarded():
             versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
-            options = {name: given[name] for name in ("memory_budget", "compute_dtype")}
-            options |= {"the engine": given["engine"], "whether points have weights": given["weights"]}
+            options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
+            options |= {"whether points have weights": given["weights"]}
             ranks.require_equal(versions | options | {"the kind of device": kinds})
             new = cls.read(**given, ranks=ranks)
             ranks.require_equal(new.facts())
         return new
-
-    def warn_of_rounding(self) -> None:
-        """Measure the error of products in a lower precision, if that is used, and warn of it; all ranks call this."""
-        if isinstance(self.products, RoundedPasses):
-            self.products.warn()
 
     @property
     def ranks(self) -> Ranks | None:
@@ -249,7 +246,7 @@ class TrainedNetwork(NetworkOnData):
     @property
     def plan(self) -> Plan:
         """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
-        return self.products.plan
+        return self.passes.plan
 
     def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
         """Return a walk over a copy of these inputs, their number, and their graph if they require a gradient.
@@ -313,6 +310,15 @@ class TrainedNetwork(NetworkOnData):
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
+    @torch.no_grad()
+    def squared_residuals(self) -> Float[Tensor, "3 C"]:
+        """Return Σ w (y − f)², Σ w y² and Σ w for each output of a Gaussian likelihood. One forward pass."""
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            return sums_of_squares(self.likelihood, J.outputs, batch.targets, batch.weights)
+
+        return self.sum_over_batches(term, 0)
+
     def gradient(self) -> Float[Tensor, " D"]:
         """Return the gradient of the negative log-likelihood (a sum over the data), Jᵀr. Costs one gradient."""
         exact = self._exact
@@ -360,25 +366,21 @@ class TrainedNetwork(NetworkOnData):
         groups = (group for _, groups in pieces for group in groups)
         return sum_squares(self.passes, groups, chunk)
 
-    def gradient_rows(
-        self, likelihood: Likelihood, per_token: bool = False, for_products: bool = False
-    ) -> Passes | None:
+    def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
         """Return the walk over the points' own gradients J_nᵀ r_n, or those of their tokens; all callers share it.
 
-        It is one of `products` if it is for those. r is kept as a constant. The result is None if a gradient for the
-        likelihood's hyperparameters is recorded.
+        r is kept as a constant. The result is None if a gradient for the likelihood's hyperparameters is recorded.
         """
         tensors = likelihood.hyperparameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
         present = [tensor.detach() for tensor in tensors]
         with self.model.lock:
-            walk = self.products if for_products else self.passes
-            held = self._gradient_rows.get((per_token, walk))
+            held = self._gradient_rows.get(per_token)
             if held is None or not all(map(torch.equal, held[0], present)):  # they may change in place, as in training
                 values = [tensor.clone() for tensor in present]
                 fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
-                held = self._gradient_rows[per_token, walk] = values, walk.with_root(fisher)
+                held = self._gradient_rows[per_token] = values, self.passes.with_root(fisher)
             return held[1]
 
     def _known_now(self) -> dict[str, Any]:
@@ -410,9 +412,9 @@ class TrainedNetwork(NetworkOnData):
         if total is not None and count == sum(self.data.sizes):
             known["log likelihood"] = self.passes.add_up([total])
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Return named tensors as one vector, in the order of the selection."""
-        return self.model.selection.flatten(tensors)
+    def flatten(self, tensors: Mapping[str, Tensor] | nn.Module) -> Float[Tensor, " D"]:
+        """Return named tensors, or the parameters of a module, as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors_of(tensors) if isinstance(tensors, nn.Module) else tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
         """Return one vector as named tensors, the inverse of `flatten`, if whole tensors are selected.
@@ -461,6 +463,10 @@ class TrainedNetwork(NetworkOnData):
         new._known = None, {}
         return new
 
+    def with_weights(self: N, theta: Float[Tensor, " D"]) -> N:
+        """Return the network at other values of its selected parameters, with the same data."""
+        return self._with(self.data, self.token, model=self.model.at(theta))
+
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
         """Return the network with some of its points, in ascending order, and their weights multiplied by a factor."""
         data, theta, start, shard = [], self.theta, self.data.start, self.passes.shard
@@ -474,6 +480,11 @@ class TrainedNetwork(NetworkOnData):
                 data.append((take(batch.inputs, index), batch.targets[index], weights))
         reading = Reading(theta.device, theta.dtype, weights=True)
         return self._with(Batches(data, reading) if shard is None else Shard(data, reading, shard.ranks), None)
+
+    def of_whole_network(self: N) -> N:
+        """Return the network with all parameters that require a gradient, whatever selection this one has."""
+        model = self.model.with_all_parameters()
+        return self if model is self.model else self._with(self.data, self.token, model=model)
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Write files; over a process group the first rank writes, while the others wait."""
@@ -505,16 +516,13 @@ class TrainedNetwork(NetworkOnData):
         """Return a copy with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
-        lower = self.compute_dtype
-        if lower is not None and torch.finfo(lower).eps <= torch.finfo(model.theta.dtype).eps:
-            lower = None
-        others = {"model": model, "likelihood": likelihood, "compute_dtype": lower}
+        others = {"model": model, "likelihood": likelihood}
         return self._with(data, self.token, memory_budget=self.memory.on(device), **others)
 
     def _with(self: N, data: Batches | AbsentBatches, token: str | None, **others: Any) -> N:
         """Return a network of other data; its further parts are this one's, except those given."""
         kept: dict[str, Any] = {"model": self.model, "likelihood": self.likelihood, "memory_budget": self.memory}
-        kept |= {"engine": self.engine, "progress": self.passes.progress, "compute_dtype": self.compute_dtype}
+        kept |= {"engine": self.engine, "progress": self.passes.progress}
         return type(self)(data=data, output_shape=self.output_shape, token=token, **kept | others)
 
     @torch.no_grad()
@@ -534,7 +542,6 @@ class TrainedNetwork(NetworkOnData):
             "the data": str(self.source),
             "the likelihood": identify(self.likelihood),
             "the engine": self.engine,
-            "compute_dtype": str(self.compute_dtype),
         }
 
     @property

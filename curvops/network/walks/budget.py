@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from curvops.freed_memory import give_back_freed
 from curvops.process_group import Ranks
 
 # If neither the kernel nor a control group reports it, a small machine is assumed.
@@ -106,11 +105,10 @@ class Budget:
     def _take(self, held: int = 0, kept: int = 0) -> None:
         with self._lock:
             self._held, self._kept = self._held + held, self._kept + kept
-        if held + kept > 0 and (before := self.for_engines) < 0:
+        if held + kept > 0 and self.for_engines < 0:
             for cache in self._present():
                 if (lacking := -self.for_engines) > 0:
                     cache.shrink(max(0, cache.kept_bytes - lacking))
-            give_back_freed(self.for_engines - before)
 
 
 def default_budget(device: torch.device) -> int:

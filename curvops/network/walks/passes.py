@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from curvops.freed_memory import LONG_BYTES, freed_bytes, give_back_freed
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.shard import Shard
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.engine import BUILT_BYTES, LEAST_CHUNK, Engine, Engines
+from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Recording, Weigh
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
@@ -107,9 +106,6 @@ class Passes(JacobianRows):
     multiplies by Lᵀ J. Thread-safe: engines are built and run under the model's lock.
     """
 
-    product_error = 0.0
-    """The relative error of products beyond rounding; see `RoundedPasses`."""
-
     def __init__(
         self,
         model: Model,
@@ -129,7 +125,7 @@ class Passes(JacobianRows):
         self._engines: Engines | None = None
         self._few = few
         self._fisher: OutputFisher | None = None
-        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root or rounds
+        self._whole: Passes | None = None  # the walk whose engines this one uses, if it has a root
         self._forget()
         self._engines = engines  # set after registering: type checks read `wanted_bytes`, which probes
 
@@ -257,7 +253,6 @@ class Passes(JacobianRows):
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
             cached = self._cached_engines(asked, columns)
-            before = self.kept_bytes
         count, start = 0, 0 if self.shard is None else self.shard.start
         if cached is not None:
             for label, engine in cached:
@@ -281,8 +276,6 @@ class Passes(JacobianRows):
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
-            # Building engines takes more memory than products; and what streamed passes free may have no room to stay.
-            give_back_freed(self.kept_bytes - before if freed_bytes() <= self._free() else LONG_BYTES)
 
     def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
         """Yield (label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""
@@ -569,8 +562,6 @@ class Passes(JacobianRows):
             inputs = copy(inputs)  # kept engines must not change with the user's tensors
         root = IDENTITY if self._fisher is None else Root(self._fisher, label)
         engine = self._build(kind, inputs, room, root)
-        if engine.nbytes >= BUILT_BYTES:
-            give_back_freed()
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.matrix_products import multiply_each
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Layer
@@ -174,7 +173,7 @@ def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tens
     for i, (a, b) in enumerate(pairs):
         t = a.shape[3]
         sides = a.permute(0, 2, 1, 4, 3).reshape(n * g, r * w, t), b.reshape(n * g, t, q)
-        _ = block.baddbmm_(*sides) if i else multiply_each(*sides, out=block)
+        _ = block.baddbmm_(*sides) if i else torch.bmm(*sides, out=block)
     return block.view(n, g, r, w, q)
 
 

@@ -27,6 +27,7 @@ class Curvature(UserOperator, NetworkOperator):
     through the vectors and the likelihood's hyperparameters.
     """
 
+    _shown = ()
     psd = True
     STORED = "lin"
     CARRIED = True
@@ -54,14 +55,7 @@ class Curvature(UserOperator, NetworkOperator):
         own = kind._product is Curvature._product and kind._matmul is Curvature._matmul
         if FEWER_OUTPUTS * columns > len(self.theta) or not own:
             return None
-        # Products in a lower precision are not those of the root.
-        return CurvatureRoot.of(self) if lin.products is lin.passes else None
-
-    @property
-    def product_error(self) -> float:
-        """The relative error of products in a lower compute_dtype, measured once; see `lin.plan`."""
-        walk: Passes = self.rows or self.lin.products
-        return walk.product_error
+        return CurvatureRoot.of(self)
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         return self._summed(block)
@@ -71,7 +65,7 @@ class Curvature(UserOperator, NetworkOperator):
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
             return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
-        return self.lin.products.curvature_product(block, self.output, own)
+        return self.lin.passes.curvature_product(block, self.output, own)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         ends_in_sum = self.lin.passes.shard is not None and type(self)._product is Curvature._product
@@ -85,6 +79,10 @@ class Curvature(UserOperator, NetworkOperator):
         if carries_graph(self._args[1:]):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
+
+    @property
+    def diagonal_matvecs(self) -> int:
+        return self.shape[-1] if carries_graph(self._args[1:]) else 0
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """Draw k exact samples of N(0, A) as Jᵀ L z with H = L Lᵀ, at the cost of one pull of J per draw.
@@ -103,6 +101,8 @@ class CurvatureRoot(NetworkOperator):
 
     S Z and Sᵀ V each cost half a product of the curvature.
     """
+
+    _shown = ()
 
     # The stored form has θ, `lin`, the `walk`, its number of `points`, the `output`, and whether the walk is `reduced`
     # to Lᵀ J.

@@ -46,8 +46,14 @@ class GGN(Curvature):
 
     Raises:
         ValueError: mc_samples is below 1, or is given while hyperparameters require a gradient.
+
+    Examples:
+        >>> G = co.GGN(lin)
+        >>> G.shape, (G @ torch.ones(17)).shape, G.add_diagonal(1.0).solve(torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]), torch.Size([17]))
     """
 
+    _shown = ()
     OPTIONS = ("draws",)
     _damped_form: ClassVar[type[ClosedForm] | None] = OutputBlocksForm
 
@@ -60,7 +66,7 @@ class GGN(Curvature):
             return
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = lin.draw_residuals(mc_samples, generator)
-        rows = lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = lin.passes.with_root(Sampled(lin.likelihood, draws))
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not change with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows, cache=Cache())
 
@@ -89,7 +95,7 @@ class GGN(Curvature):
     @classmethod
     def build_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         draws = options["draws"]
-        rows = None if draws is None else lin.products.with_root(Sampled(lin.likelihood, draws))
+        rows = None if draws is None else lin.passes.with_root(Sampled(lin.likelihood, draws))
         return super().build_at(lin, hyperparameters, draws=draws, rows=rows, cache=Cache())
 
 
@@ -115,6 +121,11 @@ class DiagonalGGN(UserOperator, Diagonal):
 
     Raises:
         ValueError: `fisher` is none of these, or `mc_samples` is given with a `fisher` that draws nothing.
+
+    Examples:
+        >>> D = co.DiagonalGGN(lin)
+        >>> D.shape, D.diagonal().shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     STORED = "space"
@@ -136,6 +147,8 @@ class DiagonalGGN(UserOperator, Diagonal):
 
 class DisplacedGGN(Curvature):
     """The GGN with output Fishers at displaced outputs: H_n is taken at f_n + shift_n, with shift = J δ (N, C)."""
+
+    _shown = ()
 
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
@@ -181,8 +194,14 @@ class EmpiricalFisher(Curvature):
 
     Raises:
         TypeError: per_token is neither True nor False.
+
+    Examples:
+        >>> F = co.EmpiricalFisher(lin)
+        >>> F.shape, (F @ torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
+    _shown = ()
     OPTIONS = ("per_token",)
 
     def __init__(self, lin: Linearization, per_token: bool = False) -> None:
@@ -202,4 +221,4 @@ class EmpiricalFisher(Curvature):
 
     @property
     def rows(self) -> Passes | None:
-        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"], for_products=True)
+        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])

@@ -25,6 +25,11 @@ class Hessian(UserOperator, NetworkOperator):
     Raises:
         RuntimeError: the model has no second derivatives, or wrong ones (those of torch's fused weight_norm are not
             symmetric).
+
+    Examples:
+        >>> H = co.Hessian(lin)
+        >>> H.shape, (H @ torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     symmetric = True

@@ -54,7 +54,7 @@ class OutputBlocksForm(DirectSumForm):
     def holds(self) -> bool:
         G, lin = self.curvature, self.curvature.lin
         plan, model = lin.passes.engines.plan, lin.model
-        exact = type(G)._product is Curvature._product and lin.products is lin.passes and isinstance(G.output, Exact)
+        exact = type(G)._product is Curvature._product and isinstance(G.output, Exact)
         if not (
             exact
             and G.output.is_diagonal

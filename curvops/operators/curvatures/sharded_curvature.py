@@ -24,6 +24,7 @@ class ShardedCurvature(Operator):
     Cost: that of a product, and 2·D numbers sent per vector. `to_dense` is for small networks only.
     """
 
+    _shown = ("lin",)
     psd = True
 
     # The stored form has this rank's slices of θ, `lin`, the `output` H, and whether products are `by_rows` of Lᵀ J.

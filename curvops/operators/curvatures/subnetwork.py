@@ -49,6 +49,12 @@ class Subnetwork(Dense):
     Raises:
         TypeError: a linearisation is given in place of an operator, or no indices.
         ValueError: indices are out of range, repeated or none, or a tensor inside the operator requires a gradient.
+
+    Examples:
+        >>> few = co.select(lin, 5)
+        >>> G = co.Subnetwork(co.GGN(lin), few)
+        >>> G.shape, G.add_diagonal(1.0).solve(torch.ones(5)).shape
+        (torch.Size([5, 5]), torch.Size([5]))
     """
 
     def __init__(self, source: LinearOperator | Tensor, indices: Any = None, **stored: Any) -> None:
@@ -98,6 +104,11 @@ class BlockDiagonal(UserOperator, DirectSum):
 
     Raises:
         ValueError: groups overlap or match nothing, or the blocks exceed the memory budget.
+
+    Examples:
+        >>> B = co.BlockDiagonal(lin, "layer")
+        >>> [block.shape for block in B.blocks]
+        [torch.Size([9, 9]), torch.Size([8, 8])]
     """
 
     STORED = "positions"

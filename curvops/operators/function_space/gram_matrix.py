@@ -18,9 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.freed_memory import give_back_freed
 from curvops.linalg.core.symmetry import mirror
-from curvops.matrix_products import add_product, multiply, multiply_each
 from curvops.network import Group, Layer, Passes
 from curvops.operators.function_space.gram_cost import (
     HELD_OF_SOME,
@@ -47,8 +45,6 @@ INNER_BYTES = 4 * 2**20
 """Bytes, on a CPU, of the inner products (a_t·a'_u) that images are made from."""
 IMAGE_BYTES, ACROSS = 2**20, 16
 """Bytes, on a CPU, of the images Σ_u (a_t·a'_u) δ'_u that are made at a time and stay in a cache; the least x'."""
-FREED_BYTES = 32 * 2**20
-"""Bytes of joined rows from which on the memory of their pieces is given back before the next ones are joined."""
 
 Piece = tuple[int, Group]
 """The number of the first row, and the rows of one layer from that row on."""
@@ -100,7 +96,6 @@ def gram_terms(
             first = group.of(own)
             _add(target, first, first if group is partner else partner.of(own), scales, round(WORK * most_bytes))
 
-    give_back_freed(result.nbytes)
     with passes.memory.holding(most_bytes):
         for number, names in enumerate(sets[finished:], finished):
             for end, panel in _panels(passes.jacobian_rows(begin, names), share * most_bytes):
@@ -114,7 +109,6 @@ def gram_terms(
                             add(piece, other)
                 kept.save(partial(dict, rows=end, sets=number, sums=result, bytes=of_sets))
             begin = 0
-    give_back_freed(result.nbytes)
     return mirror(result) if same else result
 
 
@@ -126,7 +120,7 @@ def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> Iterator[tuple[int, list[Piece]]]:
     """Yield (the row after them, pieces that together take at most `most_bytes`), with at least one piece."""
     panel: list[Piece] = []
-    held = end = unfreed = 0
+    held = end = 0
     for start, count, groups in walk:
         groups = [_as_rows(group) for group in groups]
         size = sum(group.nbytes for group in groups)
@@ -134,10 +128,7 @@ def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: float) -> 
             yield end, _joined(panel)
             held = 0
         panel += [(start + group.first_row, group) for group in groups]
-        held, end, unfreed = held + size, start + count, unfreed + size
-        if unfreed >= FREED_BYTES:
-            unfreed = 0
-            give_back_freed()
+        held, end = held + size, start + count
     if panel:
         yield end, _joined(panel)
 
@@ -165,9 +156,6 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     while runs:
         run = runs.pop()  # frees its parts
         found.append((run[0][0], Group.concatenate([group for _, group in run])))
-        if len(run) > 1 and found[-1][1].nbytes >= FREED_BYTES:
-            del run
-            give_back_freed()
     return found
 
 
@@ -274,7 +262,7 @@ def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
 def _inner_products(
     a: Float[Tensor, "*x n q"], b: Float[Tensor, "*y m q"], gather: Callable[[Tensor], Tensor] | None
 ) -> Float[Tensor, "*t n *u m"]:
-    products = multiply(a.flatten(0, -2), b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
+    products = (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
     return products if gather is None else gather(products)
 
 
@@ -298,7 +286,7 @@ def _add_by_pairs(
             for i in range(g):
                 d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
-                outer = multiply(d, e.mT).view(t, r, points, u, s, others)
+                outer = (d @ e.mT).view(t, r, points, u, s, others)
                 outer.mul_(_inner_products(a[i], b[i], one.gather).reshape(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
@@ -352,5 +340,5 @@ def _add_images(
                 break
             some = deltas[first:]
             out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
-            image = multiply_each(some, weight[first:], out=out).view(len(some) * s, -1)
-            add_product(target[k * r : (k + 1) * r, first * s :], left[k, :, block].flatten(1), image.mT)
+            image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
+            target[k * r : (k + 1) * r, first * s :].addmm_(left[k, :, block].flatten(1), image.mT)

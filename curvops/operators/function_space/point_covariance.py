@@ -26,7 +26,6 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph
-from curvops.freed_memory import give_back_freed
 from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.memory import Memories, hold
 from curvops.linalg.operators.algebra import ScaledForm
@@ -35,7 +34,6 @@ from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm, KroneckerForm
 from curvops.linalg.operators.kronecker_rows import half_solved, serves_rows, work_bytes
-from curvops.matrix_products import multiply_each
 from curvops.network import Group, JacobianRows, Layer, OuterRows
 from curvops.operators.curvatures.output_blocks import OutputBlocksForm
 from curvops.operators.function_space.dual_inverse import DualInverse
@@ -48,9 +46,6 @@ LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The least share of the diagonal's variance that Woodbury's difference may leave: it loses that many digits."""
 WAITING_SHARE = 4
 """The part of the memory budget that rows may take which wait for the last ones: 1 / WAITING_SHARE."""
-LONG_WALK = 2**30
-"""Bytes of all rows of J from which on freed memory is given back before they are walked over, as this then takes far
-less time than they do: sides and rows of some points would not fit into the gaps."""
 
 Target = Tensor
 """The blocks (m, C, C) of m points, or their diagonals (m, C)."""
@@ -113,8 +108,6 @@ def point_covariances(
     if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
     jacobian = jacobian.gathered()
-    if jacobian.shape.numel() * jacobian.dtype.itemsize >= LONG_WALK:
-        give_back_freed()
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
@@ -465,7 +458,7 @@ def _add_pairs(
     found = []
     for some, others in zip(first.split(step), second.split(step)):
         products = by_group[:, :, some].mul_(by_group[:, :, others])
-        found.append(multiply_each(products.flatten(1, 2), weights.mT).unflatten(1, (n, -1)))
+        found.append(torch.bmm(products.flatten(1, 2), weights.mT).unflatten(1, (n, -1)))
     kernel = torch.cat(found, 2).transpose(0, 1)  # (n, g, pairs, p)
     if t == 1:
         weighted = left * kernel.unsqueeze(1)

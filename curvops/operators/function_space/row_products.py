@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.symmetry import mirror
-from curvops.matrix_products import add_product, multiply_each
 from curvops.network import Layer
 
 LEAST_HALVED = 128
@@ -99,7 +98,7 @@ def add_row_products(
             add_gram(target, rows, rows, half=True)
         else:
             others = reused[1] = _rows(other, block, most_bytes, reused[1])
-            add_product(target, rows.mul_(block.of(scale)), others.mT)
+            target.addmm_(rows.mul_(block.of(scale)), others.mT)
 
 
 def add_gram(
@@ -107,12 +106,12 @@ def add_gram(
 ) -> None:
     """Add rows · othersᵀ to target; with `half`, n equals m and only entries on and above the diagonal are needed."""
     if not half or len(rows) <= LEAST_HALVED:
-        add_product(target, rows, others.mT)
+        target.addmm_(rows, others.mT)
         return
     cut = len(rows) // 2
     for part in (slice(0, cut), slice(cut, None)):
         add_gram(target[part, part], rows[part], others[part], half)
-    add_product(target[:cut, cut:], rows[:cut], others[cut:].mT)
+    target[:cut, cut:].addmm_(rows[:cut], others[cut:].mT)
 
 
 def row_products(
@@ -194,7 +193,7 @@ def _rows(sides: Sides, block: Block, most_bytes: int, reused: Tensor | None = N
     for points in (slice(start, start + step) for start in range(0, n, step)):
         first, second, here = _positions(left[points], block), sides.right(points)[:, block.groups], rows[points]
         if first.shape[1] == 1:
-            multiply_each(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
+            torch.bmm(first[:, 0], second[:, 0], out=here.view(len(here), -1, sides.width))
         else:
             here.copy_((first @ second).unflatten(2, (r, -1)).transpose(1, 2).flatten(2))
     return rows.flatten(0, 1)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import carries_graph
 from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.sharded import RowLayout, Sharded
@@ -49,12 +50,20 @@ class TangentKernel(UserOperator, Operator):
     Raises:
         TypeError, ValueError: the prior is of another kind or size, or not positive, or `lin.jacobian` rejects the
             inputs.
+
+    Examples:
+        >>> K = co.TangentKernel(lin)
+        >>> K.shape, co.TangentKernel(lin, x=x[:2]).shape
+        (torch.Size([16, 16]), torch.Size([4, 4]))
     """
 
+    _shown = ("prior", "formed", "blocks")
     CARRIED = True  # the kernel does not depend on the likelihood
     _damped_form: ClassVar[type[ClosedForm] | None] = WeightSpaceForm
 
-    def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
+    def __init__(
+        self, lin: Linearization, prior: PriorPrecision = 1.0, x: Points | None = None, x2: Points | None = None
+    ) -> None:
         scale = read_precision("prior", prior, lin.model)
         left = _jacobian(lin, x)
         super().__init__(left, left if x2 is None else _jacobian(lin, x2), scale)

@@ -54,6 +54,7 @@ class LayerBlocksForm(DirectSumForm):
 class LayerBlocks(DirectSum):
     """A block-diagonal operator with a block for each layer's parameters; the base class of KFAC and EKFAC."""
 
+    _shown = ()
     _damped_form: ClassVar[type[ClosedForm] | None] = LayerBlocksForm
 
     def __init__(
@@ -189,6 +190,11 @@ class KFAC(KroneckerCurvature):
 
     Raises:
         ValueError: `fisher`, `sharing` or `bias` is unknown, or a selection splits a layer.
+
+    Examples:
+        >>> K = co.KFAC(lin)
+        >>> K.shape, K.add_diagonal(1.0).solve(torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
@@ -232,6 +238,11 @@ class EKFAC(KroneckerCurvature):
         ValueError: `fisher`, `sharing` or `bias` is unknown, or the selection splits a layer.
 
     Source: George et al. 2018.
+
+    Examples:
+        >>> K = co.EKFAC(lin)
+        >>> K.shape, K.add_diagonal(1.0).solve(torch.ones(17)).shape
+        (torch.Size([17, 17]), torch.Size([17]))
     """
 
     @staticmethod

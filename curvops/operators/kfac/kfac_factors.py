@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,12 +11,11 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import digest, part_of_rank
-from curvops.errors import NoFactorsWarning
+from curvops.errors import NoFactorsWarning, warn
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import decompose
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.matrix_products import multiply_each
 from curvops.network import Group, Layer, OuterRows, OutputFisher, Passes
 from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
@@ -170,12 +168,11 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[BlockSums]) -> None:
         if block.exact is None or block.exact.ndim == 2:
             continue
         why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
-        warnings.warn(
+        warn(
             f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
             f"({len(block.positions):,}): they get only the exact diagonal of their block; use co.GGN(lin) if "
             "that is too crude.",
             NoFactorsWarning,
-            stacklevel=6,
         )
 
 
@@ -336,7 +333,7 @@ def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     if vectors.ndim == 2:
         return side
     by_group = side.movedim(-3, 0)  # one product a group: a batch of few rows each would read the vectors as often
-    return multiply_each(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
+    return torch.bmm(by_group.flatten(1, -2), vectors).unflatten(1, by_group.shape[1:-1]).movedim(0, -3)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

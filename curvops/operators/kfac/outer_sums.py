@@ -12,7 +12,6 @@ from torch import Tensor
 from curvops.linalg.core.symmetry import mirror
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker_factors import Details
-from curvops.matrix_products import add_product
 from curvops.network import Passes
 
 # From this size on, a wide symmetric product is computed from blocks on and above its diagonal, in 6/10 of the time.
@@ -171,7 +170,7 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"]) -> N
     half = p // 2
     _add_upper(total[:, :half, :half], rows[..., :half])
     for each, group in zip(total, rows):
-        add_product(each[:half, half:], group[:, :half].mT, group[:, half:])
+        each[:half, half:].addmm_(group[:, :half].mT, group[:, half:])
     _add_upper(total[:, half:, half:], rows[..., half:])
 
 

@@ -26,7 +26,14 @@ class Jacobian(NetworkOperator):
 
     Use `lin.jacobian(x)` to make it; the constructor takes the stored form. J @ V and J.mT @ U each cost half a GGN
     product (see `lin.plan`). J itself is never formed.
+
+    Examples:
+        >>> J = lin.jacobian()
+        >>> J, (J @ torch.ones(17)).shape, (J.mT @ torch.ones(16)).shape
+        (Jacobian(16 × 17, of 8 points, float32, cpu), torch.Size([16]), torch.Size([17]))
     """
+
+    _shown = ()
 
     # The stored form has θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`,
     # the `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.

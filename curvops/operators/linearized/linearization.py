@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, ParameterChoice, Points
 from curvops.checks import check_choice, check_flag, check_limits, rounds_to_tf32
 from curvops.distributed_types import holds_shards
+from curvops.errors import warn
 from curvops.linalg.core.sources import Sources
 from curvops.network import EngineChoice, TrainedNetwork
 from curvops.operators.linearized.gradients import Gradients
@@ -45,7 +45,11 @@ class Linearization(TrainedNetwork):
         progress: as in `co.linearize`.
         token: the fingerprint of data and weights, if it is known.
         engines: engines shared with another linearisation of the same data.
-        compute_dtype: the dtype of stored layer tensors, as in `co.linearize`.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin.num_parameters, lin.num_data, lin.output_shape
+        (17, 8, torch.Size([2]))
     """
 
     @property
@@ -58,7 +62,7 @@ class Linearization(TrainedNetwork):
         """The keywords by which operators made of tensors record the weights and data they belong to."""
         return {"space": self.tangent_space, "sources": self.sources}
 
-    def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
+    def jacobian(self, x: Points | None = None, differentiable: bool = False) -> Jacobian:
         """Return the Jacobian J as an operator (n·C, D), with row n·C + c for output c of point n.
 
         With `differentiable`, its products, and what posteriors compute from them, have gradients in the inputs that
@@ -113,15 +117,14 @@ class Linearization(TrainedNetwork):
 
 
 def linearize(
-    model: Any,
-    data: Any,
-    likelihood: Any,
-    parameters: Any = None,
+    model: Network,
+    data: Data,
+    likelihood: LikelihoodChoice,
+    parameters: ParameterChoice | None = None,
     memory_budget: int | None = None,
     *,
     engine: EngineChoice = "auto",
-    compute_dtype: torch.dtype | None = None,
-    weights: Any = False,
+    weights: bool = False,
     progress: Progress = None,
     process_group: ProcessGroup | None = None,
 ) -> Linearization:
@@ -139,13 +142,14 @@ def linearize(
             "labels" are the targets and everything else the inputs. Weights, (N,) or one per position, multiply
             log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
-            `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
-            `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
-            "classification" or "regression"; or any other loss: a function of (outputs, targets) that returns one loss
-            per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets outputs
-            and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all others the
-            outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised as one of
-            `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
+            `Poisson()`, `HeteroscedasticGaussian()`); "classification", or "regression", which is `Gaussian()` with a
+            noise that is estimated; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()` or
+            `nn.MSELoss()`, whose GGN is that of the sum of squares, as for a noise of ½; a function from outputs to a
+            `torch.distributions.Distribution`; or any other loss: a function of (outputs, targets) that returns one
+            loss per point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A torch loss gets
+            outputs and targets in its own layout: for `nn.CrossEntropyLoss` the C classes are dimension 1, for all
+            others the outputs are last. Its `reduction` is ignored, since likelihoods are sums. If a loss is recognised
+            as one of `co.likelihoods`, its gradient is compared with that likelihood's on the first points.
         parameters: None (all that require a gradient); "last_layer" (the layer in which the model's output is linear,
             found by running the model); a glob or a list of globs over names; a predicate (name, tensor) -> bool; or
             positions (indices or a mask) in the flat vector of all parameters, which select a subnetwork. A complex
@@ -158,14 +162,6 @@ def linearize(
             "streamed" is autodiff that keeps nothing between products (within a product, a push and a pull share a pass
             if the budget allows it). The results are the same. Rows and Kronecker factors come from layer rules with
             every engine.
-        compute_dtype: torch.bfloat16 (or torch.float32 for float64 weights) stores the tensors from which layer rules
-            multiply the GGN and the Fishers in this dtype, at half (a quarter) of the bytes. Vectors, products and sums
-            keep the weights' dtype, so that every product is one with the same symmetric positive semi-definite
-            matrix, whose relative error is measured here (`lin.plan.product_error`). A solver, an eigensolver or an
-            estimator with an rtol below it raises ValueError. Use it for data whose layer tensors do not fit into the
-            budget otherwise; if they fit, products are not faster. Gradients, log-likelihoods, J itself, predictions,
-            diagonals, blocks, Kronecker factors and the Hessian are computed as without it. None means the weights'
-            dtype.
         weights: True means that the third item of a batch holds weights; otherwise a third item is rejected.
         progress: for passes over the data, and for algorithms on operators made from this one without a `progress` of
             their own. None shows a bar after two seconds if standard error is a terminal, False never, True always. A
@@ -189,16 +185,23 @@ def linearize(
         TypeError: an argument is of another kind than those above.
         ValueError: data are empty, non-finite or readable only once; targets do not suit the likelihood; a module in
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
-            nothing or mixes dtypes; or compute_dtype is not below the weights' dtype, is given with an engine or a
-            model without layer rules, or with a budget below what it keeps of a batch. The message says what to do.
+            nothing or mixes dtypes. The message says what to do.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
         RankFailedError: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
             environment variable CURVOPS_RANK_TIMEOUT).
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
-    classifier returns probabilities or their logarithms, and with `LowerPrecisionWarning` of the error that
-    compute_dtype makes. Costs one pass over the data and a few passes over two to four points, about twenty for the
-    first network of a structure; its derivatives are then known to be right, and are not checked again.
+    classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all
+    residuals are zero. Costs one pass over the data (and a forward pass, if a noise is estimated) and a few passes over
+    two to four points, about twenty for the first network of a structure; its derivatives are then known to be right,
+    and are not checked again.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> x, y = torch.rand(8, 2), torch.arange(8) % 2
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> lin
+        Linearization(17 weights, 8 points, 2 outputs, Categorical, float32, cpu)
     """
     check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
@@ -214,13 +217,11 @@ def linearize(
     arguments: dict[str, Any] = {"model": model, "data": data, "likelihood": likelihood, "parameters": parameters}
     arguments |= {"memory_budget": memory_budget, "engine": engine, "weights": weights}
     if holds_shards(model):
-        for name, given in {"progress": progress, "compute_dtype": compute_dtype}.items():
-            if given:
-                raise ValueError(f"{name}= is not supported for a model that is sharded by fully_shard: omit it.")
+        if progress:
+            raise ValueError("progress= is not supported for a model that is sharded by fully_shard: omit it.")
         return cast(Any, ShardedLinearization.read(process_group, **arguments))
     read = Linearization.read if process_group is None else partial(Linearization.read_shard, process_group)
-    lin = read(**arguments, progress=progress, compute_dtype=compute_dtype)
-    lin.warn_of_rounding()
+    lin = read(**arguments, progress=progress)
     if rounds_to_tf32(lin.theta.dtype, lin.theta.device):
-        warnings.warn(TF32, UserWarning, stacklevel=2)
+        warn(TF32, UserWarning)
     return lin

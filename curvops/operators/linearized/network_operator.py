@@ -21,6 +21,7 @@ from curvops.progress import Progress
 class NetworkOperator(Operator):
     """An operator of a linearisation; its first tensor is θ, which gives dtype and device and has a zero gradient."""
 
+    _shown: ClassVar[tuple[str, ...]] = ("lin",)
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The keywords that define the operator, in addition to the linearisation."""
 

@@ -34,6 +34,11 @@ class ShardedLinearization(ShardedNetwork):
         shape: the shape of one point's outputs.
         memory: the memory budget.
         token: the fingerprint of data and weights.
+
+    Examples:
+        >>> lin = co.linearize(model, (x, y), "classification")
+        >>> isinstance(lin, co.operators.Linearization)  # a ShardedLinearization, if fully_shard has sharded the model
+        True
     """
 
     @cached_property

@@ -144,6 +144,7 @@ class ScaledByNoise(UserOperator, Scaled):
     co.KFAC(lin), return it if σ² is a tensor that requires a gradient. In-place changes of the tensor take effect.
     """
 
+    _shown = ("factor",)
     STORED = "reference"
     CARRIED = True
 

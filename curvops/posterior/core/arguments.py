@@ -10,11 +10,33 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import checked_whole, shown
+from curvops.checks import check_choice, checked_whole, shown
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
 from curvops.network import Model
-from curvops.operators import KNOWN_OF_SHARDS, Linearization, ShardedLinearization
+from curvops.operators import (
+    EKFAC,
+    GGN,
+    KFAC,
+    BlockDiagonal,
+    DiagonalGGN,
+    EmpiricalFisher,
+    Hessian,
+    Linearization,
+    ShardedLinearization,
+)
+from curvops.operators.linearized.sharded_linearization import KNOWN_OF_SHARDS
+
+CURVATURES: dict[str, type[LinearOperator]] = {
+    "kfac": KFAC,
+    "ekfac": EKFAC,
+    "ggn": GGN,
+    "diagonal": DiagonalGGN,
+    "block_diagonal": BlockDiagonal,
+    "empirical_fisher": EmpiricalFisher,
+    "hessian": Hessian,
+}
+"""Curvatures by name."""
 
 
 def checked_count(k: Any) -> int:
@@ -42,7 +64,10 @@ def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int 
 
 
 def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
-    """Return the operator (D, D) that `curvature` is or builds from `lin`; raise TypeError or ValueError for others."""
+    """Return the operator (D, D) that `curvature` is, names or builds; raise TypeError or ValueError for others."""
+    if isinstance(curvature, str):
+        check_choice("curvature", curvature, CURVATURES)
+        curvature = CURVATURES[curvature]
     if isinstance(curvature, type):
         if not issubclass(curvature, LinearOperator):
             raise TypeError(f"curvature={curvature.__name__} is not an operator class; expected co.GGN, co.KFAC, …")
@@ -60,11 +85,9 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             hint = ", a function: call it, curvature=f(lin)"
         elif isinstance(operator, numbers.Real) and not isinstance(operator, bool):
             hint = f"; a prior precision is named: co.laplace(lin, prior_precision={operator})"
-        elif isinstance(operator, str):
-            hint = ", a name: pass the class itself, such as curvature=co.KFAC"
         raise TypeError(
-            f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
-            f"{lin.num_parameters}), got {shown(operator)}{hint}."
+            f"curvature must be a name ('kfac', …), an operator class (co.KFAC, …) or an operator "
+            f"({lin.num_parameters}, {lin.num_parameters}), got {shown(operator)}{hint}."
         )
     check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):

@@ -67,12 +67,20 @@ class CurvatureCache:
     of sketches. Pickling and copying keep the values, and drop the lock and the generator.
     """
 
-    def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        lin: Linearization,
+        curvature: LinearOperator,
+        generator: torch.Generator | None = None,
+        checks_mode: bool = True,
+    ) -> None:
         self.lin, self.curvature, self.generator = lin, curvature, generator
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
+        self.checks_mode = checks_mode  # until there was a warning; False if the user wants none
         self._hyperparameters, self._values = [t.clone() for t in self._present()], dict[str, Any]()
-        self.of_data = _of_data.setdefault(id(lin.passes), OfData())
+        # When an earlier cache is collected differs between ranks, which must agree on what is known.
+        self.of_data = OfData() if lin.passes.shard is not None else _of_data.setdefault(id(lin.passes), OfData())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"} | {"generator": None}

@@ -45,12 +45,15 @@ class Prior:
 
     precision: Tensor | LinearOperator
     mean: Float[Tensor, ""] | Float[Tensor, " D"]
+    chosen_by: str = ""
+    """What chose the precision, "the evidence" or "held-out data"; empty if it was given."""
 
     @property
     def printed(self) -> str:
-        """The precision in a few words."""
+        """The precision in a few words, with what chose it."""
         A = self.precision
-        return number_of(A, size_of(A)) if isinstance(A, Tensor) else as_part(A)
+        value = number_of(A, size_of(A)) if isinstance(A, Tensor) else as_part(A)
+        return f"{value} by {self.chosen_by}" if self.chosen_by else value
 
     def facts(self) -> dict[str, Any]:
         """Return by name what must be equal on all ranks; operators are told by their kinds and numbers alone."""

@@ -43,6 +43,11 @@ class Deviations(Summarised, Reasoned):
     including checks (in function space, products with its Gram matrix, which cost as much; for "sgd", passes over the
     data). ``history`` holds the relative residuals of the method's own recursion, a row per iteration ("sgd": per
     check). ``noise`` gives the same draws again, or the corresponding ones under another prior precision.
+
+    Examples:
+        >>> deviations = post.deviations(3, generator=torch.Generator().manual_seed(0))
+        >>> deviations.draws.shape, deviations.reasons[0].name
+        (torch.Size([3, 17]), 'CONVERGED')
     """
 
     draws: Float[Tensor, "k D"]
@@ -79,7 +84,9 @@ def draw_deviations(
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
     if not (asked is None or isinstance(asked, str)):
-        raise TypeError(f"method must be one of {tuple(METHODS)}, a co.StochasticDescent or None, got {method!r}.")
+        raise TypeError(
+            f"method must be one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None, got {method!r}."
+        )
     if asked is not None:
         check_choice("method", asked, METHODS)
     route, why_not = route_of(terms, k, asked)

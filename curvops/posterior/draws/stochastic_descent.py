@@ -51,6 +51,11 @@ class StochasticDescent:
         final: the last step as a fraction of the first.
         averaging: the weight of the newest iterate in the average that is returned (Polyak & Juditsky 1992).
         clip: the largest allowed gradient of a draw, as a multiple of the length of its right-hand side.
+
+    Examples:
+        >>> method = co.posterior.StochasticDescent(epochs=50, batch_size=4)
+        >>> method.momentum
+        0.9
     """
 
     loss: str = "low_variance"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops.checks import carries_graph, check_choice, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
@@ -39,12 +39,12 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
 
 
 def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
-    """Return named weights, a vector (D,) or, if allowed, rows of vectors as one tensor that keeps its graph."""
-    if isinstance(params, Mapping):
+    """Return a model's weights, named ones, a vector or, if allowed, rows as one tensor that keeps its graph."""
+    if isinstance(params, Mapping | nn.Module):
         params = lin.flatten(params)
     if not isinstance(params, Tensor):
         raise TypeError(
-            "params must be named tensors, dict(model.named_parameters()), or a vector "
+            "params must be the model, named tensors, dict(model.named_parameters()), or a vector "
             f"({lin.num_parameters},), got {type(params).__name__}."
         )
     if params.shape[-1:] != (lin.num_parameters,) or params.ndim > 1 + rows:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvops import storage
 from curvops.checks import check_accuracy
@@ -35,6 +35,9 @@ from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, rec
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 
+INTERNAL = ("cache", "prior", "prior_error", "prior_for", "terms")
+"""Names of a posterior that other functions of the library use, and that `dir` does not show."""
+
 
 class GaussianWeights(Predictive):
     """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation; the base class of all posteriors."""
@@ -42,6 +45,10 @@ class GaussianWeights(Predictive):
     temperature: float
     precision: Any
     """The precision P, (D, D), whatever the temperature."""
+
+    def __dir__(self) -> list[str]:
+        """List what a user calls."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in INTERNAL]
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
@@ -106,13 +113,13 @@ class GaussianWeights(Predictive):
             return trace(M, checked_draws(samples, self.mean) - self.mean)
         return trace(M, self._deviations(samples, generator, 1e-3))
 
-    def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
+    def penalty(self, params: nn.Module | Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
         """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights up to a constant, with its gradient.
 
         Add it to the summed loss of the next task, so that training on it does not forget this task.
 
         Args:
-            params: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), or a
+            params: the model in training; or its weights by name (names outside the selection are ignored), or as a
                 vector (D,). Gradients flow into them.
 
         Cost: a product with P, forward and backward together.
@@ -125,7 +132,7 @@ class GaussianWeights(Predictive):
 
     def log_prob(
         self,
-        weights: Mapping[str, Tensor] | Float[Tensor, "*k D"],
+        weights: nn.Module | Mapping[str, Tensor] | Float[Tensor, "*k D"],
         rtol: float = 0.01,
         generator: torch.Generator | None = None,
     ) -> Estimate:
@@ -136,8 +143,8 @@ class GaussianWeights(Predictive):
         share one log-determinant, so that differences between them are exact.
 
         Args:
-            weights: named weights, `dict(model.named_parameters())` (names outside the selection are ignored), a vector
-                (D,), or rows (k, D) such as those of `sample`.
+            weights: a model, weights by name (names outside the selection are ignored), a vector (D,), or rows (k, D)
+                such as those of `sample`.
             rtol: the relative accuracy of an estimated log-determinant.
             generator: the source of the probes.
 
@@ -206,6 +213,12 @@ class GaussianPosterior(GaussianWeights):
 
     It predicts, is saved and serves as a prior like a `Laplace` posterior. It has no evidence, because it does not
     record its prior and its likelihood. Predictions are those of the linearised network.
+
+    Examples:
+        >>> variances = torch.full((17,), 0.1)
+        >>> fit = co.posterior.GaussianPosterior(lin, co.linalg.Diagonal(variances), co.linalg.Diagonal(1 / variances))
+        >>> fit.predict(x).mean.shape
+        torch.Size([8, 2])
     """
 
     lin: Linearization
@@ -280,8 +293,7 @@ class GaussianPosterior(GaussianWeights):
             )
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
-        estimate = known._logdet_estimate if isinstance(known, Operator) else partial(logdet, known)
-        return estimate(rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
+        return logdet(known, rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
     def prior_for(
         self,

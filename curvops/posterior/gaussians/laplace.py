@@ -15,13 +15,15 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
-from curvops.operators import GGN, Linearization
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import Linearization
 from curvops.posterior.core.arguments import (
     check_linearization,
     checked_count,
@@ -47,7 +49,9 @@ from curvops.posterior.log_evidence.determinants import count_parameters, log_de
 from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
+from curvops.posterior.solves.mode_check import warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 
@@ -57,7 +61,13 @@ NORMALISATION = re.compile(r"Norm(\d+d)?$")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Laplace(GaussianWeights):
-    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one."""
+    """A Laplace posterior N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`; immutable: tuning returns a new one.
+
+    Examples:
+        >>> post = co.laplace(lin, co.KFAC, prior_precision=1.0, check_mode=False)
+        >>> post.probabilities(x).shape, post.predict(x).variance.shape, post.sample(5).shape
+        (torch.Size([8, 2]), torch.Size([8, 2]), torch.Size([5, 17]))
+    """
 
     lin: Linearization
     curvature: LinearOperator
@@ -70,7 +80,9 @@ class Laplace(GaussianWeights):
 
     def _facts(self) -> tuple[str, ...]:
         tempered = () if self.temperature == 1 else (f"temperature {self.temperature:.6g}",)
-        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *tempered)
+        each = self.lin.likelihood.of_position
+        noise = (each.printed_noise,) if isinstance(each, Gaussian) else ()
+        return (as_part(self.curvature), f"prior precision {self.prior.printed}", *noise, *tempered)
 
     @property
     def compression(self) -> Estimate | None:
@@ -110,7 +122,7 @@ class Laplace(GaussianWeights):
         """
         return mode_gap(self.terms)
 
-    def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
+    def with_prior(self, prior_precision: PriorPrecision, prior_mean: PriorMean | None = None) -> Laplace:
         """Return the posterior under another prior; the two share everything that does not depend on the prior.
 
         Args:
@@ -122,21 +134,20 @@ class Laplace(GaussianWeights):
         """
         return replace_prior(self, prior_precision, prior_mean)
 
-    def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
+    def with_noise(self, noise: float | Float[Tensor, " C"], generator: torch.Generator | None = None) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood) and the same prior.
 
         Args:
-            noise: a positive number.
+            noise: a positive number, or a tensor of them, one for each output (C,).
             generator: the source of the draws that the curvature makes, if any.
 
         Returns:
             The posterior under that noise.
 
         Raises:
-            TypeError, ValueError: the likelihood is not Gaussian, the noise is not a positive number, or the curvature
-                does not record how it was built from its linearisation.
+            TypeError, ValueError: the likelihood is not Gaussian, the noise is not positive or has another size, or the
+                curvature does not record how it was built from its linearisation.
         """
-        _ = self.observation_noise
         return replace_noise(self, noise, generator)
 
     @property
@@ -146,7 +157,8 @@ class Laplace(GaussianWeights):
         if noise is None:
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is a single number; "
-                "co.likelihoods.Gaussian(noise=variance) has. To learn several variances, use the gradient of "
+                "co.likelihoods.Gaussian(noise=variance) has. Several variances are estimated from the residuals by "
+                "Gaussian(noise='per_output'), set by post.with_noise(tensor), and learned by the gradient of "
                 "log_evidence in a tensor that requires one."
             )
         return float(noise.detach())
@@ -176,10 +188,10 @@ class Laplace(GaussianWeights):
             method: "cg" solves for all draws in one block, preconditioned if that pays off. "dual" solves in function
                 space, where vectors are shorter if there are fewer outputs in all than weights, with more products (GGN
                 and Fishers, under a prior that is a number or a vector). "sgd" uses minibatches and reaches few digits;
-                `co.StochasticDescent()` has its options. "closed form", for structured curvatures, gives draws that the
-                other methods do not reproduce from the same noise. None uses the closed form if there is one. Otherwise
-                it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if memory has room
-                only for its far shorter vectors.
+                `co.posterior.StochasticDescent()` has its options. "closed form", for structured curvatures, gives
+                draws that the other methods do not reproduce from the same noise. None uses the closed form if there is
+                one. Otherwise it uses "cg", or "dual" if outputs are so few that J Jᵀ costs less than k solves, or if
+                memory has room only for its far shorter vectors.
             x0: initial guess (k, D), such as the draws under a neighbouring prior precision.
             rtol: the relative residual of each solve; the default is far below the sampling error of k draws.
             generator: the source of the noise.
@@ -361,7 +373,11 @@ class Laplace(GaussianWeights):
                 its data.
         """
         check_accuracy(rtol, generator)
-        return find_evidence(self.terms, None, rtol, generator, checked_mode(mode, self.lin))
+        at = checked_mode(mode, self.lin)
+        found = find_evidence(self.terms, None, rtol, generator, at)
+        if at == "map":
+            warn_of_mode(self)
+        return found
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -386,7 +402,7 @@ class Laplace(GaussianWeights):
     def update(
         self,
         lin: Linearization,
-        curvature: Any = None,
+        curvature: CurvatureChoice | None = None,
         rank: int | None = None,
         generator: torch.Generator | None = None,
         check_mode: bool = True,
@@ -400,8 +416,8 @@ class Laplace(GaussianWeights):
 
         Args:
             lin: the network, linearised at its new weights on the new data, with the same parameters selected.
-            curvature: an operator class or operator, as in `co.laplace`; None builds it as this posterior's was
-                built, with the same options.
+            curvature: a name, an operator class or an operator, as in `co.laplace`; None builds it as this
+                posterior's was built, with the same options.
             rank: the rank of a low-rank form; None lets it grow to an error of 1 %. A rank alone implies
                 form="low_rank".
             generator: the source of the sketch, and of the draws of a curvature that is built as this one was.
@@ -422,53 +438,17 @@ class Laplace(GaussianWeights):
         return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
 
 
-def laplace(
-    lin: Linearization,
-    curvature: Any = GGN,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float = 1.0,
-    check_mode: bool = True,
+def make_laplace(
+    lin: Linearization, curvature: Any, prior_precision: Any, prior_mean: Any = 0.0, temperature: float = 1.0
 ) -> Laplace:
-    """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
-
-    Args:
-        lin: the linearisation, from `co.linearize`.
-        curvature: G, an operator class to be built from `lin`, or an operator (D, D).
-        prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
-            + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
-            number} that matches each selected parameter once, such as `{"0.*": 1.0, "2.*": 10.0}`. A positive
-            semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
-            Or an earlier posterior, which then is the prior, with its mean and its temperature.
-        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
-            of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
-            the posterior always uses their current values. (An operator is not copied: do not change it.)
-        temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
-            tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
-        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
-            warn with `ModeWarning` if it is not small.
-
-    Returns:
-        A `Laplace`. No matrix is formed.
-
-    Raises:
-        ValueError: the prior precision is not positive and finite, does not name each parameter once, or is an operator
-            not known to be positive semidefinite; the temperature is not positive; the curvature has another size, was
-            linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode) a
-            gradient is not finite.
-        TypeError: an argument is of another kind, or parameters are in half precision.
-
-    A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
-    Hessian; if they show that G + A is indefinite, the error names the prior precision that is needed. Other curvatures
-    cost nothing here.
-
-    Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
-    """
+    """Make a posterior from arguments as those of `co.laplace`, all given, before `checked_posterior`."""
     check_linearization(lin)
+    if not isinstance(curvature, LinearOperator):
+        lin = with_left_out_noise(lin)
     prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
-    return checked_posterior(Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature), check_mode)
+    return Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

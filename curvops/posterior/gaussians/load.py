@@ -10,6 +10,8 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops import storage
+from curvops.argument_types import Data, LikelihoodChoice, Network, Points
+from curvops.checks import check_flag
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator
@@ -23,7 +25,9 @@ OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""
 
 
-def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
+def save(
+    operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Points | None = None
+) -> None:
     """Write an operator into a folder, from which `co.load(path, model)` reads it again, as `post.save` does.
 
     Args:
@@ -40,6 +44,13 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
         TypeError: an argument is of another kind; to save a posterior, use post.save(path).
 
     Gradients are not saved. Cost: writing as many numbers as the operator has.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> co.save(co.KFAC(lin), folder, lin)
+        >>> co.load(folder, model, (x, y))
+        KFAC(17 × 17, 2 blocks, on 8 points, float32, cpu)
     """
     if not isinstance(operator, LinearOperator):
         hint = "; to save a posterior, use post.save(path)" if hasattr(operator, "save") else ""
@@ -57,10 +68,11 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
 
 def load(
     path: str | os.PathLike[str],
-    model: Any,
-    data: Any = None,
-    likelihood: Any = None,
+    model: Network,
+    data: Data | None = None,
+    likelihood: LikelihoodChoice | None = None,
     *,
+    load_weights: bool = False,
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Any:
@@ -76,6 +88,9 @@ def load(
             data raise an error. They are required if the curvature itself is a GGN, a Fisher or a Hessian.
         likelihood: your own function or class, if the posterior has such a likelihood; those of `co.likelihoods` are
             saved.
+        load_weights: True writes the saved weights into the model, which may then be untrained. They are those that
+            were linearised: buffers and, under a selection, other parameters have to be loaded before
+            (``model.load_state_dict``). The model is unchanged if it differs in anything else.
         memory_budget: as in `co.linearize`.
         progress: as in `co.linearize`.
 
@@ -92,15 +107,24 @@ def load(
 
     Nothing in the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one pass over these.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> post.save(folder)
+        >>> co.load(folder, model, (x, y)).prior_precision
+        tensor(1.)
     """
+    check_flag("load_weights", load_weights)
+
+    def network(record: Any) -> Linearization:
+        return recorded_network(Linearization, record, model, data, likelihood, load_weights, memory_budget, progress)
+
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)
-        given = recorded_network(
-            Linearization, record["linearization"], model, data, likelihood, memory_budget, progress
-        )
-        return operator_of_record(record["operator"], given)
+        return operator_of_record(record["operator"], network(record["linearization"]))
     version, record = storage.load(path, KIND, max(VERSIONS))
-    lin = recorded_network(Linearization, record["linearization"], model, data, likelihood, memory_budget, progress)
+    lin = network(record["linearization"])
     if version == OF_GAUSSIANS:
         return GaussianPosterior.of(lin, **read_gaussian(record, lin))
     return Laplace(lin, **read_parts(record, lin))

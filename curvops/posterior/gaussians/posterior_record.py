@@ -42,6 +42,7 @@ def record_of_posterior(post: Any, inputs: Any = None) -> dict[str, Any]:
             "class": type(prior).__name__,
             "precision": record_of_value(prior.precision, lin, "the prior precision"),
             "mean": prior.mean.detach(),
+            "chosen_by": prior.chosen_by,
         },
         "prior_error": record_of_value(post.prior_error, lin),
         "temperature": post.temperature,
@@ -77,13 +78,14 @@ def read_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
-    cache = CurvatureCache(lin, curvature)
+    cache = CurvatureCache(lin, curvature, checks_mode=False)  # the data may be absent
     for name, tensor in (("log likelihood", record["log_likelihood"]), ("gradient", record["gradient"])):
         if tensor is not None:
             cache.put(name, tensor.to(device))
     return {
         "curvature": curvature,
-        "prior": PRIORS[known["class"]](precision, known["mean"].to(device)),
+        # Folders of version 0.2 do not say what chose the precision.
+        "prior": PRIORS[known["class"]](precision, known["mean"].to(device), known.get("chosen_by", "")),
         "prior_error": value_of_record(record["prior_error"], lin),
         "cache": cache,
         "temperature": record["temperature"],

@@ -8,7 +8,6 @@ output depends on have the largest variance of all; if only such weights are sel
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,8 +17,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number, checked_whole, shown
-from curvops.errors import InertWeightsWarning
+from curvops.errors import InertWeightsWarning, warn
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.brackets import ROUNDING_UNITS
@@ -110,9 +110,9 @@ def select(
     k: int,
     score: str = "variance",
     *,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     modules: str | Sequence[str] | None = None,
-    x: Any = None,
+    x: Points | None = None,
     snapshots: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " k"]:
@@ -149,6 +149,11 @@ def select(
     "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
+
+    Examples:
+        >>> indices = co.select(lin, 5, "variance")
+        >>> len(indices), len(indices.unique())
+        (5, 5)
     """
     check_linearization(lin)
     check_generator(generator)
@@ -188,12 +193,11 @@ def _warn_of_inert(given: Ingredients, chosen: Tensor, score: str) -> None:
     inert = curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()
     if bool(inert.any()):
         share = float(inert.double().mean())
-        warnings.warn(
+        warn(
             f"{share:.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no training output "
             "depends on them): their posterior is the prior, and they add nothing to predictions. Use "
             "score='predictive', which leaves them out.",
             InertWeightsWarning,
-            stacklevel=3,
         )
 
 
@@ -231,6 +235,11 @@ def wasserstein(
             repeated.
 
     Source: Daxberger et al. 2021.
+
+    Examples:
+        >>> few = co.select(lin, 5)
+        >>> float(co.wasserstein(post, few)) > float(co.wasserstein(post, torch.arange(17)))
+        True
     """
     check_posterior(post, "wasserstein")
     check_generator(generator)

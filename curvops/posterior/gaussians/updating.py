@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
 
-from curvops.checks import check_accuracy, check_flag
-from curvops.errors import ModeWarning
+from curvops.checks import check_accuracy, check_flag, check_generator
+from curvops.errors import NoiseWarning, warn
 from curvops.linalg.core.matrix_identity import form_of
-from curvops.network import Model
+from curvops.network import Model, mean_squares, needs_noise
+from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import require_usable
+from curvops.summary import summary
 
-MODE_TOLERANCE = 0.1
-"""A gradient of the log posterior above this share of the prior's own means that the weights are not a mode."""
+FAR_NOISE = 3.0
+"""A given noise that differs by more than this factor from the mean squared residual is named in a warning."""
 
 
 BY_DATA = "curvature= is needed, such as curvature=co.KFAC(lin, ...)."
@@ -57,6 +61,11 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
     return new
 
 
+def tell_choice(post: Updated, by: str) -> Updated:
+    """Return the posterior with what chose its prior precision, which its repr shows."""
+    return replace(post, prior=replace(post.prior, chosen_by=by))
+
+
 def _require_equal_on_ranks(post: Any) -> None:
     """Raise RanksDifferError, on all ranks that share the data, unless they were given the same posterior."""
     if post.lin.ranks is not None:
@@ -64,14 +73,51 @@ def _require_equal_on_ranks(post: Any) -> None:
         post.lin.ranks.require_equal(post.prior.facts() | facts)
 
 
-def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
+def replace_noise(post: Updated, noise: Any, generator: torch.Generator | None) -> Updated:
     """Return the posterior under another observation noise, with its curvature built again."""
-    check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
-    (tensor,) = likelihood.hyperparameters
-    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
+    if not isinstance(likelihood.of_position, Gaussian):
+        _ = post.observation_noise  # raises an error that names the likelihood
+    if isinstance(noise, Tensor):
+        C = post.lin.output_shape[-1]
+        if noise.shape not in ((), (1,), (C,)):
+            raise ValueError(f"noise must be a number or a tensor ({C},), got one of shape {tuple(noise.shape)}.")
+        given = Gaussian(noise).noise
+    else:
+        check_accuracy(noise, generator, "noise")
+        given = torch.tensor(float(noise), dtype=torch.float64)
+    check_generator(generator)
+    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([given.detach().to(post.lin.theta)]))
     curvature = continual.remake_curvature(post.curvature, lin, generator, BY_NOISE)
-    return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
+    cache = CurvatureCache(lin, curvature, checks_mode=post.cache.checks_mode)
+    return replace(post, lin=lin, curvature=curvature, cache=cache, tuning=None)
+
+
+def warn_of_noise(lin: Linearization) -> None:
+    """Warn with `NoiseWarning` if a given noise is more than FAR_NOISE times the mean squared residual, or below.
+
+    An estimated noise, one that is being learned, and one without data or with an exact fit are left alone.
+    """
+    gaussian = lin.likelihood.of_position
+    if not isinstance(gaussian, Gaussian) or needs_noise(gaussian) or gaussian.noise.requires_grad:
+        return
+    if not lin.data.is_present:
+        return
+    found = mean_squares(lin.likelihood, lin.squared_residuals(), torch.finfo(lin.theta.dtype).eps)
+    if found is None:
+        return
+    ratios = (gaussian.noise.detach().double() / found).flatten()
+    worst = float(ratios[ratios.log().abs().argmax()])
+    if 1 / FAR_NOISE <= worst <= FAR_NOISE:
+        return
+    error = f"{worst**0.5:.2g} times too wide" if worst > 1 else f"{worst**-0.5:.2g} times too narrow"
+    warn(
+        f"the noise of {gaussian!r} is {worst:.2g} times the mean squared residual of the training data, "
+        f"{summary(found if len(found) > 1 else found[0])}: if these residuals show the noise, error bars are {error}. "
+        "'regression' and co.likelihoods.Gaussian() estimate it. Keep a noise that is known; check_mode=False skips "
+        "this check.",
+        NoiseWarning,
+    )
 
 
 def add_data(
@@ -84,6 +130,8 @@ def add_data(
 ) -> Updated:
     """Return the posterior after further data, with this one in the given form as its prior."""
     check_linearization(lin)
+    if not isinstance(curvature, LinearOperator):
+        lin = with_left_out_noise(lin)
     form = continual.checked_form(form, rank)
     chosen = continual.remake_curvature(post.curvature, lin, generator, BY_DATA) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
@@ -105,23 +153,15 @@ def mode_gap(terms: PrecisionTerms) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """Return the posterior; raise as `laplace` does, and warn with `ModeWarning` if the weights are not a mode."""
+    """Return the posterior; raise as `laplace` does. Its evidences warn of weights that are no mode with check_mode."""
     check_flag("check_mode", check_mode)
     _require_equal_on_ranks(post)
     require_usable(post.terms)
+    post.cache.checks_mode &= check_mode  # False if it has warned
     gradient = post.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf, because the model's outputs or their derivatives at "
             "some training points do (see lin.outputs()): correct the model, or leave these points out."
-        )
-    if check_mode and (gap := mode_gap(post.terms)) > MODE_TOLERANCE:
-        warnings.warn(
-            "these weights are not a mode of the posterior: the gradient of the log posterior is "
-            f"{gap:.2g} times the prior's own (0 at a mode). Train further under this prior, by "
-            "co.evidence.train with torch.optim.LBFGS, or choose the prior precision that training used, N times the "
-            "weight decay on a mean loss (that of AdamW is no such prior). check_mode=False skips this check.",
-            ModeWarning,
-            stacklevel=3,
         )
     return post

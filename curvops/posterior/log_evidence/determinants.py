@@ -18,7 +18,7 @@ from torch import Tensor
 from curvops.checkpoint import part_of_whole
 from curvops.checks import carries_graph
 from curvops.errors import NotPositiveSemidefiniteError
-from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
+from curvops.linalg import Damped, Estimate, effective_dimension, logdet, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.results import Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
@@ -64,7 +64,7 @@ def _ratio_above(terms: PrecisionTerms, A: Tensor, rtol: float, generator: torch
     if taken == "quadrature":
         return cache.known("quadrature")[2].logdet(float(A))
     most = routes.products_of_probes(system.rows)
-    found: Estimate = P._logdet_estimate(rtol=rtol, max_matvecs=most, generator=generator)
+    found = logdet(P, rtol=rtol, max_matvecs=most, generator=generator)
     if _failed(found) and routes.decomposes(system):
         return _ratio_from(decompose(cache), A, P, rtol)
     return found + (-reference)
@@ -130,8 +130,7 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
     options: dict[str, Any] = {"max_matvecs": size if exact else routes.MOST_MATVECS, "generator": generator}
     if not exact and not (isinstance(operator, Damped) and operator.shifted_form()):
         options["lower_bound"] = "estimate"
-    found: Estimate = operator._logdet_estimate(rtol=rtol, **options)
-    return found
+    return logdet(operator, rtol=rtol, **options)
 
 
 def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Generator | None = None) -> Estimate:

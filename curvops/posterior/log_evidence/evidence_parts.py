@@ -26,6 +26,12 @@ class Evidence(Estimate, Tabular):
 
     It is an `Estimate` with the error bar of the log-determinants; the other parts are exact. Sums with a constant and
     multiples have no such parts, and are plain Estimates.
+
+    Examples:
+        >>> evidence = post.log_evidence()
+        >>> parts = evidence.log_likelihood - 0.5 * (evidence.scatter + evidence.log_determinant_ratio.value)
+        >>> torch.allclose(evidence.value, parts)
+        True
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)
@@ -64,10 +70,10 @@ class Evidence(Estimate, Tabular):
     def _tables(self) -> list[Table]:
         ratio = self.log_determinant_ratio
         parts = [
-            ("log evidence", f"{float(self.value):.6g} ± {float(self.stderr):.2g}"),
+            ("log evidence", self.number),
             ("log likelihood", f"{float(self.log_likelihood):.6g}"),
             ("scatter", f"{float(self.scatter):.6g}"),
-            ("log determinant ratio", f"{float(ratio.value):.6g} ± {float(ratio.stderr):.2g}"),
+            ("log determinant ratio", ratio.number),
         ]
         return [Table(("", "nats"), parts, [f"At the weights of mode={self.mode!r}; {self.reason.name}."])]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from enum import Enum
 
 from jaxtyping import Float
-from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.errors import MaxStepsWarning
+from curvops.errors import MaxStepsWarning, warn
 from curvops.summary import Summarised, Table, Tabular, by_columns_of, summary
 
 
@@ -35,6 +33,11 @@ class TuningStep(Summarised):
 
     Tensors have an entry for each group of weights with its own precision. If every single weight is a group, they
     have one entry: the geometric mean of the precisions and the sum of the counts.
+
+    Examples:
+        >>> tuning = co.evidence.maximize(post, "layers", steps=50).tuning
+        >>> tuning.steps[0].prior_precision
+        tensor([1., 1.], dtype=torch.float64)
     """
 
     prior_precision: Float[Tensor, " G"]
@@ -50,8 +53,14 @@ class TuningStep(Summarised):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Tuning(Summarised, Tabular):
-    """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return."""
+class Tuning(Tabular):
+    """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return.
+
+    Examples:
+        >>> tuning = co.evidence.maximize(post, "layers", steps=50).tuning
+        >>> tuning.groups, tuning.converged
+        (('0', '2'), True)
+    """
 
     method: str
     groups: tuple[str, ...]
@@ -123,6 +132,8 @@ class Tuning(Summarised, Tabular):
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
+    __repr__ = Tabular.as_text
+
     def _tables(self) -> list[Table]:
         of_steps = {
             "prior precision": [summary(step.prior_precision) for step in self.steps],
@@ -132,20 +143,26 @@ class Tuning(Summarised, Tabular):
         }
         return [by_columns_of(of_steps, [f"{self.method}, {self.ending.name}: {self.ending.value}"])]
 
-    def warn_of_ending(self, what: str, stacklevel: int) -> None:
+    def warn_of_ending(self, what: str) -> None:
         """Warn with `MaxStepsWarning` unless the tuning converged; `what` begins the message."""
         if self.converged:
             return
         faster = " update='mackay' needs fewer than update='em'." if self.method == "em" else ""
-        warnings.warn(f"{what}{self.ending.value}{faster}", MaxStepsWarning, stacklevel=stacklevel + 1)
+        warn(f"{what}{self.ending.value}{faster}", MaxStepsWarning)
 
     def _warn_of_intervals(self) -> None:
-        self.warn_of_ending("the interval is around values at which the tuning has not converged. ", stacklevel=3)
+        self.warn_of_ending("the interval is around values at which the tuning has not converged. ")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Validation(Summarised, Tabular):
-    """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
+class Validation(Tabular):
+    """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns.
+
+    Examples:
+        >>> validation = co.evidence.validate(post, x + 0.1, y, prior_precisions=[0.5, 1.0, 2.0]).tuning
+        >>> validation.prior_precisions, len(validation.scores)
+        ((0.5, 1.0, 2.0), 3)
+    """
 
     prior_precisions: tuple[float, ...]
     """The prior precisions: the geometric mean of a vector's entries, NaN for an operator."""
@@ -156,6 +173,8 @@ class Validation(Summarised, Tabular):
     stderrs: tuple[float, ...]
     """Standard errors of the scores from the posterior's draws alone; those from the held-out sample are larger."""
 
+    __repr__ = Tabular.as_text
+
     def _tables(self) -> list[Table]:
         noises = {} if self.noises is None else {"noise": list(map(summary, self.noises))}
         precisions, scores = ([*map(summary, numbers)] for numbers in (self.prior_precisions, self.scores))
@@ -164,6 +183,8 @@ class Validation(Summarised, Tabular):
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Return the quantiles of χ² for its degrees of freedom that enclose the level."""
+    from scipy.special import chdtri  # a slow import that few calls need
+
     checked_number("level", level, "(0, 1)")
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))

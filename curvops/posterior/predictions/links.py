@@ -41,28 +41,31 @@ def normal_probabilities(
     if link.startswith("bridge"):
         blocks = covariance.to_dense()
         return bridge(mean(), blocks, normalised=link == "bridge_norm")
+    logits = probit_logits(likelihood, mean, covariance)
+    return logits.sigmoid() if isinstance(likelihood, Bernoulli) else logits.softmax(-1)
+
+
+def probit_logits(
+    likelihood: Likelihood, mean: Callable[[], Float[Tensor, "N C"]], covariance: LinearOperator
+) -> Float[Tensor, "N C"]:
+    """Return the logits of the probabilities by "probit"."""
     if isinstance(likelihood, BradleyTerry):
         blocks = covariance.to_dense()
         return preference(mean(), blocks)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return scale_logits(mean(), variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean(), variance)
+    return scale_logits(mean(), variance)
 
 
 def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """Return the logits times κ = (1 + π v / 8)^-½ each: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
+    """Return the logits times κ = (1 + π v / 8)^-½ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
     return mean * (1 + math.pi / 8 * variance).rsqrt()
 
 
-def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """Return softmax(κ f) with the factors κ of `scale_logits`, one per class (Gibbs 1997)."""
-    return scale_logits(mean, variance).softmax(-1)
-
-
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
-    """Return the probability of each of two rewards being the larger, from their difference."""
+    """Return logits of each of two rewards being the larger, from their difference."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
     first = scale_logits(mean[:, 0] - mean[:, 1], apart)
-    return torch.stack([first, -first], -1).sigmoid()
+    return torch.stack([first, -first], -1) / 2
 
 
 def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:

@@ -14,11 +14,11 @@ from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
-from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.checks import checked_number
 from curvops.linalg import Dense
+from curvops.summary import FIRST
 
 
 class Normal(MultivariateNormal):
@@ -34,6 +34,14 @@ class Normal(MultivariateNormal):
         """Return the mean less and plus two standard deviations, with its gradient."""
         spread = 2 * self.stddev
         return self.mean - spread, self.mean + spread
+
+    def __repr__(self) -> str:
+        if self.mean.ndim != 2 or isinstance(self, MultitaskMultivariateNormal):
+            return super().__repr__()
+        count, few = len(self.mean), zip(self.mean[:FIRST].tolist(), self.stddev[:FIRST].tolist())
+        rows = [", ".join(f"{m:.4g} ± {s:.2g}" for m, s in zip(*each)) for each in few]
+        more = [f"… {count} points"] if count > FIRST else []
+        return f"{type(self).__name__}({'; '.join([*rows, *more])})"
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of values (..., *event), in nats; raise ValueError for values of another shape."""
@@ -77,6 +85,12 @@ class SampledNormal(Normal):
         covariance_matrix: the covariances, one for each point or a joint one.
         validate_args: as in gpytorch.
         draws: k, the number of draws of the weights.
+
+    Examples:
+        >>> found = post.predict(x, samples=post.sample(200))
+        >>> low, high = found.variance_interval()
+        >>> bool((low < found.variance).all())
+        True
     """
 
     def __init__(
@@ -121,6 +135,8 @@ class SampledNormal(Normal):
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
         """Return the exact interval of each variance from quantiles of χ²; `level` is in (0, 1)."""
+        from scipy.special import chdtri  # a slow import that few calls need
+
         checked_number("level", level, "(0, 1)")
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))

@@ -16,7 +16,8 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import check_accuracy, check_flag, check_generator, checked_whole
+from curvops.argument_types import Points
+from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
@@ -242,6 +243,7 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
         gather: bool = False,
+        link: str = "mc",
     ) -> Estimate:
         """Return log p(y | x, data) of test points in nats, each with its standard error.
 
@@ -255,11 +257,14 @@ class Predictive(ABC):
                 likelihood, otherwise by 1000 draws); with joint=True, 100 draws of the weights.
             generator: the source of the draws, and of the pairs.
             gather: as in `predict`.
+            link: "mc" averages over the draws; "probit", for classes and labels, scores the `probabilities` of that
+                link, which need none.
 
         Raises:
-            TypeError, ValueError: the likelihood cannot score the targets, or there is not exactly one for each point.
+            TypeError, ValueError: the likelihood cannot score the targets, there is not exactly one for each point, or
+                the link does not fit the likelihood or joint=True.
         """
-        return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator)
+        return self.at(x, samples, gather=gather).log_likelihood(y, joint, generator, link)
 
     def _target(self) -> Likelihood:
         """Return the likelihood of one position's target."""
@@ -274,6 +279,11 @@ class Predictions:
     have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
     with `samples` the products J z_k. Exact covariances that have a gradient, in x or in a hyperparameter, are computed
     for each answer. Results share memory with this object: copy them before changing them in place.
+
+    Examples:
+        >>> at = post.at(x)
+        >>> at.predict().mean.shape, at.probabilities().shape
+        (torch.Size([8, 2]), torch.Size([8, 2]))
     """
 
     posterior: Predictive
@@ -369,21 +379,32 @@ class Predictions:
                 found = outputs.uncertainty_of_numbers(likelihood)
         return split.of(found)
 
-    def log_likelihood(self, y: Any, joint: bool = False, generator: torch.Generator | None = None) -> Estimate:
+    def log_likelihood(
+        self, y: Points, joint: bool = False, generator: torch.Generator | None = None, link: str = "mc"
+    ) -> Estimate:
         """Return log p(y | x, data) in nats; see `log_likelihood` of the posterior."""
         check_flag("joint", joint)
         check_generator(generator)
+        check_choice("link", link, ("mc", "probit"))
         likelihood = self.posterior._target()
+        by_probit = link == "probit"
+        if by_probit and joint:
+            raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
+        if by_probit:
+            links.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
-        normals = None if isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
+        normals = None if by_probit or isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
         targets_of = partial(held_out.targets_by_position, outputs.lin, self.x, y)
-        call = f"the log-likelihood, joint={joint}"
+        call = f"the log-likelihood, joint={joint}, link={link!r}"
         outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
         targets = split.targets
         assert targets is not None
         if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         with split.guarded():
+            if by_probit:
+                logits = links.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
+                return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
             if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
                 mean, covariance = outputs.moments()
                 noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))

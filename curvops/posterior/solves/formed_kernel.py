@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
-from curvops.freed_memory import give_back_freed
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import holding, keep
 from curvops.linalg.core.results import Reason
@@ -94,7 +93,6 @@ class FormedKernel(TrainingOutputs):
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
         J, beside = self.lin.jacobian(), (KERNEL_COPIES - 1) * self.kernel.nbytes
-        give_back_freed(beside)
         with torch.no_grad(), holding(J, beside):
             values, vectors = eigh_in_place(self._dual(self.root(self.outputs)))
         keep(J, vectors, beside)

@@ -59,6 +59,11 @@ class LinearMode(Summarised):
     ``log_likelihood`` is that of the linear model at θ̄, in nats; ``gradient`` the norm of the gradient there,
     relative to the norms of the likelihood's and the prior's gradients together; ``steps`` the number of Newton
     steps; ``matvecs`` the number of products with a curvature.
+
+    Examples:
+        >>> mode = post.linear_mode()
+        >>> mode.theta.shape, mode.gradient < 1e-3
+        (torch.Size([17]), True)
     """
 
     theta: Float[Tensor, " D"]

@@ -31,6 +31,12 @@ class Chain(Summarised):
     last state, from which a further run continues. sampler: the sampler that made the draws, with the step size from
     the warm-up. If the ranks of a process group share the chains, draws and traces are those of all chains (unless
     `gather=False`), and the state is that of this rank's own.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> chain = co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, [(x, y)], steps=20)
+        >>> chain.theta.shape, chain.log_posterior.shape
+        (torch.Size([1, 20, 17]), torch.Size([1, 20]))
     """
 
     theta: Float[Tensor, "k S d"]
@@ -38,7 +44,7 @@ class Chain(Summarised):
     acceptance: Float64[Tensor, "k steps"] | None
     energy_error: Float64[Tensor, "k steps"] | None
     thin: int
-    state: State
+    state: State = field(repr=False)
     sampler: Any
     spread: Spread | None = field(default=None, repr=False)
     """The position of these chains among those of other ranks, if they are this rank's alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import NotVectorizedWarning
+from curvops.errors import NotVectorizedWarning, warn
 from curvops.process_group import Ranks
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.structure import Structure
@@ -95,11 +94,10 @@ class Evaluation:
             raise ValueError(
                 f"vectorized=True, but torch.vmap cannot run log_posterior: {error}. Leave vectorized out to loop."
             ) from error
-        warnings.warn(
+        warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
             "To choose this from the start, pass chains(..., vectorized=False).",
             NotVectorizedWarning,
-            stacklevel=6,
         )
         self._together[:] = [False]
 

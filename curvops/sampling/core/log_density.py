@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
@@ -20,12 +21,14 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
+from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
@@ -50,6 +53,11 @@ class LogPosterior:
 
     For a linearisation over a process group the sum is over the points of all ranks: each passes its own part of a
     batch, all of its shard or what `co.sampling.minibatches` gives. All ranks have equal values and gradients.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> density
+        LogPosterior(17 weights, 8 points, prior 1)
     """
 
     model: Model
@@ -96,7 +104,7 @@ class LogPosterior:
         """The ranks of a process group that share the data; None if this process has all of them."""
         return None if self.shard is None else self.shard.ranks
 
-    def log_likelihood(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def log_likelihood(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
         if self.ranks is None:
             return self._log_probabilities(params, batch).mean()
@@ -107,7 +115,7 @@ class LogPosterior:
             total = self._sum(replicas, own)
         return self.ranks.add_up(total) / points
 
-    def share(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+    def share(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
         """Return this rank's part of the log posterior; the parts add up to the whole over the ranks."""
         assert self.ranks is not None
         points, own = self._own(batch)
@@ -136,7 +144,7 @@ class LogPosterior:
         w = None if weights is None else layout.weights(weights.to(theta))
         return likelihood.log_prob(outputs, y, w)
 
-    def num_points(self, batch: Any) -> int:
+    def num_points(self, batch: GivenBatch) -> int:
         """Return the number of points of a batch, of all ranks."""
         return self._own(batch)[0]
 
@@ -156,7 +164,7 @@ class LogPosterior:
             )
         return self.data_size, batch
 
-    def require_all_data(self, batch: Any) -> None:
+    def require_all_data(self, batch: GivenBatch) -> None:
         """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
         n = self.num_points(batch)
         if n != self.data_size:
@@ -211,7 +219,9 @@ class LogPosterior:
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
-    def linearize(self, weights: Float[Tensor, " D"], batch: Any, engines: Engines | None = None) -> Linearization:
+    def linearize(
+        self, weights: Float[Tensor, " D"], batch: GivenBatch, engines: Engines | None = None
+    ) -> Linearization:
         """Linearise the network at a vector of weights (ordered as `params`), with a copy of one batch as its data.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points for the first batch and one such
@@ -226,7 +236,7 @@ class LogPosterior:
         shape = output_shape(likelihood, network.layout)
         return Linearization(engines.model, data, likelihood, shape, "auto", memory, False, engines=engines)
 
-    def record(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
+    def record(self, weights: Float[Tensor, " D"], batch: GivenBatch) -> tuple[Engines, Likelihood, Batch]:
         """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
 
         It takes the same weights and raises the same errors as `linearize`. Engines that were checked for the last
@@ -303,13 +313,13 @@ def _squares(p: Tensor, A: Tensor, m: Tensor | None) -> Tensor:
 
 
 def log_posterior(
-    model: Any,
-    likelihood: Any = None,
+    model: Network,
+    likelihood: LikelihoodChoice | None = None,
     *,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
+    prior_precision: PriorPrecision = 1.0,
+    prior_mean: PriorMean = 0.0,
     data_size: int | None = None,
-    parameters: Any = None,
+    parameters: ParameterChoice | None = None,
     weights: bool = False,
 ) -> LogPosterior:
     """Build the log posterior of a network, with its N, in the form of every sampler.
@@ -335,6 +345,11 @@ def log_posterior(
             are checked in the first batch.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", prior_precision=1.0, data_size=8)
+        >>> density(density.params, (x, y)).shape
+        torch.Size([])
     """
     if isinstance(model, ShardedLinearization):
         raise TypeError(
@@ -346,6 +361,7 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation already has {', '.join(twice)}: leave it out.")
+        model = with_left_out_noise(model)
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         likelihood, shard = model.likelihood, model.passes.shard
         if shard is not None:
@@ -362,6 +378,11 @@ def log_posterior(
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
+        if needs_noise(likelihood):
+            raise ValueError(
+                "the noise of this regression is unknown: pass co.likelihoods.Gaussian(noise=variance), or a "
+                "linearisation, co.linearize(model, data, 'regression'), which estimates it."
+            )
     else:  # interpreted with the first batch, because it needs the shapes
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)

@@ -18,6 +18,10 @@ class Constant:
 
     Args:
         value: the value at every step.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, co.sampling.Constant(1e-3))  # as sgld(density, 1e-3)
     """
 
     value: float
@@ -37,6 +41,11 @@ class RobbinsMonro:
 
     Raises:
         TypeError, ValueError: a number is of another kind or out of range.
+
+    Examples:
+        >>> schedule = co.sampling.RobbinsMonro(a=1e-2, b=10.0)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
     """
 
     a: float
@@ -64,6 +73,11 @@ class Cosine:
         first: the value at the start of each period.
         period: the number of steps of a period.
         last: the value towards its end.
+
+    Examples:
+        >>> schedule = co.sampling.Cosine(first=1e-2, period=100)
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, schedule)
     """
 
     first: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -23,12 +23,18 @@ class State(Summarised):
 
     theta: the parameters as one vector, (d,) or (k, d). step: the number of updates so far, on the CPU. random: the
     state of the generator of each chain's noise.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.sgld(density, 1e-3).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.theta.shape, list(state.params)
+        (torch.Size([17]), ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
 
     theta: Float[Tensor, "*k d"]
     step: Int[Tensor, ""]
-    random: UInt8[Tensor, "*k bytes"]
-    structure: Structure
+    random: UInt8[Tensor, "*k bytes"] = field(repr=False)
+    structure: Structure = field(repr=False)
 
     @property
     def params(self) -> Any:
@@ -42,7 +48,14 @@ class State(Summarised):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MomentumState(State):
-    """The state of a sampler with momenta m, a vector like `theta`."""
+    """The state of a sampler with momenta m, a vector like `theta`.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.sghmc(density, 1e-3).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.momentum.shape
+        torch.Size([17])
+    """
 
     momentum: Float[Tensor, "*k d"]
 
@@ -59,6 +72,13 @@ class Info(Summarised):
     log_posterior: the value of `log_posterior` for this batch at the start of the step, for Metropolis samplers at its
     end. acceptance: the probability of accepting the proposal. energy_error: H(proposal) − H(start); the acceptance
     is the exponential of its negative, at most 1. Both are None for samplers that accept every step.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.hmc(density, 0.01)
+        >>> state, info = sampler.update(sampler.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> 0 <= float(info.acceptance) <= 1
+        True
     """
 
     log_posterior: Float[Tensor, "*k"]

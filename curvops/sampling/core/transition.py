@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.errors import DivergenceError
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
@@ -34,6 +35,13 @@ class Transition(Summarised, ABC):
     The temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
     posterior, τ = 0 the optimiser. chains: the number of chains of a state, None without a leading dimension. spread:
     the position of the chains among those of all ranks, if ranks share them.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> state, info = sampler.update(sampler.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> int(state.step)
+        1
     """
 
     density: Evaluation
@@ -98,7 +106,7 @@ class Transition(Summarised, ABC):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def update(self, state: Any, batch: Any = None, inplace: bool = False) -> tuple[Any, Info]:
+    def update(self, state: Any, batch: GivenBatch = None, inplace: bool = False) -> tuple[Any, Info]:
         """Take one step from this state with this batch.
 
         Args:
@@ -125,17 +133,17 @@ class Transition(Summarised, ABC):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def advance(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+    def advance(self, state: Any, batch: GivenBatch, noise: NoiseSource) -> Info:
         """Take one step in place, as `update` does; the source of noise is that of the state, and stays open."""
         info = self._step(state, batch, noise)
         state.step.add_(1)
         return info
 
-    def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
+    def with_preconditioner(self: AnyTransition, preconditioner: Preconditioning) -> AnyTransition:
         """Return this sampler with another D, such as one of more recent curvature; states stay valid."""
         return replace(self, metric=as_metric(preconditioner))
 
-    def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
+    def with_step_size(self: AnyTransition, step_size: StepSizes) -> AnyTransition:
         """Return this sampler with another step size or schedule; states stay valid."""
         return replace(self, step_size=as_schedule("step_size", step_size))
 

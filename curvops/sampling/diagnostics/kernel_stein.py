@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Draws, GivenBatch
 from curvops.checks import checked_number
 from curvops.linalg import Estimate
 from curvops.sampling.core.chain_draws import Chain, checked_draws
@@ -25,7 +26,7 @@ AT_A_TIME = 2**22
 
 
 @torch.no_grad()
-def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Estimate:
+def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Estimate:
     """Estimate the squared kernel Stein discrepancy between draws and a target, by a U-statistic.
 
     It is E u(θ, θ') over pairs of draws, zero if the draws come from the target, with
@@ -52,6 +53,12 @@ def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Esti
     Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
 
     Source: Liu, Lee & Jordan 2016; Gorham & Mackey 2017.
+
+    Examples:
+        >>> draws = torch.randn(1, 100, 2, generator=torch.Generator().manual_seed(0))
+        >>> scores = -draws  # of the density N(0, I)
+        >>> float(co.sampling.diagnostics.stein_discrepancy(draws, scores)) < 0.1
+        True
     """
     points, slopes = checked_draws(draws), checked_draws(scores, "scores")
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):
@@ -140,7 +147,7 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
 
 
 @torch.no_grad()
-def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False) -> Any:
+def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], *, part: bool = False) -> Any:
     """Compute ∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
 
     It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches weighted by their
@@ -161,6 +168,12 @@ def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False
         ValueError: the batches do not contain all N points, and `part` is False.
 
     Cost: a gradient for each draw, many draws together if `torch.vmap` can run the model.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> chain = co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, [(x, y)], steps=5)
+        >>> co.sampling.diagnostics.scores(density, chain, [(x, y)])["0.bias"].shape
+        torch.Size([1, 5, 3])
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checkpoint import digest
 from curvops.checks import check_generator
 from curvops.posterior.core.arguments import checked_count
@@ -28,6 +28,12 @@ class RandomProjections(Summarised):
     single chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain separately, summed up to the first
     negative ρ̂ (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect
     a disagreement between chains. ``series`` (chains, draws, p) are the projections.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
+        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> found.ess.shape
+        torch.Size([2, 10])
     """
 
     r_squared: Float[Tensor, " p"] | None
@@ -36,7 +42,7 @@ class RandomProjections(Summarised):
 
 
 @torch.no_grad()
-def random_projections(draws: Any, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
+def random_projections(draws: Draws, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
     """Compute R̂² and effective sample sizes of random projections of the weights, or of functions.
 
     Args:
@@ -55,11 +61,17 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
     Cost: a product of the draws with a D × count matrix, made in parts, without a copy of the draws.
 
     Source: Hron et al. 2022.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 5, generator=torch.Generator().manual_seed(0))
+        >>> found = co.sampling.diagnostics.random_projections(draws, count=10)
+        >>> found.series.shape
+        torch.Size([2, 100, 10])
     """
     count = checked_count(count)
     check_generator(generator)
     spread = draws.spread if isinstance(draws, Chain) else None
-    checked = checked_draws(draws if spread is None else draws.params, each=2)
+    checked = checked_draws(draws.params if isinstance(draws, Chain) and spread is not None else draws, each=2)
     series = project(checked, count, generator, spread)
     within = series.var(1, correction=0)
     if not bool((within > 0).all()):

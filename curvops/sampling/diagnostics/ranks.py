@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checks import check_choice
 from curvops.sampling.core.chain_draws import checked_draws
 
@@ -15,7 +16,7 @@ LEAST_DRAWS = 4
 """The smallest number of draws for which a chain can be split into halves."""
 
 
-def to_inference_data(draws: Any) -> Any:
+def to_inference_data(draws: Draws) -> Any:
     """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
 
     Args:
@@ -29,11 +30,16 @@ def to_inference_data(draws: Any) -> Any:
         TypeError, ValueError: draws are of another kind, or not finite.
 
     Tensors on the CPU are not copied.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.diagnostics.to_inference_data(draws).posterior.sizes["chain"]
+        2
     """
     return _dataset(checked_draws(draws))
 
 
-def rhat(draws: Any) -> dict[str, Tensor]:
+def rhat(draws: Draws) -> dict[str, Tensor]:
     """Compute the rank-normalised split R̂ of each entry; above 1.01, chains have not mixed (Vehtari et al. 2021).
 
     Args:
@@ -47,12 +53,17 @@ def rhat(draws: Any) -> dict[str, Tensor]:
             per chain.
 
     Cost: about a millisecond for each entry; for many weights use `random_projections`.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> bool((co.sampling.diagnostics.rhat(draws)["x"] < 1.1).all())
+        True
     """
     checked = checked_draws(draws, chains=2, each=LEAST_DRAWS)
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
 
 
-def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
+def ess(draws: Draws, kind: str = "bulk") -> dict[str, Tensor]:
     """Compute the effective sample size of each entry, over all chains together (Vehtari et al. 2021).
 
     Args:
@@ -67,6 +78,11 @@ def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
         ImportError, TypeError, ValueError: as `to_inference_data`, for fewer than four draws, and for another kind.
 
     Cost: as for `rhat`.
+
+    Examples:
+        >>> draws = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.diagnostics.ess(draws)["x"].shape
+        torch.Size([3])
     """
     check_choice("kind", kind, ("bulk", "tail"))
     checked = checked_draws(draws, each=LEAST_DRAWS)

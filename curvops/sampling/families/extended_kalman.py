@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import StepSizes
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
@@ -30,14 +31,29 @@ FISHERS = ("ggn", "empirical")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KalmanState(State):
-    """The state of a Kalman filter: the mean as `theta`, and the tensors of its precision."""
+    """The state of a Kalman filter: the mean as `theta`, and the tensors of its precision.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.ekf(density).init(density.params, torch.Generator().manual_seed(0))
+        >>> list(state.precision)
+        ['diagonal']
+    """
 
     precision: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ExtendedKalmanFilter(Transition):
-    """An extended Kalman filter of the weights: P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
+    """An extended Kalman filter of the weights: P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.ekf(density)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> state.theta.shape
+        torch.Size([17])
+    """
 
     form: str
     fisher: str
@@ -194,7 +210,7 @@ def ekf(
     *,
     fisher: str = "ggn",
     transition_noise: float = 0.0,
-    lr: Any = 1.0,
+    lr: StepSizes = 1.0,
     rank: int | None = None,
 ) -> ExtendedKalmanFilter:
     """Build the extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
@@ -228,6 +244,12 @@ def ekf(
     Cost of a step, after a first one that also checks the derivatives: for the diagonal form a forward pass over the
     batch and C + 1 backward passes (empirical: one); for the other forms a gradient and the N·C rows of J in the batch;
     for the dense form also D³/3 operations.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> chain = co.sampling.run(co.sampling.ekf(density), density.params, [(x, y)], steps=1)
+        >>> chain.state.theta.shape
+        torch.Size([17])
     """
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -11,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, GivenBatch, StepSizes
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
-from curvops.errors import UnsettledWarning
+from curvops.errors import UnsettledWarning, warn
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
@@ -56,24 +56,46 @@ class VariationalState(OptimizerState):
 
     average and square: averages over steps of the misfits of mean and covariance (zero at the optimum) and of their
     squares; centre: averages of the tensors themselves. All averages give the last steps the largest weight.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> state = co.sampling.vi(density).init(density.params, torch.Generator().manual_seed(0))
+        >>> state.theta.shape, list(state.spread)
+        (torch.Size([17]), ['log_scale'])
     """
 
     spread: dict[str, Tensor]
-    average: dict[str, Tensor]
-    square: dict[str, Tensor]
-    centre: dict[str, Tensor]
+    average: dict[str, Tensor] = field(repr=False)
+    square: dict[str, Tensor] = field(repr=False)
+    centre: dict[str, Tensor] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class VariationalInfo(Info):
-    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point."""
+    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats per point.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> bool(info.nelbo.isfinite())
+        True
+    """
 
     nelbo: Float[Tensor, ""] | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Variational(Optimizer):
-    """Variational inference as an optimiser of the mean and the covariance of a normal distribution."""
+    """Variational inference as an optimiser of the mean and the covariance of a normal distribution.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, lr=1e-2)
+        >>> state, info = method.update(method.init(density.params, torch.Generator().manual_seed(0)), (x, y))
+        >>> info.nelbo.shape
+        torch.Size([])
+    """
 
     family: GaussianFamily
     draws: int
@@ -153,7 +175,7 @@ class Variational(Optimizer):
         return FitEnding.SETTLED if near else FitEnding.SCATTERED
 
     def gradients(
-        self, state: VariationalState, batch: Any, numbers: Float[Tensor, "k m"]
+        self, state: VariationalState, batch: GivenBatch, numbers: Float[Tensor, "k m"]
     ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
         """Return the NELBO for these standard normal numbers, its gradients in mean and spread, and residuals.
 
@@ -202,12 +224,12 @@ class Variational(Optimizer):
         check_linearization(lin)
         covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
         if ending is not FitEnding.SETTLED:
-            warnings.warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning, stacklevel=2)
+            warn(f"after {int(state.step)} steps: {ending.value}", UnsettledWarning)
         return GaussianPosterior.of(lin, covariance, precision)
 
 
 def vi(
-    log_posterior: Any,
+    log_posterior: Density,
     family: str = "diagonal",
     *,
     optimizer: Any = torch.optim.Adam,
@@ -215,7 +237,7 @@ def vi(
     rank: int | None = None,
     stick_the_landing: bool = True,
     initial_scale: float = 0.05,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     **options: Any,
 ) -> Variational:
@@ -252,6 +274,12 @@ def vi(
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
     p² + q² per tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors per
     draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> method = co.sampling.vi(density, "diagonal", lr=1e-2)
+        >>> co.sampling.run(method, density.params, [(x, y)], steps=20).state.step
+        tensor(20)
     """
     check_choice("family", family, FAMILIES)
     check_flag("stick_the_landing", stick_the_landing)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.errors import FewDrawsWarning
+from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
 from curvops.summary import Summarised
@@ -23,6 +22,12 @@ class GradientGap(Summarised):
     """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I): in total and for the readout.
 
     `total` is over all weights, `readout` over those of the readout; `readout` is None for a form without one.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=3.0)
+        >>> float(rep.gradient_gap(samples=100, generator=torch.Generator().manual_seed(0)).total) > 0
+        True
     """
 
     total: Estimate
@@ -61,10 +66,9 @@ def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
     """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
     effective = effective_draws(ratios)
     if effective < FEWEST:
-        warnings.warn(
+        warn(
             f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
             f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
             "a sampler.",
             FewDrawsWarning,
-            stacklevel=4,
         )

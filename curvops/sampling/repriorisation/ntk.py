@@ -213,7 +213,7 @@ def _by_quadrature(
 ) -> Estimate:
     """Estimate log|det(I + H)| by quadrature of I + H if that is positive definite, otherwise of its square."""
     for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
-        lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
+        lowest = eigsh(operator, 1, which="SA", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
         if bound > 0:
             options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}
@@ -234,7 +234,7 @@ def _by_taylor(
 ) -> Estimate:
     """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v for random signs v and ‖H‖ < 1, and bound the remainder."""
     size = curved.shape[-1]
-    largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("largest", "smallest")]
+    largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("LA", "SA")]
     radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)
     spent = sum(pair.matvecs for pair in largest)
     if radius >= 1:

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
+from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
 from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
+from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.priors import Prior, read_prior
@@ -45,6 +47,12 @@ class Reprior:
 
     form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
     data_size: N.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.readout
+        ('2.weight', '2.bias')
     """
 
     form: Form
@@ -277,15 +285,15 @@ class Reprior:
 
 
 def reprior(
-    model: Any,
-    data: Any,
+    model: Network,
+    data: Data,
     noise: float | None = None,
     reg: float | None = None,
     form: Form | None = None,
     last: str | None = None,
-    prior_precision: Any = 1.0,
+    prior_precision: PriorPrecision = 1.0,
     *,
-    likelihood: Any = None,
+    likelihood: LikelihoodChoice | None = None,
     weights: bool = False,
 ) -> Reprior:
     """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
@@ -328,6 +336,12 @@ def reprior(
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=0.5)
+        >>> rep.noise
+        0.5
     """
     if form is not None:
         check_choice("form", form, get_args(Form))
@@ -373,8 +387,8 @@ def _likelihood(given: Any, noise: float | None) -> Any:
         return Gaussian(noise)
     if isinstance(given, Gaussian) and noise is not None:
         raise ValueError("likelihood and noise both give a variance: leave out one of them.")
-    if given == "regression":
-        raise ValueError("likelihood='regression' would mean a variance of 1: give only noise=variance.")
+    if given == "regression" or (isinstance(given, Gaussian) and needs_noise(given)):
+        raise ValueError("the noise cannot be estimated by a network that is not trained: give noise=variance.")
     return given
 
 

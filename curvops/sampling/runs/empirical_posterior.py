@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Draws
 from curvops.checks import check_accuracy, check_choice
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
@@ -30,6 +31,11 @@ class EmpiricalPosterior(Predictive):
 
     Every prediction is a mean over all draws; the errors of such means include the draws' autocorrelation and the
     disagreement of the chains. `predict` returns the outputs' mean and covariance as those of a normal distribution.
+
+    Examples:
+        >>> draws = lin.theta + 0.1 * torch.randn(1, 20, 17, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.empirical(lin, draws).probabilities(x).shape
+        torch.Size([8, 2])
     """
 
     lin: Linearization
@@ -100,7 +106,7 @@ class EmpiricalOutputs(DrawnOutputs):
         return decompose_drawn_numbers(likelihood, self.functions(), self.error)
 
 
-def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:
+def empirical(lin: Linearization, draws: Draws, through: str = "network") -> EmpiricalPosterior:
     """Make the empirical posterior from draws of the weights, such as those from `co.sampling.run`.
 
     Args:
@@ -120,6 +126,11 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
 
     Cost of a prediction: a forward pass for each draw, many draws in one pass if `torch.func.vmap` can run the model
     and memory has room; a product with J(x) for each draw if linearised.
+
+    Examples:
+        >>> draws = lin.theta + 0.1 * torch.randn(1, 20, 17, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.empirical(lin, draws).uncertainty(x).unit
+        'nats'
     """
     check_linearization(lin)
     check_choice("through", through, THROUGH)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from curvops.argument_types import Data
 from curvops.checks import checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.core.log_density import LogPosterior, Share
@@ -20,6 +21,12 @@ class Minibatches:
         size: the number of points of a minibatch.
         seed: the seed of the order.
         shared: whether the ranks share the points.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4)
+        >>> type(batches).__name__
+        'Minibatches'
     """
 
     def __init__(self, points: ChosenPoints, size: int, seed: int, shared: bool) -> None:
@@ -40,7 +47,7 @@ class Minibatches:
 
 
 def minibatches(
-    log_posterior: LogPosterior, data: Any, size: int, generator: torch.Generator | None = None
+    log_posterior: LogPosterior, data: Data, size: int, generator: torch.Generator | None = None
 ) -> Minibatches:
     """Shuffle the points of all ranks anew in each pass, and cut them into minibatches; each rank gets its own part.
 
@@ -63,6 +70,12 @@ def minibatches(
         RanksDifferError: seeds or sizes differ.
 
     Cost: no messages after this call; the order of N points on each rank.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> batches = co.sampling.minibatches(density, (x, y), 4, generator=torch.Generator().manual_seed(0))
+        >>> co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvops.argument_types import GivenBatch, SamplingMethod
 from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.process_group import Ranks
@@ -32,9 +34,9 @@ TRACES = ("log_posterior", "acceptance", "energy_error")
 
 @resumable
 def run(
-    sampler: Any,
+    sampler: SamplingMethod,
     start: Any,
-    batches: Any = None,
+    batches: Iterable[GivenBatch] | None = None,
     *,
     steps: int,
     warmup: int = 0,
@@ -75,6 +77,12 @@ def run(
         TypeError, ValueError: arguments are of another kind, batches can be read only once or change their structure,
             or the checkpoint belongs to another problem.
         OSError: the checkpoint cannot be written.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=20, warmup=5, thin=2).theta.shape
+        torch.Size([1, 10, 17])
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
@@ -305,7 +313,7 @@ class StepSizeSearch:
 
 
 def chains(
-    sampler: Any,
+    sampler: SamplingMethod,
     k: int,
     *,
     vectorized: bool | None = None,
@@ -340,6 +348,12 @@ def chains(
         RankFailedError: in `run`, another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.chains(co.sampling.sgld(density, 1e-3), 3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([3, 5, 17])
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")

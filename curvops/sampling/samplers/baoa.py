@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.sghmc import MomentumSampler, friction
@@ -34,14 +35,14 @@ class BAOA(MomentumSampler):
 
 
 def baoa(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> BAOA:
     """Build BAOA (Leimkuhler & Matthews 2015), stochastic-gradient Langevin dynamics with errors of second order in ε.
 
@@ -69,6 +70,12 @@ def baoa(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw with its root; four vectors of memory.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.baoa(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     return BAOA(**(shared | friction(alpha, sigma)))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import checked_number, checked_whole
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.structure import long_dot
@@ -71,14 +72,14 @@ class Leapfrog(Metropolis):
 
 
 def hmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     leapfrog_steps: int = 10,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> Leapfrog:
     """Build Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), which is exact, on all data in each step.
 
@@ -105,6 +106,12 @@ def hmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: L gradients (and one if the batch has changed), L + 1 products with D, a solve, a draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.hmc(density, 0.05, leapfrog_steps=3)
+        >>> bool(co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.mean() > 0.5)
+        True
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     steps = checked_whole("leapfrog_steps", leapfrog_steps)
@@ -112,14 +119,14 @@ def hmc(
 
 
 def lmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     refreshment: float = 0.1,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> Leapfrog:
     """Build underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
 
@@ -145,6 +152,12 @@ def lmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient (two if the batch has changed), two products with D, a solve, a draw.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.lmc(density, 0.05)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.shape
+        torch.Size([1, 5])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     share = checked_number("refreshment", refreshment, "(0, 1]")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Density, StepSizes
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.core.priors import Prior
 from curvops.sampling.core.metric import as_metric
@@ -59,12 +60,12 @@ class CrankNicolson(Metropolis):
 
 
 def pcn(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     covariance: Any = None,
     mean: Any = None,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
 ) -> CrankNicolson:
     """Build preconditioned Crank–Nicolson (Cotter et al. 2013) on all data, which uses only values of log_posterior.
@@ -92,6 +93,12 @@ def pcn(
         TypeError, ValueError: an argument is of another kind or out of range, or there is no covariance.
 
     Cost: a value of log_posterior, a draw by the root of C and a solve with C.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.pcn(density, 0.1)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).acceptance.shape
+        torch.Size([1, 5])
     """
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):

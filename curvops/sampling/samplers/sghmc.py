@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import check_flag, checked_number
 from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -107,16 +108,16 @@ class SGNHT(MomentumSampler):
 
 
 def sghmc(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
     momentum_first: bool = False,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGHMC:
     """Build stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014; order of Duffield et al. 2024).
 
@@ -148,6 +149,12 @@ def sghmc(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; four vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sghmc(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     check_flag("momentum_first", momentum_first)
@@ -156,15 +163,15 @@ def sghmc(
 
 
 def sgnht(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
     alpha: float = 1.0,
     sigma: float = 1.0,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGNHT:
     """Build the stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
 
@@ -191,6 +198,12 @@ def sgnht(
         TypeError, ValueError: an argument is of another kind or out of range, or τ is 0, at which it would diverge.
 
     Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgnht(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import checked_number
 from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -27,13 +28,13 @@ class SGLD(Transition):
 
 
 def sgld(
-    log_posterior: Any,
-    step_size: Any,
+    log_posterior: Density,
+    step_size: StepSizes,
     *,
-    temperature: Any = 1.0,
+    temperature: StepSizes = 1.0,
     data_size: int | None = None,
     beta: float = 0.0,
-    preconditioner: Any = None,
+    preconditioner: Preconditioning = None,
 ) -> SGLD:
     """Build stochastic-gradient Langevin dynamics (Welling & Teh 2011).
 
@@ -59,6 +60,12 @@ def sgld(
         TypeError, ValueError: an argument is of another kind or out of range.
 
     Cost: a gradient, a product with D and a draw by its root; three vectors.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.sgld(density, 1e-3)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     return SGLD(**shared, beta=checked_number("beta", beta, "[0, inf)"))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from curvops.argument_types import Density
 from curvops.sampling.core.schedules import Schedule, as_schedule, at
 from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
@@ -21,7 +22,7 @@ Slots = dict[str, dict[str, dict[str, Any]]]
 class OptimizerState(State):
     """The state of an optimiser, with its slots for each tensor of each chain, {chain: {tensor: {name: value}}}."""
 
-    slots: Slots
+    slots: Slots = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -82,7 +83,7 @@ class Optimizer(Transition):
         held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 
-def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **options: Any) -> Optimizer:
+def optimizer(make: Any, log_posterior: Density, *, data_size: int | None = None, **options: Any) -> Optimizer:
     """Build a torch optimiser that ascends `log_posterior`, under the samplers' protocol.
 
     Args:
@@ -101,6 +102,12 @@ def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **
             (LBFGS).
 
     Cost: a gradient and the optimiser's own step; building it again takes some 50 µs.
+
+    Examples:
+        >>> density = co.sampling.log_posterior(model, "classification", data_size=8)
+        >>> sampler = co.sampling.optimizer(torch.optim.Adam, density, lr=1e-2)
+        >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
+        torch.Size([1, 5, 17])
     """
     if not callable(make) or isinstance(make, torch.optim.Optimizer):
         raise TypeError(f"optimizer needs a class, such as torch.optim.AdamW, and its options, got {make!r}.")

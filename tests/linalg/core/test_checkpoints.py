@@ -86,7 +86,7 @@ def test_another_problem_is_refused_by_name(tmp_path, saved_at_each_step):
         "the kind of operator": lambda: eigsh(co.linalg.Dense(CLUSTERED), tmp_path, k=4),
         "the dtype": lambda: eigsh(CLUSTERED.float(), tmp_path, k=4),
         "k \\(4, here 5\\)": lambda: eigsh(CLUSTERED, tmp_path, k=5),
-        "which": lambda: eigsh(CLUSTERED, tmp_path, k=4, which="smallest"),
+        "which": lambda: eigsh(CLUSTERED, tmp_path, k=4, which="SA"),
         "generator": lambda: co.linalg.eigsh(CLUSTERED, 4, rtol=1e-8, checkpoint=tmp_path),
         "algorithm": lambda: low_rank(CLUSTERED, tmp_path, rank=4),
     }

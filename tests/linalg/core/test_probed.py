@@ -27,10 +27,10 @@ STREAMED: dict[str, Callable[..., Any]] = {
 }
 """Estimates whose probes are streamed: the memory changes how many run at once, and nothing else."""
 ASKED = STREAMED | {
-    "trace": lambda A, **o: linalg.trace(A, max_matvecs=40, **o),
+    "trace": lambda A, **o: linalg.trace(A, method="xtrace", max_matvecs=40, **o),
     "trace, to a tolerance": lambda A, **o: linalg.trace(A, method="xtrace", rtol=1e-3, max_matvecs=120, **o),
     "trace, hutch++": lambda A, **o: linalg.trace(A, method="hutch++", max_matvecs=60, **o),
-    "diagonal": lambda A, **o: linalg.diagonal(A, max_matvecs=40, **o),
+    "diagonal": lambda A, **o: linalg.diagonal(A, method="xdiag", max_matvecs=40, **o),
     "norm": lambda A, **o: linalg.frobenius_norm(A, max_matvecs=40, **o),
     "log-determinant": lambda A, **o: linalg.logdet(A, shift=0.01, rtol=0.05, **o),
     "quadrature": lambda A, **o: linalg.spectral_quadrature(A, shift=0.01, rtol=0.05, **o),

@@ -22,7 +22,7 @@ OPERANDS = {
     "products, large": lambda: 1.0 * Dense(matrix(LARGE)),
     "dense": lambda: Dense(matrix(20)),
     "diagonal": lambda: Diagonal(torch.linspace(-3, 5, 20, dtype=torch.float64)),
-    "low rank": lambda: co.LowRank(matrix(20)[:, :2], torch.tensor([-3.0, 5.0], dtype=torch.float64)),
+    "low rank": lambda: co.linalg.LowRank(matrix(20)[:, :2], torch.tensor([-3.0, 5.0], dtype=torch.float64)),
     "blocks": lambda: DirectSum(
         Diagonal(torch.linspace(-3, 5, 20, dtype=torch.float64)),
         Dense(matrix(9)),

@@ -37,17 +37,23 @@ def assert_honest(A, triplets, rtol):
             assert triplets.residuals[j] <= rtol * triplets.values[j]
 
 
-@pytest.mark.parametrize("which", ["largest", "smallest"])
+@pytest.mark.parametrize("which", ["LM", "SM"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SPECTRA)
 def test_against_svd(name, shape, which):
     A = rectangular(SPECTRA[name], *shape)
     triplets = svds(A, 6, which, rtol=1e-10, generator=generator())
     values = torch.linalg.svdvals(A)
-    expected = values[:6] if which == "largest" else values.flip(0)[:6]
+    expected = values[:6] if which == "LM" else values.flip(0)[:6]
     torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=float(1e-14 * values[0]))
     assert set(triplets.reasons) <= EXACT
     assert_honest(A, triplets, 1e-10)
+
+
+def test_triplets_unpack_as_a_decomposition():
+    A = rectangular(SPECTRA["decaying"], *SHAPES[0])
+    U, values, V = svds(A, 3, rtol=1e-10, generator=generator())
+    torch.testing.assert_close(U.mT @ A @ V, values.diag(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", SPECTRA)
@@ -72,14 +78,14 @@ def test_rank_deficient_and_all_triplets(shape):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("which", ["largest", "smallest"])
+@pytest.mark.parametrize("which", ["LM", "SM"])
 def test_multiplicities_larger_than_the_block(which, block_size):
-    many = torch.full((9,), 3.0 if which == "largest" else 0.5, dtype=torch.float64)
+    many = torch.full((9,), 3.0 if which == "LM" else 0.5, dtype=torch.float64)
     values = torch.cat([many, torch.linspace(1, 2, 71, dtype=torch.float64)])
     memory = (40 + 4 * block_size) * 180 * 8
     A = rectangular(values, 100, 80)
     triplets = svds(A, 11, which, block_size=block_size, memory_budget=memory, generator=generator())
-    expected = values.sort(descending=which == "largest").values[:11]
+    expected = values.sort(descending=which == "LM").values[:11]
     torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=0)
     assert set(triplets.reasons) == {Reason.CONVERGED}
 
@@ -110,9 +116,9 @@ def test_nan_budgets_and_limits_are_reasons():
     bad[3, 5] = math.nan
     broken = svds(bad, 2)
     assert set(broken.reasons) == {Reason.NON_FINITE} and broken.values.isnan().all() and broken.residuals.isinf().all()
-    short = svds(A, 3, "smallest", max_matvecs=60, generator=generator())
+    short = svds(A, 3, "SM", max_matvecs=60, generator=generator())
     assert set(short.reasons) == {Reason.ITERATION_LIMIT} and short.matvecs <= 60
-    capped = svds(A, 3, "smallest", maxiter=30, memory_budget=18 * 250 * 8, generator=generator())
+    capped = svds(A, 3, "SM", maxiter=30, memory_budget=18 * 250 * 8, generator=generator())
     assert set(capped.reasons) == {Reason.RANK_CAPPED}
 
 

@@ -125,7 +125,7 @@ def answers(data: Any, engine: str) -> dict[str, Tensor]:
     lin = co.linearize(network(), data, "classification", engine=engine)
     V = torch.randn(lin.num_parameters, 3, dtype=DOUBLE, generator=seeded())
     G, kfac = co.GGN(lin), co.KFAC(lin)
-    post = co.laplace(lin, prior_precision=2.0, check_mode=False)
+    post = co.laplace(lin, co.GGN, prior_precision=2.0, check_mode=False)
     by_kfac = co.laplace(lin, kfac, prior_precision=2.0, check_mode=False)
     return {
         "product": G @ V,

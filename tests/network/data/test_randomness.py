@@ -19,7 +19,7 @@ X, Y = normal(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
 CPU = torch.device("cpu")
 
 
-def walk(lin: co.Linearization, x: Tensor) -> Tensor:
+def walk(lin: co.operators.Linearization, x: Tensor) -> Tensor:
     """One of each kind of pass."""
     v = normal(lin.num_parameters).to(lin.theta.device)
     lin.predict(x)

@@ -94,7 +94,7 @@ def molecules(points: int) -> Tensor:
     return torch.cat([torch.randint(0, 4, (points, ATOMS, 1)), torch.randn(points, ATOMS, 3)], -1).double()
 
 
-def linearized(width: int = 50) -> co.Linearization:
+def linearized(width: int = 50) -> co.operators.Linearization:
     torch.manual_seed(0)
     model, x = Molecules(width).double(), molecules(POINTS)
     return co.linearize(model, (x, torch.randn(POINTS, 1).double()), co.likelihoods.Gaussian(noise=0.1))
@@ -104,7 +104,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-CURVATURES: dict[str, Callable[[co.Linearization], Any]] = {
+CURVATURES: dict[str, Callable[[co.operators.Linearization], Any]] = {
     "GGN": co.GGN,
     "Monte-Carlo GGN": lambda lin: co.GGN(lin, mc_samples=1, generator=seeded()),
     "empirical Fisher": co.EmpiricalFisher,

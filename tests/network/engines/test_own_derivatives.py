@@ -86,7 +86,7 @@ def field(name: str) -> tuple[Field, Tensor, Tensor]:
 def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
     model, x, J = field(name)
     y = torch.zeros(N, len(J) // N).double()
-    lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], "regression", **WAYS[way])
+    lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], co.likelihoods.Gaussian(noise=1.0), **WAYS[way])
     V, U = torch.randn(J.shape[1], 3).double(), columns(len(J), 2)
     for _ in range(2):
         assert agree(co.GGN(lin) @ V, J.mT @ (J @ V))
@@ -99,10 +99,10 @@ def test_products_are_those_of_the_dense_jacobian(name: str, way: str) -> None:
 def test_predictions_hessian_and_factors(name: str) -> None:
     model, x, J = field(name)
     y = torch.zeros(N, len(J) // N).double()
-    lin = co.linearize(model, (x, y), "regression")
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0))
     covariance = J @ (J.mT @ J + torch.eye(J.shape[1])).inverse() @ J.mT
     with torch.no_grad():
-        predicted = co.laplace(lin, co.GGN, check_mode=False).predict(x)
+        predicted = co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(x)
     assert agree(predicted.variance.flatten(), covariance.diagonal())
     loss, leaves = 0.5 * model(x.clone()).square().sum(), list(model.parameters())
     slopes = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
@@ -125,9 +125,9 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
     for derive in (asking, FIELDS["grad"]):
         torch.manual_seed(0)
         model, x = Field(derive).double(), torch.randn(N, D_IN).double()
-        lin = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression")
+        lin = co.linearize(model, (x, torch.zeros(N, 3).double()), co.likelihoods.Gaussian(noise=1.0))
         given = x.clone().requires_grad_()
-        variance = co.laplace(lin, co.GGN, check_mode=False).predict(given).variance
+        variance = co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(given).variance
         gradients.append(torch.autograd.grad(variance.sum(), given)[0])
     assert agree(*gradients)
 
@@ -135,8 +135,11 @@ def test_gradients_in_the_inputs_of_an_energy_that_asks_whether_they_have_one() 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_derivatives_of_the_models_own_where_the_caller_records_none(mode: Any) -> None:
     model, x, _ = field("autograd of marked inputs")
-    lin, expected = co.linearize(model, (x, torch.zeros(N, 3).double()), "regression"), model(x.clone()).detach()
-    post = co.laplace(lin, co.GGN, check_mode=False)
+    lin, expected = (
+        co.linearize(model, (x, torch.zeros(N, 3).double()), co.likelihoods.Gaussian(noise=1.0)),
+        model(x.clone()).detach(),
+    )
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
     with mode():
         assert agree(lin.predict(x), expected)
         assert agree(post.predict(x).mean, expected)
@@ -154,7 +157,7 @@ def test_leaves_that_a_model_makes_do_not_distinguish_its_passes() -> None:
 
     data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
     for _ in range(2):
-        co.linearize(Field(counted).double(), data, "regression")
+        co.linearize(Field(counted).double(), data, co.likelihoods.Gaussian(noise=1.0))
         passes.append(0)
     first, second, _ = passes
     assert second < first
@@ -169,4 +172,4 @@ def test_an_energy_without_a_graph_says_what_to_do() -> None:
 
     data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
     with pytest.raises(ValueError, match="the model's own autograd.grad by one with create_graph=True"):
-        co.linearize(Field(detached).double(), data, "regression")
+        co.linearize(Field(detached).double(), data, co.likelihoods.Gaussian(noise=1.0))

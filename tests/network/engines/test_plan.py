@@ -50,7 +50,7 @@ def test_with_one_hidden_layer_a_product_costs_little_more_for_many_outputs() ->
     plan = plan_of(nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 1000)), torch.randn(2, 200))
     assert plan.layerwise_bytes == 4 * (200 + 300 + 300)
     assert plan.build("layerwise") == 1 / 3
-    through = 2 * (200 * 300 + 2 * 300 * 1000 + plan_module.READ * 300)
+    through = 2 * (200 * 300 + 2 * 300 * 1000 + plan_module.CPU.read * 300)
     assert plan.per_vector("layerwise") == through / (3 * plan.forward) < plan.per_vector("recorded")
     assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
     assert "a and slopes" in str(plan)
@@ -107,6 +107,20 @@ def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
     assert plan.choose("streamed", {}, 1, 64, PLENTY) == "streamed"
 
 
+def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks() -> None:
+    """One rule for all devices: its rates are those of the device that holds the weights."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert wide(100).rates is plan_module.rates_of(cpu)
+    on_gpu = dataclasses.replace(wide(100), rates=plan_module.rates_of(gpu))
+    points, plenty = 3000, 10**15
+    # A block of 16 takes fewer multiply-adds by a recorded pass, but there each vector visits the layers.
+    assert wide(100).choose("streamed", {}, 16, points, plenty) == "recorded"
+    assert on_gpu.choose("streamed", {}, 16, points, plenty) == "layerwise"
+    assert on_gpu.overhead(1.0, points) > 0.5 > 0.05 > wide(100).overhead(1.0, points)
+    assert on_gpu.per_vector("recorded") == wide(100).per_vector("recorded")
+    assert on_gpu.cost_to_build("formed", points) > 50 * wide(100).cost_to_build("formed", points)
+
+
 def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
     """One product of a fresh walk runs the model as often as the engine that keeps nothing."""
     counts = {}
@@ -146,7 +160,7 @@ def test_many_outputs_are_left_to_autodiff() -> None:
 @pytest.fixture
 def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
-    monkeypatch.setattr(plan_module, "OVERHEAD", 0.0)
+    monkeypatch.setattr(plan_module, "CPU", plan_module.Rates(plan_module.CPU.read, 0.0))
     outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
     hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
     model = nn.Sequential(*hidden, nn.Linear(300, outputs)).double()

@@ -73,8 +73,8 @@ def data(columns: int = 3, points: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(points, columns).double(), torch.randn(points, 2).double()
 
 
-def linearize(model: nn.Module, given: Any = None, **options: Any) -> co.Linearization:
-    return co.linearize(model, given or data(), "regression", **options)
+def linearize(model: nn.Module, given: Any = None, **options: Any) -> co.operators.Linearization:
+    return co.linearize(model, given or data(), co.likelihoods.Gaussian(noise=1.0), **options)
 
 
 def patched(model: Any) -> None:

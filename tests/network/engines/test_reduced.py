@@ -58,7 +58,7 @@ def test_a_reduced_walk_multiplies_with_its_rows(name: str, way: str) -> None:
 def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_outputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, "OVERHEAD", 0.0)  # as of a large network
+    monkeypatch.setattr(plan, "CPU", plan.Rates(plan.CPU.read, 0.0))  # as of a large network
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 500))
     x, draws = torch.randn(40, 20), torch.randn(1, 40, 500)
     whole = Passes(Model(model), labelled(x, torch.zeros(40), (40,)), memory_budget=PLENTY)

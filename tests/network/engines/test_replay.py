@@ -1,4 +1,7 @@
-"""The replay of a forward-mode pass: what it keeps, and where it must not be used."""
+"""The replay of a forward-mode pass: what it keeps, and where it must not be used.
+
+Tests `eager_mode.py`.
+"""
 
 from __future__ import annotations
 

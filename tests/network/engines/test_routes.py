@@ -104,7 +104,7 @@ def test_ggn_products_of_a_custom_function_by_every_engine(scale: float) -> None
     J, y = reference("numpy_backward"), torch.randn(5, 3).double()
     v = scale * columns(J.shape[1], 1)
     for engine in ("auto", "streamed", "autodiff", "layerwise"):
-        G = co.GGN(co.linearize(model, (x, y), "regression", engine=engine))
+        G = co.GGN(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=1.0), engine=engine))
         for _ in range(3):
             assert agree((G @ v) / scale, J.mT @ (J @ v) / scale)
 

@@ -221,7 +221,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     model, x = Net(C), normal(N, 2)
     lin = co.linearize(model, (x, reals(C)), divided)
     with pytest.raises(ValueError, match="is not convex in the outputs: its Hessian has an eigenvalue of -"):
-        co.laplace(lin, check_mode=False).predict(x).variance.sum()
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(x).variance.sum()
     assert co.Hessian(lin).to_dense().isfinite().all()
     signs = torch.ones(N, dtype=x.dtype).index_fill(0, torch.tensor(1), -1.0)
     at_one_point = co.linearize(model, (x, signs), lambda f, y: y * f.square().sum(-1))
@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
         co.GGN(lin).to_dense()
     lin = co.linearize(Net(1), (x, reals(1)), co.likelihoods.FromLoss(nn.HuberLoss()))
     with pytest.raises(ValueError, match="had targets of shape"):  # torch would broadcast it
-        co.laplace(lin, check_mode=False).log_likelihood(x, reals())
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).log_likelihood(x, reals())
 
 
 def test_a_sampler_takes_it() -> None:

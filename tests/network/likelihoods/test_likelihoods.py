@@ -233,7 +233,7 @@ def test_products_work_under_functional_transforms() -> None:
     ("spec", "expected"),
     [
         ("classification", Categorical()),
-        ("regression", Gaussian(1.0)),
+        ("regression", Gaussian()),
         (Gaussian(3.0), Gaussian(3.0)),
         (nn.MSELoss(), Gaussian(0.5)),
         (nn.MSELoss(reduction="sum"), Gaussian(0.5)),

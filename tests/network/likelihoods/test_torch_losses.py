@@ -167,7 +167,7 @@ def test_classes_are_where_the_likelihood_says() -> None:
     torch.testing.assert_close(-ours.log_likelihood(), CE(reduction="sum")(f.mT, y), **TIGHT)
     assert not torch.allclose(theirs.log_likelihood(), ours.log_likelihood())
     torch.testing.assert_close(theirs.outputs(), f.mT.flatten(0, 1), **TIGHT)
-    post = co.laplace(theirs, check_mode=False)
+    post = co.laplace(theirs, co.GGN, 1.0, check_mode=False)
     torch.testing.assert_close(post.predict(x).mean, f.mT.flatten(0, 1), **TIGHT)
 
 
@@ -295,7 +295,7 @@ RIGHT: dict[str, tuple[Any, Tensor, co.likelihoods.Likelihood]] = {
 WRONG = {"doubled": (Doubled(), CLASSES), "smoothed": (Smoothed(), CLASSES), "halved": (Halved(), HIT)}
 
 
-def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.Linearization:
+def with_outputs(outputs: Tensor, targets: Tensor, loss: Any, dtype: torch.dtype) -> co.operators.Linearization:
     """A network trained to these outputs: its inputs times the identity."""
     model = nn.Linear(C, C).to(dtype)
     model.load_state_dict({"weight": torch.eye(C), "bias": torch.zeros(C)})

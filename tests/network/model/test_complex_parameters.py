@@ -47,7 +47,7 @@ def spectral(form: str, before: int = 1) -> tuple[Spectral, tuple[Tensor, Tensor
 @pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_dense_jacobian(form: str, before: int, way: str) -> None:
     model, (x, y), J = spectral(form, before)
-    lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], "regression", **WAYS[way])
+    lin = co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], co.likelihoods.Gaussian(noise=1.0), **WAYS[way])
     V, U = torch.randn(J.shape[1], 3).double(), columns(len(J), 2)
     for W in (V, V[:, 0], V.mT.contiguous().mT):
         assert agree(co.GGN(lin) @ W, J.mT @ (J @ W))
@@ -58,9 +58,11 @@ def test_products_are_those_of_the_dense_jacobian(form: str, before: int, way: s
 @pytest.mark.parametrize("form", FORMS)
 def test_factors_and_predictions(form: str) -> None:
     model, data, J = spectral(form)
-    lin, G = co.linearize(model, data, "regression"), J.mT @ J
+    lin, G = co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0)), J.mT @ J
     covariance = J @ (G + torch.eye(len(G))).inverse() @ J.mT
-    assert agree(co.laplace(lin, co.GGN, check_mode=False).predict(data[0]).variance.flatten(), covariance.diagonal())
+    assert agree(
+        co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(data[0]).variance.flatten(), covariance.diagonal()
+    )
     part = lin.model.selection.positions()["weight"].flatten()
     assert agree(co.KFAC(lin).to_dense()[part][:, part], G[part][:, part])
     v = torch.randn(len(G)).double()
@@ -78,7 +80,7 @@ def _loss(model: nn.Module, weights: dict[str, Tensor], data: tuple[Tensor, Tens
 @pytest.mark.parametrize("form", FORMS)
 def test_chains_run_together_as_one_by_one(form: str) -> None:
     model, data, _ = spectral(form)
-    log_posterior = co.sampling.log_posterior(co.linearize(model, data, "regression"))
+    log_posterior = co.sampling.log_posterior(co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0)))
 
     def run(vectorized: bool) -> dict[str, Tensor]:
         sampler: Any = co.sampling.chains(co.sampling.sgld(log_posterior, 1e-3), 3, vectorized=vectorized)
@@ -94,7 +96,7 @@ def test_chains_run_together_as_one_by_one(form: str) -> None:
 
 def test_a_file_and_training_under_the_evidence(tmp_path: Path) -> None:
     model, data, _ = spectral("complex layers")
-    post = co.laplace(co.linearize(model, data, "regression"), co.GGN, check_mode=False)
+    post = co.laplace(co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0)), co.GGN, 1.0, check_mode=False)
     post.save(tmp_path / "posterior")
     again = co.load(tmp_path / "posterior", model, data)
     assert torch.equal(again.predict(data[0]).variance, post.predict(data[0]).variance)

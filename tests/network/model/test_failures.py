@@ -99,7 +99,7 @@ def test_values_of_later_points_say_what_to_do(what: str, call: str) -> None:
     lin = co.linearize(model, (good if call == "predict" else bad, Y), "classification")
     with pytest.raises(ValueError, match=f"(?s){message}"):
         if call == "predict":
-            co.laplace(lin, check_mode=False).predict(bad)
+            co.laplace(lin, co.GGN, 1.0, check_mode=False).predict(bad)
         elif call == "gradient":
             lin.gradient()
         else:

@@ -92,7 +92,7 @@ def sentences(length: int = LENGTH) -> dict[str, Tensor]:
 LABELS = torch.tensor([0, 2, 1, 1, 0])
 
 
-def linearized(model: Any, **options: Any) -> co.Linearization:
+def linearized(model: Any, **options: Any) -> co.operators.Linearization:
     return co.linearize(model, (sentences(), LABELS), "classification", **options)
 
 
@@ -156,7 +156,7 @@ class Turned(nn.Module):
         hidden = torch.relu(self.again(torch.tanh(self.first(x))))
         return self.last(torch.tanh(self.again(hidden)).mean(1) if x.ndim == 3 else self.again(hidden))
 
-    def natural(self, lin: co.Linearization) -> Tensor:
+    def natural(self, lin: co.operators.Linearization) -> Tensor:
         """Where the entries of the untransposed network stand in the flat vector."""
         places = lin.unflatten(torch.arange(lin.num_parameters, dtype=torch.float64))
         turned = {name: isinstance(self.get_submodule(name.split(".")[0]), Conv1D) for name in places}

@@ -159,7 +159,7 @@ def test_no_layer_is_an_error_that_names_cause_and_remedy(
     with pytest.raises(
         ValueError, match=rf"not linear in the output of one layer \({why}.*; name .*='head\.\*' \(layers"
     ):
-        co.linearize(network(end).eval(), data, "regression", parameters="last_layer")
+        co.linearize(network(end).eval(), data, co.likelihoods.Gaussian(noise=1.0), parameters="last_layer")
 
 
 @pytest.mark.parametrize(
@@ -201,5 +201,10 @@ def test_a_head_that_is_tied_has_the_name_that_comes_first() -> None:
 
 
 def test_linearize_selects_it() -> None:
-    lin = co.linearize(HeadFirst(ENDS["itself"]), (torch.randn(6, 4), torch.randn(6, 3)), "regression", "last_layer")
+    lin = co.linearize(
+        HeadFirst(ENDS["itself"]),
+        (torch.randn(6, 4), torch.randn(6, 3)),
+        co.likelihoods.Gaussian(noise=1.0),
+        "last_layer",
+    )
     assert lin.model.selection.names == HEAD

@@ -91,7 +91,7 @@ def test_few_images_have_their_curvature_by_forward_mode(
 def test_the_predictive_variance_of_one_image_is_that_beside_another(norm: str) -> None:
     lin = co.linearize(images(norm), (X, Y), "classification")
     for curvature in (co.KFAC, co.DiagonalGGN, co.GGN):
-        posterior = co.laplace(lin, curvature, check_mode=False)
+        posterior = co.laplace(lin, curvature, 1.0, check_mode=False)
         two, one = (posterior.predict(X[:n]).covariance_matrix for n in (2, 1))
         torch.testing.assert_close(one[0], two[0], rtol=1e-10, atol=1e-12)
 

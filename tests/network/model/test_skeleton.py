@@ -119,7 +119,7 @@ def test_linearisations_differentiate_in_threads_of_their_own() -> None:
     lins = [co.linearize(network(), (X, Y), "classification", engine="streamed") for _ in range(2)]
     v, failed = torch.randn(lins[0].num_parameters).double(), []
 
-    def multiply(lin: co.Linearization) -> None:
+    def multiply(lin: co.operators.Linearization) -> None:
         try:
             for _ in range(30):
                 _ = co.GGN(lin) @ v
@@ -336,12 +336,12 @@ def test_a_gaussian_process_that_caches_has_its_derivatives() -> None:
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
     data = x, torch.randn(6, 1).double()
-    lin = co.linearize(model.eval(), data, "regression")
+    lin = co.linearize(model.eval(), data, co.likelihoods.Gaussian(noise=1.0))
     J = dense_jacobian(model, x)
     torch.testing.assert_close(lin.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=r"variational_mean'\].* cache.* in GPyTorch by model.train\(\)"):
-        co.linearize(model, data, "regression")
-    again = co.linearize(model.train().eval(), data, "regression")
+        co.linearize(model, data, co.likelihoods.Gaussian(noise=1.0))
+    again = co.linearize(model.train().eval(), data, co.likelihoods.Gaussian(noise=1.0))
     torch.testing.assert_close(again.jacobian().to_dense(), J, rtol=1e-10, atol=1e-10)
 
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from curvops.matrix_products import multiply_each
 from curvops.network.engines.rules.rule import Local, Rule
 from curvops.network.model.fused_kernels import unfused
 
@@ -81,7 +80,7 @@ class ConvolutionRule(Rule):
         n, columns, groups = s.shape[0], s.shape[1], layer.groups
         patches = patches.view(n * groups, -1, patches.shape[-1])
         s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])
-        rows = multiply_each(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
+        rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
         return rows.transpose(1, 2).flatten(2, 3)
 
     def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:

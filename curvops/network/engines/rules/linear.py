@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvops.matrix_products import multiply
 from curvops.network.engines.rules.rule import Local, Rule
 
 
@@ -24,7 +23,8 @@ class LinearRule(Rule):
         if weight is None:
             z = tangents["bias"].reshape(1, -1).expand(a.shape[0], -1)
         else:
-            z = multiply(a, weight.reshape(-1, weight.shape[-1]).mT, None if bias is None else bias.reshape(-1))
+            by_column = weight.reshape(-1, weight.shape[-1]).mT
+            z = a @ by_column if bias is None else torch.addmm(bias.reshape(-1), a, by_column)
         if math.prod(positions) == 1:
             return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
@@ -36,7 +36,7 @@ class LinearRule(Rule):
             s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
         flat = s.reshape(-1, columns * out)
         grads = {
-            "weight": lambda: multiply(flat.mT, a).view(columns, out, -1),
+            "weight": lambda: (flat.mT @ a).view(columns, out, -1),
             "bias": lambda: flat.sum(0).view(columns, out),
         }
         return {name: grads[name]() for name in names}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn import metrics as reference
 
-from curvops.posterior import metrics
+from curvops import metrics
 
 
 @pytest.fixture

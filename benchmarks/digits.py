@@ -1,4 +1,4 @@
-"""The demo's data: scikit-learn's handwritten digits, their fixed split, and how to turn an image.
+"""The digits of the benchmarks: scikit-learn's handwritten digits, their fixed split, and how to turn an image.
 
 The 1797 images of 8 x 8 pixels are part of the scikit-learn package (UCI "Optical recognition of handwritten
 digits"), so nothing is downloaded.

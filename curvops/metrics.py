@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from curvops.checks import check_choice, check_tensor, checked_whole
-from curvops.summary import Summarised
+from curvops.summary import Table, Tabular
 
 __all__ = [
     "ReliabilityBins",
@@ -47,6 +47,11 @@ def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> 
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.metrics.accuracy(p, labels)
+        tensor(0.6667)
     """
     _check(probabilities, labels)
     return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
@@ -70,6 +75,11 @@ def nll(
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.metrics.nll(p, labels)
+        tensor(0.5108)
     """
     _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
@@ -89,6 +99,11 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.metrics.brier(p, labels)
+        tensor(0.3600)
     """
     _check(probabilities, labels)
     truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
@@ -96,8 +111,17 @@ def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Flo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReliabilityBins(Summarised):
-    """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points."""
+class ReliabilityBins(Tabular):
+    """Confidence and accuracy in equal-width bins of confidence; NaN in bins without points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> bins = co.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins
+        confidence   points  mean confidence  accuracy
+        0.5 to 0.75  1       0.7              0
+        0.75 to 1    2       0.85             1
+    """
 
     edges: Float[Tensor, " B1"]
     """Bin edges from 0 to 1, one more than bins; a bin contains lower < confidence <= upper."""
@@ -107,6 +131,17 @@ class ReliabilityBins(Summarised):
     """Fraction of correct predictions in each bin."""
     count: Int[Tensor, " B"]
     """Number of points in each bin."""
+
+    __repr__ = Tabular.as_text
+
+    def _tables(self) -> list[Table]:
+        columns = self.edges[:-1], self.edges[1:], self.count, self.confidence, self.accuracy
+        rows = [
+            (f"{low:.3g} to {high:.3g}", f"{n:,}", f"{confidence:.4g}", f"{accuracy:.4g}")
+            for low, high, n, confidence, accuracy in zip(*(each.tolist() for each in columns))
+            if n
+        ]
+        return [Table(("confidence", "points", "mean confidence", "accuracy"), rows)]
 
 
 def reliability_bins(
@@ -124,6 +159,12 @@ def reliability_bins(
 
     Raises:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> bins = co.metrics.reliability_bins(p, labels, bins=4)
+        >>> bins.count
+        tensor([0, 0, 1, 2])
     """
     _check(probabilities, labels)
     checked_whole("bins", bins)
@@ -156,6 +197,11 @@ def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins:
         TypeError, ValueError: the arguments are not probabilities and labels of these shapes, or there are no points.
 
     Source: Guo et al. 2017, equation 3. Biased upwards for few points, as every binned estimate is.
+
+    Examples:
+        >>> p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]), torch.tensor([0, 1, 0])
+        >>> co.metrics.ece(p, labels, bins=4)
+        tensor(0.3333)
     """
     table = reliability_bins(probabilities, labels, bins=bins)
     gap = (table.accuracy - table.confidence).abs().nan_to_num(0.0)
@@ -177,6 +223,11 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
     Raises:
         TypeError: the numbers are not in a tensor.
         ValueError: shapes differ, a score is not finite, or a class is absent, so that the area is undefined.
+
+    Examples:
+        >>> scores, positive = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([True, False, True, False])
+        >>> co.metrics.auroc(scores, positive)
+        tensor(0.7500)
     """
     check_tensor("scores", scores)
     check_tensor("positive", positive)
@@ -210,6 +261,10 @@ def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities.
+
+    Examples:
+        >>> co.metrics.predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
     """
     _check_probabilities(probabilities)
     pointwise: Tensor = torch.special.entr(probabilities)
@@ -231,6 +286,11 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
 
     Raises:
         TypeError, ValueError: the argument does not hold probabilities of at least two draws.
+
+    Examples:
+        >>> p = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two draws that contradict each other
+        >>> co.metrics.mutual_information(p)
+        tensor([0.6931])
     """
     check_tensor("samples", samples)
     if samples.ndim != 3 or samples.shape[0] < 2:
@@ -271,6 +331,11 @@ def temperature(
     Raises:
         TypeError, ValueError: the arguments are not finite logits and labels of these shapes, the logits are
             probabilities, there are no points, or the bounds are not 0 < least < greatest.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), torch.tensor([0, 1, 1])
+        >>> co.metrics.temperature(logits, labels) > 1  # overconfident
+        tensor(True)
     """
     _check_shapes(logits, labels)
     if not torch.isfinite(logits).all():

@@ -1,0 +1,50 @@
+"""Names of the types that public functions take, for type checkers and for readers of signatures.
+
+When the library runs they stand for any type: what is given is read, and refused in words, where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from linear_operator import LinearOperator
+    from torch import Tensor, nn
+
+    from curvops.network.likelihoods import Likelihood
+    from curvops.operators import Linearization
+    from curvops.posterior import Laplace
+    from curvops.sampling import Chain, Constant, Cosine, LogPosterior, RobbinsMonro, Transition
+
+    Network: TypeAlias = nn.Module | tuple[Callable[..., Tensor], Mapping[str, Tensor]]
+    """A module, or a function (parameters, inputs) -> outputs with its parameters by name."""
+    Points: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Any]
+    """Points along the first dimension of a tensor, of several tensors, or of a mapping's."""
+    Data: TypeAlias = tuple[Points, Tensor] | tuple[Points, Tensor, Tensor] | Iterable[Any]
+    """Points and targets, with weights if there are some; or an iterable of such batches that can be read again."""
+    LikelihoodChoice: TypeAlias = str | Likelihood | nn.Module | Callable[..., Any]
+    """A name such as "classification", a likelihood, a torch loss, or a function of outputs and targets."""
+    ParameterChoice: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | Tensor | Sequence[int]
+    """A name or globs over the names of parameters, a predicate of name and tensor, or positions."""
+    CurvatureChoice: TypeAlias = str | LinearOperator | Callable[[Linearization], LinearOperator]
+    """A class of curvature, or an operator."""
+    PriorPrecision: TypeAlias = float | Tensor | Mapping[str, float] | LinearOperator | Laplace
+    """A number, a vector, numbers by globs over names, an operator, or an earlier posterior."""
+    PriorMean: TypeAlias = float | Tensor | Mapping[str, float | Tensor]
+    """A number, a vector, or numbers and tensors by globs over names."""
+    GivenBatch: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor | None
+    """A batch as the log posterior reads it."""
+    Density: TypeAlias = LogPosterior | Callable[[Any, Any], Any]
+    """A log posterior, of `log_posterior` or a function of parameters and batch."""
+    StepSizes: TypeAlias = float | Tensor | Constant | Cosine | RobbinsMonro | Callable[[int], float]
+    """A number, or one for each step."""
+    Preconditioning: TypeAlias = Tensor | LinearOperator | None
+    """The preconditioner of a sampler: a vector of scales or an operator."""
+    Draws: TypeAlias = Chain | Tensor | Mapping[str, Tensor] | Sequence[Any]
+    """Draws of a run, or tensors (chains, draws, *shape), by name if there are several."""
+    SamplingMethod: TypeAlias = Transition
+    """What one of the functions of `co.sampling` makes."""
+else:
+    Network = Points = Data = LikelihoodChoice = ParameterChoice = CurvatureChoice = PriorPrecision = PriorMean = Any
+    GivenBatch = Density = StepSizes = Preconditioning = Draws = SamplingMethod = Any

@@ -1,0 +1,205 @@
+"""`co.laplace`, and the choices that it makes for arguments that are left out.
+
+The choices are those which `benchmarks/defaults.py` finds never worse than the network itself.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch.utils._pytree import tree_map
+
+from curvops.argument_types import CurvatureChoice, Data, PriorMean, PriorPrecision
+from curvops.checks import check_flag
+from curvops.errors import UndeterminedWarning
+from curvops.evidence.maximize import maximize
+from curvops.evidence.validate import validate
+from curvops.linalg.core.solve_routes import WHOLE
+from curvops.network import needs_noise
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import GGN, KFAC, Linearization
+from curvops.posterior import Laplace
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.laplace import make_laplace
+from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
+from curvops.posterior.predictions.uncertainty import LABELS
+
+START = 1.0
+"""The prior precision at which the search for another one begins."""
+LEAST = -4.0
+"""The power of ten of the least prior precision that the variance of the logits chooses."""
+VARIANCE = 0.25
+"""The variance of the logits at the training inputs if nothing else chooses the prior precision.
+
+A standard deviation of a half is enough to rank inputs by their uncertainty, and too little to change probabilities
+that are right. The evidence, a precision of 1, and weight decay × N harm classifiers that are not at a mode.
+"""
+POINTS, ROWS, DRAWS = 20, 2000, 32
+
+
+def laplace(
+    lin: Linearization,
+    curvature: CurvatureChoice | None = None,
+    prior_precision: PriorPrecision | None = None,
+    prior_mean: PriorMean = 0.0,
+    temperature: float = 1.0,
+    check_mode: bool = True,
+    *,
+    validation: Data | None = None,
+) -> Laplace:
+    """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
+
+        >>> import torch, curvops as co
+        >>> x, y = torch.linspace(-1, 1, 40).view(20, 2), torch.arange(20) // 10
+        >>> lin = co.linearize(torch.nn.Linear(2, 2), (x, y), "classification")
+        >>> post = co.laplace(lin)                     # or validation=(x_held_out, y_held_out)
+        >>> post.probabilities(x).shape, post.prior.chosen_by
+        (torch.Size([20, 2]), 'the variance of the logits')
+
+    Args:
+        lin: the linearisation, from `co.linearize`.
+        curvature: G, a name ("kfac", "ekfac", "ggn", "diagonal", "block_diagonal", "empirical_fisher", "hessian"), an
+            operator class to be built from `lin`, or an operator (D, D). None is KFAC, and the full GGN for single
+            entries of parameters (a subnetwork), which a Kronecker product cannot describe.
+        prior_precision: A. A positive number: weight decay × N if training minimised a *mean* loss
+            + ½ · weight decay · ‖θ − m‖². A vector (D,) of positive numbers, or a mapping {glob over parameter names:
+            number} that matches each selected parameter once, such as `{"0.*": 1.0, "2.*": 10.0}`. A positive
+            semidefinite operator (D, D); one that was linearised at other weights needs `op.detached_from_weights()`.
+            Or an earlier posterior, which then is the prior, with its mean and its temperature. None chooses a number,
+            and `repr` shows which, and by what: by `validation`; without it, for classes and labels, such that the
+            logits have a variance of 1/4 at the training inputs; otherwise by the evidence, as `co.evidence.maximize`
+            (for Gaussian noise that of the linearised network, mode="linear"). Held-out data also choose a noise that
+            was not given.
+        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
+            of the prior are copied, so that later in-place changes have no effect, unless they require a gradient: then
+            the posterior always uses their current values. (An operator is not copied: do not change it.)
+        temperature: T, which multiplies the covariance: T·P⁻¹ is that of the posterior to the power 1/T. For a
+            tempered *likelihood* use the curvature `(1 / T) * co.GGN(lin)` instead.
+        check_mode: whether the gradient of the log-likelihood is checked to be finite, at the cost of one gradient, and
+            whether the first evidence of this posterior that assumes a mode of it warns with `ModeWarning` if the
+            weights are none (`log_evidence`, `evidence.maximize`, `evidence.grid`, at mode="map"). Likewise whether a
+            given Gaussian noise is compared with the mean squared residual of the training data, at the cost of one
+            forward pass, with a `NoiseWarning` if one is more than three times the other.
+        validation: held-out data, (X, y), a Dataset, a DataLoader or batches, as in `co.evidence.validate`: they choose
+            the prior precision, whatever training did, as the one under which they are most likely. Some hundred
+            points are enough.
+
+    Returns:
+        A `Laplace`. No matrix is formed, except for the factors of KFAC.
+
+    Raises:
+        ValueError: the prior precision is not positive and finite, does not name each parameter once, is an operator
+            not known to be positive semidefinite, or is given in addition to `validation`; it is left out, and cannot
+            be chosen (the evidence has no maximum); the temperature is not positive; the curvature has another size,
+            was linearised at other weights or is not known to be symmetric; G + A is indefinite; or (with check_mode)
+            a gradient is not finite.
+        TypeError: an argument is of another kind, or parameters are in half precision.
+
+    Cost: KFAC takes about one gradient for each output. A prior precision that is chosen then costs some 25 predictions
+    of the held-out points, ten of 200 training points (of fewer if there are more than 10 classes), or one pass for the
+    evidence of a curvature with a closed form; the full GGN of more than 1,024 weights takes solves for each value
+    tried. The same call makes the same choice. A curvature that may be indefinite (co.Hessian, differences) is tested
+    with 20 products, about 80 gradients for a Hessian; if they show that G + A is indefinite, the error names the prior
+    precision that is needed.
+
+    Under a Gaussian likelihood without a given noise, the posterior's noise is the mean squared residual of the
+    training data or, if it is larger, the mean squared error on each training point of the linear model with all of the
+    network's weights fitted to the others (in closed form from J Jᵀ, up to 2,000 training outputs). The first is too
+    small for a network that overfits. An operator that is given for G keeps the noise of `lin`.
+
+    Source: MacKay 1992; the predictions of the linearised network as in Immer, Korzepa & Bauer 2021.
+    """
+    check_linearization(lin)
+    check_flag("check_mode", check_mode)
+    if prior_precision is not None and validation is not None:
+        raise ValueError(
+            "validation chooses the prior precision, and prior_precision gives it: leave one of them out. (To scale a "
+            "prior of your own, call co.evidence.validate(post, x, y).)"
+        )
+    chosen = default_curvature(lin) if curvature is None else curvature
+    given = START if prior_precision is None else prior_precision
+    post = make_laplace(lin, chosen, given, prior_mean, temperature)
+    if prior_precision is None:
+        post = choose_prior(post, validation)
+    if check_mode:
+        warn_of_noise(post.lin)
+    return checked_posterior(post, check_mode)
+
+
+def default_curvature(lin: Linearization) -> type[LinearOperator]:
+    """Return the class of curvature for a posterior that names none."""
+    whole_parameters = lin.model.selection.index is None
+    return KFAC if whole_parameters else GGN
+
+
+def choose_prior(post: Laplace, validation: Any = None) -> Laplace:
+    """Return the posterior under the scalar prior precision that held-out data choose.
+
+    Without them, the variance of the logits chooses it or, if outputs are no logits, the evidence.
+    """
+    if validation is not None:
+        with warnings.catch_warnings():
+            # It is an answer, too, that averaging over the weights does not pay.
+            warnings.filterwarnings("ignore", ".*the larger the prior precision", UndeterminedWarning)
+            over = ("scalar", "noise") if needs_noise(post.lin.likelihood) else "scalar"
+            return validate(post, validation, over=over, generator=_seeded(post))
+    try:
+        if isinstance(post.lin.likelihood.of_position, LABELS):
+            return limit_variance(post)
+        # That of the linearised network needs no mode of the network, and for a Gaussian likelihood a single solve.
+        mode = "linear" if isinstance(post.lin.likelihood.of_position, Gaussian) else "auto"
+        return maximize(post, generator=_seeded(post), mode=mode)
+    except ValueError as error:
+        raise ValueError(
+            "the prior precision was left out, and cannot be chosen without held-out data: pass validation=(x, y), or "
+            f"prior_precision= (weight decay × N of training on a mean loss). The reason: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def limit_variance(post: Laplace) -> Laplace:
+    """Return the posterior under the scalar prior precision at which the logits have the variance `VARIANCE`.
+
+    This is the mean over the classes and the `training_inputs`. A large curvature without a closed form estimates
+    it from `DRAWS` draws of the weights. If the variance is smaller whatever the prior is, the precision is 1e-4.
+    """
+    from scipy.optimize import brentq  # a slow import, needed for tuning only
+
+    x = training_inputs(post.lin)
+    by_draws = post.precision._closed_form() is None and post.lin.num_parameters > WHOLE
+
+    @cache
+    def excess(power: float) -> float:
+        trial = replace(post.with_prior(10.0**power), temperature=1.0)
+        draws = trial.sample(DRAWS, _seeded(post)) if by_draws else None
+        variance = float(trial.predict(x, samples=draws).variance.mean())
+        if not 0 < variance < math.inf:
+            raise ValueError(f"the logits have a variance of {variance:.3g} at the training inputs.")
+        return math.log(variance / VARIANCE)
+
+    first = last = 0.0
+    step = math.copysign(1.0, excess(first))
+    while excess(last) * step > 0 and last > LEAST:
+        first, last = last, last + step
+    if excess(last) * step <= 0:
+        last = brentq(excess, first, last, xtol=0.005)
+    return tell_choice(post.with_prior(10.0**last), "the variance of the logits")
+
+
+def training_inputs(lin: Linearization) -> Any:
+    """Return training inputs of all ranks, `ROWS` outputs or at least `POINTS`, evenly spaced in their order."""
+    total = lin.num_data
+    count = min(total, max(POINTS, ROWS // lin.num_outputs))
+    data = lin.restrict(torch.arange(count) * total // count, 1.0).gathered().data
+    return tree_map(lambda *parts: torch.cat(parts), *(batch.inputs for batch in data))
+
+
+def _seeded(post: Laplace) -> torch.Generator:
+    """Return a generator with a fixed seed, so that the same call makes the same choice."""
+    return torch.Generator(device=post.mean.device).manual_seed(0)

@@ -1,0 +1,262 @@
+"""The noise of a regression: estimated from residuals and left-out points, shown, and compared with a given one.
+
+Tests `residual_noise.py`, `leave_one_out.py`.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.errors import NoiseWarning
+
+DOUBLE = torch.float64
+GAUSSIAN = co.likelihoods.Gaussian
+
+
+def data(n=40, outputs=1, positions=()):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, *positions, 2, generator=generator, dtype=DOUBLE)
+    scales = torch.tensor([0.1, 1.0, 5.0], dtype=DOUBLE)[:outputs]
+    return x, x.sum(-1, keepdim=True).sin() + scales * torch.randn(
+        n, *positions, outputs, generator=generator, dtype=DOUBLE
+    )
+
+
+def network(outputs=1, hidden=6):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+
+
+def trained(model, x, y, steps=300):
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def noise(of):
+    """The noise of a linearisation or a posterior."""
+    return getattr(of, "lin", of).likelihood.hyperparameters[0]
+
+
+def same(found, expected):
+    """Equal to the four digits that an estimate has."""
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=6e-4, atol=0)
+
+
+def left_out(model, x, y, w=None, units=None):
+    """The squared errors of each point under the linear model of all others, by a fit without it, at the best λ."""
+    lin = co.linearize(model, (x, y), GAUSSIAN(noise=1.0))
+    D, N = lin.num_parameters, len(x)
+    J = (lin.jacobian() @ torch.eye(D, dtype=DOUBLE)).view(N, -1, D)
+    B, C = J.shape[1], y.shape[-1]
+    t = y.view(N, B) - model(x).detach().view(N, B) + J @ lin.theta
+    units = torch.ones(B, dtype=DOUBLE) if units is None else units.repeat(B // C)
+    weights = torch.ones(N, B, dtype=DOUBLE) if w is None else w.view(N, -1).repeat_interleave(B // w[0].numel(), 1)
+    scale = weights.sqrt() / units
+    rows, targets = scale.unsqueeze(-1) * J, scale * t
+    top = float(torch.linalg.eigvalsh(rows.reshape(-1, D) @ rows.reshape(-1, D).mT)[-1])
+
+    def errors(damp):
+        for n in range(N):
+            kept = [i for i in range(N) if i != n]
+            A, b = rows[kept].reshape(-1, D), targets[kept].flatten()
+            fitted = torch.linalg.solve(A.mT @ A + damp * torch.eye(D, dtype=DOUBLE), A.mT @ b)
+            yield targets[n] - rows[n] @ fitted
+
+    least = math.log10(N * B * torch.finfo(DOUBLE).eps)
+    found = [torch.stack(list(errors(top * 10**power))) for power in torch.linspace(least, 3, 40).tolist()]
+    best = min(found, key=lambda each: float(each.square().sum()))
+    return (best * units).square().view(-1, C).sum(0) / weights.view(-1, C).sum(0)
+
+
+@pytest.mark.parametrize("spec", ["regression", GAUSSIAN(), GAUSSIAN(noise=None)], ids=["name", "Gaussian()", "None"])
+def test_it_is_the_mean_squared_residual_of_the_training_data(spec):
+    (x, y), model = data(outputs=2), network(2)
+    batches = [(x[i : i + 7], y[i : i + 7]) for i in range(0, 40, 7)]
+    for given in ((x, y), batches, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 9, shuffle=True)):
+        found = noise(co.linearize(model, given, spec))
+        same(found, (model(x) - y).square().mean())
+        assert torch.equal(found, noise(co.linearize(model, (x, y), spec)))
+    assert found.shape == ()
+
+
+def test_each_output_may_have_its_own():
+    (x, y), model = data(outputs=3), network(3)
+    found = noise(co.linearize(model, (x, y), GAUSSIAN(noise="per_output")))
+    same(found, (model(x) - y).square().mean(0))
+
+
+@pytest.mark.parametrize("per_position", [False, True], ids=["weights of points", "weights of positions"])
+def test_weights_and_positions_count(per_position):
+    (x, y), model = data(outputs=2, positions=(5,)), network(2)
+    w = torch.rand(40, *([5] if per_position else []), dtype=DOUBLE)
+    w[3] = 0
+    each = w.unsqueeze(-1) if per_position else w.view(40, 1, 1)
+    squares = each * (model(x) - y).square()
+    for spec, dims in ((None, (0, 1, 2)), ("per_output", (0, 1))):
+        lin = co.linearize(model, (x, y, w), GAUSSIAN(noise=spec), weights=True)
+        same(noise(lin), squares.sum(dims) / each.expand_as(squares).sum(dims))
+
+
+def test_an_image_has_one_for_all_its_outputs():
+    torch.manual_seed(0)
+    model, x, y = nn.Conv2d(1, 2, 3).double(), torch.randn(4, 1, 6, 6).double(), torch.randn(4, 2, 4, 4).double()
+    same(noise(co.linearize(model, (x, y), "regression")), (model(x) - y).square().mean())
+
+
+def test_one_point_and_constant_targets_are_data_too():
+    model = network()
+    for x, y in ((torch.ones(1, 2), torch.ones(1, 1)), (torch.randn(9, 2), torch.full((9, 1), 3.0))):
+        post = co.laplace(co.linearize(model, (x, y), "regression"), co.GGN, 1.0, check_mode=False)
+        assert 0 < post.observation_noise < 100
+        assert post.predict(x.double(), noise=True).variance.isfinite().all()
+
+
+def test_a_posterior_has_the_error_on_left_out_points_if_it_is_larger():
+    x, y = data(12)
+    model = trained(network(hidden=20), x, y)  # it overfits
+    lin = co.linearize(model, (x, y), "regression")
+    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    expected = left_out(model, x, y)
+    same(noise(post).view(1), expected)
+    assert post.observation_noise > 10 * noise(lin)
+    assert noise(lin) == noise(co.laplace(lin, co.GGN(lin), 1.0, check_mode=False))  # an operator has its noise
+
+
+def test_points_are_left_out_with_their_weights_outputs_and_positions():
+    x, y = data(8, outputs=2, positions=(3,))
+    model, w = trained(network(2, 20), x, y, 600), torch.rand(8, dtype=DOUBLE)
+    w[2] = 0
+    for spec in (None, "per_output"):
+        post = co.laplace(
+            co.linearize(model, (x, y, w), GAUSSIAN(noise=spec), weights=True), co.KFAC, 1.0, 0.0, 1.0, False
+        )
+        sizes = (w.view(8, 1, 1) * y.square()).sum((0, 1)) / (3 * w.sum())
+        expected = left_out(model, x, y, w, None if spec is None else sizes.sqrt())
+        same(noise(post), expected.mean() if spec is None else expected)
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", "0.*", torch.tensor([1, 4, 9])], ids=["last", "first", "few"])
+def test_a_part_of_the_network_has_the_noise_of_the_whole(parameters):
+    x, y = data(12)
+    model = trained(network(hidden=20), x, y)
+    whole, part = (
+        co.laplace(co.linearize(model, (x, y), "regression", chosen), co.GGN, 1.0, check_mode=False)
+        for chosen in (None, parameters)
+    )
+    assert noise(part) == noise(whole)
+    model[0].requires_grad_(False)  # a body that was not trained is not fitted anew
+    head = co.laplace(co.linearize(model, (x, y), "regression", "last_layer"), co.GGN, 1.0, check_mode=False)
+    assert noise(head) == noise(co.laplace(co.linearize(model, (x, y), "regression"), co.GGN, 1.0, check_mode=False))
+    assert noise(head) < noise(whole)
+
+
+def test_an_exact_fit_warns_and_left_out_points_show_the_noise():
+    x, _ = data(12)
+    model = network()
+    y = model(x).detach()
+    with pytest.warns(NoiseWarning, match="to rounding"):
+        lin = co.linearize(model, (x, y), "regression")
+    assert "unknown noise" in repr(lin) and noise(lin) == 1
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    assert 0 < post.observation_noise < float(y.square().mean())
+    assert "(estimated)" in repr(post)
+
+
+def test_it_is_printed():
+    (x, y), model = data(), network()
+    lin = co.linearize(model, (x, y), "regression")
+    assert f"Gaussian with noise {float(noise(lin)):.4g} (estimated)" in repr(lin)
+    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    assert f"noise {post.observation_noise:.4g} (estimated)" in repr(post)
+    assert "noise 0.3," in repr(post.with_noise(0.3))
+    assert "noise 0.5," in repr(co.laplace(co.linearize(model, (x, y), nn.MSELoss()), co.KFAC, 1.0, check_mode=False))
+    assert repr(GAUSSIAN()) == "Gaussian()" and repr(GAUSSIAN(noise="per_output")) == "Gaussian(noise='per_output')"
+
+
+def test_a_loss_keeps_its_own_curvature():
+    (x, y), model = data(), network()
+    squares, named = (co.linearize(model, (x, y), spec) for spec in (nn.MSELoss(), "regression"))
+    J = named.jacobian() @ torch.eye(named.num_parameters, dtype=DOUBLE)
+    torch.testing.assert_close(co.GGN(squares).to_dense(), 2 * J.mT @ J)
+    torch.testing.assert_close(co.GGN(named).to_dense(), J.mT @ J / noise(named))
+
+
+@pytest.mark.parametrize("times", [0.2, 5.0])
+def test_a_given_noise_that_is_far_off_warns_at_the_posterior(times):
+    (x, y), model = data(outputs=2), network(2)
+    squares = (model(x) - y).square().mean().detach()
+    with pytest.warns(NoiseWarning, match=f"is {times:.2g} times") as caught:
+        lin = co.linearize(model, (x, y), GAUSSIAN(noise=times * squares))
+        co.laplace(lin, co.KFAC, 1.0)
+    assert [each.category for each in caught].count(NoiseWarning) == 1
+
+
+def test_a_noise_that_is_near_estimated_learned_or_left_unchecked_does_not_warn():
+    (x, y), model = data(outputs=2), network(2)
+    squares = (model(x) - y).square().mean(0).detach()
+    fine = [GAUSSIAN(noise=2 * squares), GAUSSIAN(noise=float(squares.mean()) / 2), "regression"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoiseWarning)
+        for spec in [*fine, GAUSSIAN(noise=torch.tensor(100.0, dtype=DOUBLE, requires_grad=True))]:
+            co.laplace(co.linearize(model, (x, y), spec), co.GGN, 1.0)
+        co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise=100.0)), co.GGN, 1.0, check_mode=False)
+
+
+def test_it_is_saved_with_its_value(tmp_path):
+    (x, y), model = data(outputs=3), network(3)
+    post = co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise="per_output")), co.KFAC, 1.0, check_mode=False)
+    post.save(tmp_path)
+    for given in ((), ((x, y),), ((x, y), "regression")):
+        loaded = co.load(tmp_path, model, *given)
+        assert torch.equal(noise(loaded), noise(post))
+        assert torch.equal(loaded.predict(x).variance, post.predict(x).variance)
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
+def test_a_posterior_takes_a_noise_for_each_output(curvature):
+    (x, y), model = data(outputs=3), network(3)
+    each = torch.tensor([0.1, 1.0, 20.0], dtype=DOUBLE)
+    post = co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise=2.0)), curvature, 1.0, check_mode=False)
+    expected = co.laplace(co.linearize(model, (x, y), GAUSSIAN(noise=each)), curvature, 1.0, check_mode=False)
+    found = post.with_noise(each)
+    torch.testing.assert_close(found.predict(x).covariance_matrix, expected.predict(x).covariance_matrix)
+    torch.testing.assert_close(found.log_evidence().value, expected.log_evidence().value)
+    tuned = co.evidence.validate(expected, x + 0.1, y, "noise")
+    torch.testing.assert_close(noise(tuned) / noise(tuned)[0], each / each[0])
+
+
+def test_training_by_the_evidence_learns_it_from_the_residuals():
+    (x, y), model = data(), network()
+    post = co.evidence.train(model, (x, y), "regression", epochs=300, every=50, over="scalar")
+    same(noise(post), max(float(left_out(model, x, y)), float((model(x) - y).square().mean())))
+
+
+def test_error_bars_hold_on_new_points_for_a_network_that_overfits():
+    """An interval of 95 % around 2,000 new targets of a network that fits 40 points too well."""
+    torch.manual_seed(0)
+    x, new = torch.rand(40, 1).double() * 6 - 3, torch.rand(2000, 1).double() * 6 - 3
+    y, targets = (each.sin() + 0.2 * torch.randn_like(each) for each in (x, new))
+    model = nn.Sequential(nn.Linear(1, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(1500):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    lin = co.linearize(model, (x, y), "regression", "last_layer")
+
+    def covered(post):
+        found = post.predict(new, noise=True)
+        return float(((targets - found.mean).abs() < 1.96 * found.stddev).double().mean())
+
+    post = co.laplace(lin, co.GGN, 1.0, check_mode=False)
+    assert 0.9 < covered(post) < 0.999
+    assert covered(post.with_noise(float(noise(lin)))) < 0.85
+    assert covered(post.with_noise(1.0)) == 1

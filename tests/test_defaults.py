@@ -1,0 +1,235 @@
+"""The posterior that `co.laplace` makes from what it is given is that of the explicit calls: one table.
+
+Tests `defaults.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops import metrics
+from curvops.errors import ModeWarning, UndeterminedWarning
+
+DOUBLE = torch.float64
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def labels(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :3] + 0.5 * x.flip(1)[:, :3].sin()).argmax(1)
+
+
+LIKELIHOODS: dict[str, tuple[Any, int, Any]] = {
+    "classes": ("classification", 3, labels),
+    "numbers": (co.likelihoods.Gaussian(0.1), 2, lambda x: x[:, :2].sin()),
+    "binary labels": (co.likelihoods.Bernoulli(), 2, lambda x: (x[:, :2] > 0).to(DOUBLE)),
+    "counts": (co.likelihoods.Poisson(), 1, lambda x: x[:, :1].abs().round()),
+    "numbers with their noise": (co.likelihoods.HeteroscedasticGaussian(), 2, lambda x: x[:, :1].sin()),
+}
+X, HELD_OUT, NEW = normal(40, 4), normal(30, 4, seed=1), normal(5, 4, seed=2)
+
+
+@functools.cache
+def linearised(name: str) -> co.operators.Linearization:
+    likelihood, outputs, targets = LIKELIHOODS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    return co.linearize(model, (X, targets(X)), likelihood)
+
+
+def held_out(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return HELD_OUT, LIKELIHOODS[name][2](HELD_OUT)
+
+
+CURVATURES: dict[str, tuple[dict[str, Any], Any]] = {
+    "left out": ({}, co.KFAC),
+    "a name": ({"curvature": "diagonal"}, co.DiagonalGGN),
+    "a class": ({"curvature": co.GGN}, co.GGN),
+}
+PRIORS = ("given", "left out", "by held-out data")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tempered": {"temperature": 0.5},
+    "with a mean": {"prior_mean": 0.1},
+}
+
+
+def logit_variance(post: co.posterior.Laplace, x: torch.Tensor = X) -> float:
+    """The mean over points and outputs of diag(J P⁻¹ Jᵀ), by dense matrices; at temperature 1."""
+    J = post.lin.jacobian(x).to_dense()
+    return float((J @ torch.linalg.solve(post.precision.to_dense(), J.mT)).diagonal().mean())
+
+
+@pytest.mark.filterwarnings("ignore::curvops.errors.UndeterminedWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_it_is_the_posterior_of_explicit_calls(
+    curvature: str, prior: str, name: str, options: str, annotations_unchecked: Any
+) -> None:
+    lin, (given, kind), more = linearised(name), CURVATURES[curvature], OPTIONS[options]
+    start = co.laplace(lin, kind, 2.0 if prior == "given" else 1.0, check_mode=False, **more)
+    if prior == "given":
+        found, explicit, words = co.laplace(lin, **given, prior_precision=2.0, check_mode=False, **more), start, " 2"
+    elif prior == "by held-out data":
+        found = co.laplace(lin, **given, validation=held_out(name), check_mode=False, **more)
+        explicit, words = co.evidence.validate(start, *held_out(name), generator=seeded()), " by held-out data"
+    elif name in ("classes", "binary labels"):
+        found = co.laplace(lin, **given, check_mode=False, **more)
+        explicit, words = start.with_prior(found.prior_precision), " by the variance of the logits"
+        assert logit_variance(explicit) == pytest.approx(0.25, rel=0.01)
+    else:
+        found = co.laplace(lin, **given, check_mode=False, **more)
+        explicit = co.evidence.maximize(start, generator=seeded(), mode="linear" if name == "numbers" else "auto")
+        words = " by the evidence"
+    assert f"prior precision {found.prior_precision.item():.6g}{words.removesuffix(' 2')}, " in repr(found)
+    for one, other in [
+        (found.prior_precision, explicit.prior_precision),
+        (found.prior_mean, explicit.prior_mean),
+        (found.precision.to_dense(), explicit.precision.to_dense()),
+        (found.predict(NEW).variance, explicit.predict(NEW).variance),
+        (found.log_evidence(generator=seeded()).value, explicit.log_evidence(generator=seeded()).value),
+    ]:
+        torch.testing.assert_close(one, other, **CLOSE)
+    assert found.temperature == explicit.temperature == more.get("temperature", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    {
+        "kfac": co.KFAC,
+        "ekfac": co.EKFAC,
+        "ggn": co.GGN,
+        "diagonal": co.DiagonalGGN,
+        "block_diagonal": co.BlockDiagonal,
+        "empirical_fisher": co.EmpiricalFisher,
+        "hessian": co.Hessian,
+    }.items(),
+)
+def test_a_name_is_a_class_of_curvature(name: str, kind: type) -> None:
+    lin = linearised("classes")
+    found = co.laplace(lin, name, 100.0, check_mode=False)
+    assert type(found.curvature) is kind
+    later = co.linearize(lin.model.module, (HELD_OUT, labels(HELD_OUT)), "classification")
+    assert type(found.update(later, "kfac", check_mode=False).curvature) is co.KFAC
+
+
+def test_selections_that_kfac_cannot_describe_get_the_full_ggn() -> None:
+    module = linearised("classes").model.module
+    parts = {
+        "last_layer": co.KFAC,
+        "0.*": co.KFAC,
+        (3, 17, 30): co.GGN,
+    }
+    for parameters, kind in parts.items():
+        chosen = torch.tensor(parameters) if isinstance(parameters, tuple) else parameters
+        lin = co.linearize(module, (X, labels(X)), "classification", parameters=chosen)
+        assert type(co.laplace(lin, check_mode=False).curvature) is kind
+        assert type(co.laplace(lin, prior_precision=1.0, check_mode=False).curvature) is kind
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ggn"])
+def test_the_variance_of_logits_is_that_of_evenly_spaced_training_points(curvature: str) -> None:
+    """Of 300 points the 200 that are read are in order of their class; the full GGN has 1,155 weights, and draws."""
+    x = normal(300, 4)
+    y = labels(x)
+    x, y = x[y.argsort()], y.sort().values
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 144), nn.Tanh(), nn.Linear(144, 3)).double()
+    lin = co.linearize(model, (x, y), "classification")
+    post = co.laplace(lin, curvature)
+    assert "by the variance of the logits" in repr(post)
+    assert logit_variance(post, x) == pytest.approx(0.25, rel=0.2 if curvature == "ggn" else 0.1)
+    assert repr(co.laplace(lin, curvature)) == repr(post)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 70)
+    again = co.laplace(co.linearize(model, loader, "classification"), curvature)
+    torch.testing.assert_close(again.prior_precision, post.prior_precision, rtol=1e-6, atol=0)
+
+
+def test_data_that_determine_all_weights_get_a_weak_prior() -> None:
+    x = normal(4000, 2)
+    torch.manual_seed(0)
+    lin = co.linearize(nn.Linear(2, 2).double(), (x, (x[:, 0] > 0).long()), "classification", parameters="weight")
+    post = co.laplace(lin, co.linalg.Dense(1e3 * torch.eye(4, dtype=DOUBLE), psd=True))
+    assert float(post.prior_precision) == pytest.approx(1e-4) and logit_variance(post, x) < 0.25
+
+
+def trained(steps: int = 300) -> tuple[co.operators.Linearization, Any, Any]:
+    """A network far from any mode, trained with AdamW on 100 points, a quarter of them with another label."""
+    x, new = normal(100, 4), normal(600, 4, seed=1)
+    noisy = [torch.where(torch.rand(len(z), generator=seeded()) < 0.25, labels(z.flip(0)), labels(z)) for z in (x, new)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), noisy[0]).backward()
+        optimizer.step()
+    lin = co.linearize(model, (x, noisy[0]), "classification")
+    return lin, (new[:200], noisy[1][:200]), (new[200:], noisy[1][200:])
+
+
+def test_a_stranger_gets_no_worse_probabilities_than_he_had(annotations_unchecked: Any) -> None:
+    """And better ones from data that were held out, without a warning."""
+    lin, validation, (x, y) = trained()
+    before = float(metrics.nll(lin.predict(x).softmax(-1), y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone, checked = co.laplace(lin), co.laplace(lin, validation=validation)
+    assert float(metrics.nll(alone.probabilities(x), y)) < before
+    assert float(metrics.nll(checked.probabilities(x), y)) < 0.9 * before
+    by_evidence = co.evidence.maximize(checked)
+    assert "by the evidence" in repr(by_evidence) and "by" not in repr(by_evidence.with_prior(1.0))
+    with pytest.warns(ModeWarning):
+        co.laplace(lin, prior_precision=1.0).log_evidence()
+
+
+def test_that_no_averaging_is_best_is_an_answer_and_a_warning_where_it_was_not_asked_for(
+    annotations_unchecked: Any,
+) -> None:
+    lin, (new, _), _ = trained()
+    certain = lin.predict(new).argmax(1)  # the network is right about all of them
+    post = co.laplace(lin, validation=(new, certain))
+    assert float(post.prior_precision) > 1e4
+    torch.testing.assert_close(post.probabilities(new), lin.predict(new).softmax(-1), rtol=0, atol=0.01)
+    with pytest.warns(UndeterminedWarning, match="averaging over the weights does not improve them"):
+        co.evidence.validate(post.with_prior(1.0), new, certain)
+
+
+def test_regression_far_from_a_mode_takes_the_evidence_of_the_linear_model_without_a_warning() -> None:
+    lin = linearised("numbers")
+    unknown = co.linearize(lin.model.module, (X, X[:, :2].sin()), "regression")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "by the evidence, noise" in repr(co.laplace(unknown)) and "(estimated)" in repr(co.laplace(unknown))
+
+
+def test_what_chose_the_prior_is_saved_and_further_data_forget_it(tmp_path: Any) -> None:
+    lin = linearised("classes")
+    post = co.laplace(lin)
+    post.save(tmp_path / "post")
+    assert repr(co.load(tmp_path / "post", lin.model.module)) == repr(post)
+    later = co.linearize(lin.model.module, (HELD_OUT, labels(HELD_OUT)), "classification")
+    assert "variance" not in repr(post.update(later, check_mode=False))
+    assert "variance" not in repr(co.laplace(later, prior_precision=post, check_mode=False))
+
+
+def test_single_precision_chooses_as_double_does() -> None:
+    lin = linearised("classes")
+    one, other = co.laplace(lin), co.laplace(lin.cast(torch.float32))
+    torch.testing.assert_close(one.prior_precision.float(), other.prior_precision, rtol=0.02, atol=0)
