@@ -32,10 +32,11 @@ def trace(draws: Mapping[str, Chains]) -> np.ndarray:
         TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
 
-    >>> import torch
-    >>> from curvops import plots
-    >>> plots.trace({"weight": torch.randn(3, 100)}).shape
-    (1, 2)
+    Examples:
+        >>> import torch
+        >>> from curvops import plots
+        >>> plots.trace({"weight": torch.randn(3, 100)}).shape
+        (1, 2)
     """
     draws = _checked(draws, "trace")
     shape: dict[str, Any] = {"squeeze": False, "sharey": "row", "width_ratios": [3, 1]}
@@ -72,10 +73,11 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
         TypeError: The draws are not named.
         ValueError: There are no draws, or they are not an array (chains, draws).
 
-    >>> import torch
-    >>> from curvops import plots
-    >>> plots.autocorrelation({"weight": torch.randn(3, 100)}, lags=20).get_xlabel()
-    'lag (draws)'
+    Examples:
+        >>> import torch
+        >>> from curvops import plots
+        >>> plots.autocorrelation({"weight": torch.randn(3, 100)}, lags=20).get_xlabel()
+        'lag (draws)'
     """
     draws = _checked(draws, "autocorrelation")
     axes = style.axes_of(ax, 8.0, 4.4)

@@ -28,11 +28,12 @@ def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None,
         TypeError: The values are not solutions, or `ax` is not a matplotlib Axes.
         ValueError: There are no solutions.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> A = co.linalg.Dense(torch.diag(torch.linspace(1, 9, 20).double()), psd=True)
-    >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
-    'log'
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> A = co.linalg.Dense(torch.diag(torch.linspace(1, 9, 20).double()), psd=True)
+        >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
+        'log'
     """
     style.check_named("convergence", solutions, Solution, "the result of A.cg(b)")
     axes = style.axes_of(ax, 7.6, 5.0)

@@ -47,11 +47,12 @@ def spectral_density(
         TypeError: The first argument is not a SpectralDensity, or `ax` is not a matplotlib Axes.
         ValueError: The eigenvalues are not a vector, or the scale is unknown.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> A = torch.diag(torch.linspace(1, 9, 20).double())
-    >>> plots.spectral_density(co.linalg.spectral_density(A), top=co.linalg.eigsh(A, 2)).get_ylabel()
-    'density (per unit of λ)'
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> A = torch.diag(torch.linspace(1, 9, 20).double())
+        >>> plots.spectral_density(co.linalg.spectral_density(A), top=co.linalg.eigsh(A, 2)).get_ylabel()
+        'density (per unit of λ)'
     """
     if not isinstance(density, SpectralDensity):
         raise TypeError(
@@ -130,12 +131,13 @@ def training_spectra(
         TypeError: A step is not a number, or its results are not a density, eigenpairs and an estimate.
         ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> A = torch.diag(torch.linspace(1, 9, 20).double())
-    >>> found = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
-    >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape
-    (2,)
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> A = torch.diag(torch.linspace(1, 9, 20).double())
+        >>> found = co.linalg.spectral_density(A), co.linalg.eigsh(A, 2), co.linalg.trace(A)
+        >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape
+        (2,)
     """
     kinds = SpectralDensity, Eigenpairs, Estimate
     wanted = f"training_spectra needs {{step: ({', '.join(kind.__name__ for kind in kinds)})}}"

@@ -44,13 +44,14 @@ def regression(
         ValueError: `x` is not a vector or a column, the network has several input features, or it has several outputs
             and `output` names none of them.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> data = torch.randn(9, 1), torch.randn(9, 1)
-    >>> lin = co.linearize(torch.nn.Linear(1, 1), data, co.likelihoods.Gaussian(noise=0.1))
-    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
-    >>> plots.regression(post, torch.linspace(-3, 3, 50)).get_ylabel()
-    'target y'
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> data = torch.randn(9, 1), torch.randn(9, 1)
+        >>> lin = co.linearize(torch.nn.Linear(1, 1), data, co.likelihoods.Gaussian(noise=0.1))
+        >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+        >>> plots.regression(post, torch.linspace(-3, 3, 50)).get_ylabel()
+        'target y'
     """
     if not hasattr(post, "predict") or not hasattr(post, "lin"):
         raise TypeError(f"regression draws a posterior from co.laplace, then inputs; got {type(post).__name__} first.")
@@ -141,12 +142,13 @@ def reliability(
         TypeError, ValueError: There are no predictions, they are not probabilities and labels of these shapes, or `ax`
             is not a matplotlib Axes.
 
-    >>> import torch
-    >>> from curvops import plots
-    >>> p = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.8, 0.2]])
-    >>> ax = plots.reliability({"network": p}, torch.tensor([0, 0, 0]))
-    >>> ax.get_legend_handles_labels()[1][1]
-    'network, ECE 30.0 %'
+    Examples:
+        >>> import torch
+        >>> from curvops import plots
+        >>> p = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.8, 0.2]])
+        >>> ax = plots.reliability({"network": p}, torch.tensor([0, 0, 0]))
+        >>> ax.get_legend_handles_labels()[1][1]
+        'network, ECE 30.0 %'
     """
     named = predictions if isinstance(predictions, Mapping) else {"predictions": predictions}
     if not named:
@@ -206,9 +208,10 @@ def ray(
         TypeError: The confidences are not named.
         ValueError: The vectors differ in length, or a number is not finite.
 
-    >>> from curvops import plots
-    >>> plots.ray([1.0, 10.0, 100.0], {"network": [0.7, 0.9, 1.0]}, radius=2.0).get_xscale()
-    'log'
+    Examples:
+        >>> from curvops import plots
+        >>> plots.ray([1.0, 10.0, 100.0], {"network": [0.7, 0.9, 1.0]}, radius=2.0).get_xscale()
+        'log'
     """
     distances, confidence = style.vectors("ray", distances, confidence)
     axes = style.axes_of(ax, 7.6, 4.6)

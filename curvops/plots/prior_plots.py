@@ -31,12 +31,14 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
     Raises:
         TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
-    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
-    >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
-    'log'
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> data = torch.randn(9, 2), torch.randn(9, 1)
+        >>> lin = co.linearize(torch.nn.Linear(2, 1), data, co.likelihoods.Gaussian(1.0))
+        >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+        >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
+        'log'
     """
     if not isinstance(found, Grid | Validation):
         raise TypeError(
@@ -95,12 +97,14 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         TypeError: The values are not posteriors with such a tuning.
         ValueError: There is no tuning, or a tuning has no steps.
 
-    >>> import torch, curvops as co
-    >>> from curvops import plots
-    >>> lin = co.linearize(torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), co.likelihoods.Gaussian(1.0))
-    >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
-    >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
-    (3,)
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> data = torch.randn(9, 2), torch.randn(9, 1)
+        >>> lin = co.linearize(torch.nn.Linear(2, 1), data, co.likelihoods.Gaussian(1.0))
+        >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
+        >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
+        (3,)
     """
     found: Any = tunings
     if isinstance(tunings, Mapping):

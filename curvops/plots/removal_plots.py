@@ -29,9 +29,10 @@ def influence(truth: NumberSequence, predicted: Mapping[str, NumberSequence], *,
         ValueError: There are no methods, the number of predicted changes differs from that of true changes, or one of
             them is not finite.
 
-    >>> from curvops import plots
-    >>> plots.influence([1.0, 2.0, 4.0], {"GGN": [1.1, 1.8, 3.9]}).get_ylabel()
-    'predicted change'
+    Examples:
+        >>> from curvops import plots
+        >>> plots.influence([1.0, 2.0, 4.0], {"GGN": [1.1, 1.8, 3.9]}).get_ylabel()
+        'predicted change'
     """
     truth, predicted = style.vectors("influence", truth, predicted)
     axes = style.axes_of(ax, 6.4, 5.4)
@@ -65,9 +66,10 @@ def pruning(
         ValueError: There are no rules, one has another number of errors than there are shares, or a number is not
             finite.
 
-    >>> from curvops import plots
-    >>> plots.pruning([0.0, 0.5, 0.9], {"magnitude": [0.1, 0.12, 0.5]}, full=0.1).get_ylabel()
-    'test error (fraction)'
+    Examples:
+        >>> from curvops import plots
+        >>> plots.pruning([0.0, 0.5, 0.9], {"magnitude": [0.1, 0.12, 0.5]}, full=0.1).get_ylabel()
+        'test error (fraction)'
     """
     sparsity, errors = style.vectors("pruning", sparsity, errors)
     axes = style.axes_of(ax, 7.6, 4.6)

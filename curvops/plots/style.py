@@ -158,7 +158,8 @@ def save(drawn: Figure | Axes | np.ndarray, path: str | os.PathLike[str]) -> Non
     Raises:
         TypeError: The first argument is neither axes nor a figure.
 
-    >>> plots.save(plots.influence([1.0, 2.0], {"GGN": [1.1, 1.8]}), "influence.png")  # doctest: +SKIP
+    Examples:
+        >>> plots.save(plots.influence([1.0, 2.0], {"GGN": [1.1, 1.8]}), "influence.png")  # doctest: +SKIP
     """
     first = drawn.flat[0] if isinstance(drawn, np.ndarray) and drawn.size else drawn
     figure = first.figure if isinstance(first, Axes) else first
