@@ -71,7 +71,7 @@ def left_out(model, x, y, w=None, units=None):
             yield targets[n] - rows[n] @ fitted
 
     least = math.log10(N * B * torch.finfo(DOUBLE).eps)
-    found = [torch.stack(list(errors(top * 10**power))) for power in torch.linspace(least, 3, 40).tolist()]
+    found = [torch.stack(list(errors(top * 10**power))) for power in torch.linspace(least, 3, 20).tolist()]
     best = min(found, key=lambda each: float(each.square().sum()))
     return (best * units).square().view(-1, C).sum(0) / weights.view(-1, C).sum(0)
 

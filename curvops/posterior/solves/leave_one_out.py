@@ -20,7 +20,7 @@ from curvops.operators.function_space.gram_matrix import gram_matrix
 
 MOST_ROWS = 2000
 """The largest number of training outputs for which J Jᵀ is formed and decomposed without being asked for."""
-GRID = 40
+GRID = 20
 """The number of values of λ, over the range in which J Jᵀ is resolved."""
 
 
@@ -63,10 +63,11 @@ def left_out_squares(lin: Linearization, sums: Float[Tensor, "3 C"]) -> Float[Te
     values, largest = values.clamp_min(0), float(values[-1].clamp_min(torch.finfo(K.dtype).tiny))
     turned, blocks = vectors.mT @ t, vectors.view(*shape, -1)
     least = len(K) * torch.finfo(lin.theta.dtype).eps
+    squares = blocks.square() if shape[1] == 1 else blocks  # bmm is slow for single rows
     found = []
     for power in torch.linspace(math.log10(least), 3, GRID).tolist():
         inverse = 1 / (values + largest * 10**power)
-        own = torch.einsum("nik,k,njk->nij", blocks, inverse, blocks)
+        own = (squares @ inverse).unsqueeze(2) if shape[1] == 1 else torch.bmm(blocks * inverse, blocks.mT)
         found.append(torch.linalg.solve(own, (vectors @ (inverse * turned)).view(*shape)).flatten())
     errors = min(found, key=lambda errors: float(errors.square().sum()))
     return (errors * units).square().view(-1, len(sums[0])).sum(0)
