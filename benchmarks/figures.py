@@ -20,10 +20,8 @@ PANELS = {
     "active-learning": (700, 540),
     "bayesian-optimisation": (545, 540),
     "bayesian-optimisation-branin": (550, 540),
-    "calibration": (632, 728),
     "chains_out_of_distribution": (690, 540),
     "cold_posterior": (675, 570),
-    "demo-rotation": (770, 603),
     "double_well": (508, 585),
     "evidence-trace": (612, 660),
     "families-trace": (1080, 720),
@@ -35,7 +33,6 @@ PANELS = {
     "spectra_of_training": (862, 660),
     "subnetworks": (715, 425),
     "subsampled": (703, 570),
-    "tutorial": (632, 755),
     "wide_networks": (480, 480),
     "wide_networks_density": (720, 405),
 }
