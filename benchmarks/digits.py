@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from curvops.cli import digits
 
 ANGLES = (15, 30, 45, 60, 75, 90)
 """Degrees, counter-clockwise."""
@@ -70,30 +71,23 @@ class Digits:
 
 def all_digits() -> Images:
     """Load the 1797 digits in the order of scikit-learn."""
-    return _split(*_module("datasets").load_digits(return_X_y=True))
+    return _images(*(part.numpy() for part in digits.load_digits()))
 
 
 def load_digits(train: int = 1000, validation: int = 297) -> Digits:
     """Split the 1797 digits at random, stratified by class; the rest (500 by default) is the test set."""
-    selection = _module("model_selection")
-    x, y = _module("datasets").load_digits(return_X_y=True)
-    x_train, x_rest, y_train, y_rest = selection.train_test_split(x, y, train_size=train, stratify=y, random_state=0)
-    x_val, x_test, y_val, y_test = selection.train_test_split(
+    from sklearn.model_selection import train_test_split
+
+    x, y = (part.numpy() for part in digits.load_digits())
+    x_train, x_rest, y_train, y_rest = train_test_split(x, y, train_size=train, stratify=y, random_state=0)
+    x_val, x_test, y_val, y_test = train_test_split(
         x_rest, y_rest, train_size=validation, stratify=y_rest, random_state=0
     )
-    return Digits(_split(x_train, y_train), _split(x_val, y_val), _split(x_test, y_test))
+    return Digits(_images(x_train, y_train), _images(x_val, y_val), _images(x_test, y_test))
 
 
-def _module(name: str) -> Any:
-    try:
-        return import_module(f"sklearn.{name}")
-    except ImportError as error:
-        raise ImportError("the demo needs scikit-learn and matplotlib: pip install 'curvops[demo]'") from error
-
-
-def _split(x: object, y: object) -> Images:
-    images = torch.as_tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return Images(images, torch.as_tensor(y, dtype=torch.int64))
+def _images(x: np.ndarray, y: np.ndarray) -> Images:
+    return Images(torch.as_tensor(x).reshape(-1, 1, 8, 8), torch.as_tensor(y))
 
 
 def rotate(images: Float[Tensor, "N ch H W"], degrees: float | int) -> Float[Tensor, "N ch H W"]:

@@ -50,7 +50,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for results.json and figures.")] = Path("curvops-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the data and the networks.")] = 0,
 ) -> None:
-    """What a posterior adds to a trained network, in three stories, in under a minute."""
+    """Show in three stories, in under a minute, what a posterior adds to a trained network."""
     with _exit_codes("Interrupted; what was written so far is in " + str(output)):
         from curvops.cli.demo.run import run
 

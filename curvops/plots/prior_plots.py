@@ -32,11 +32,7 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
         TypeError: `found` is another object, or `ax` is not a matplotlib Axes.
 
     Examples:
-        >>> import torch, curvops as co
         >>> from curvops import plots
-        >>> data = torch.randn(9, 2), torch.randn(9, 1)
-        >>> lin = co.linearize(torch.nn.Linear(2, 1), data, co.likelihoods.Gaussian(1.0))
-        >>> post = co.laplace(lin, co.GGN, prior_precision=1.0, check_mode=False)
         >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
         'log'
     """

@@ -72,7 +72,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class Cache:
-    """The factorisations, preconditioner and search directions of one operator; pickling and copying drop them."""
+    """The factorisations and the preconditioner of one operator; pickling and copying drop them."""
 
     lock: Any = field(default_factory=threading.RLock)
     _entries: dict[str, _Entry] = field(default_factory=dict)

@@ -40,8 +40,8 @@ class Damped(UnaryOperator):
     """The sum P = A + diag(d) for a symmetric A (n, n) and d, a number, a vector (n,), or a batch of vectors.
 
     `A.add_diagonal(d)` makes it. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
-    operand's closed form if it has one, otherwise from block CG with the directions of earlier solves or a Nyström
-    preconditioner (Frangella, Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
+    operand's closed form if it has one, otherwise from block CG with a Nyström preconditioner (Frangella, Tropp & Udell
+    2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
 
     Args:
         base: A, symmetric.

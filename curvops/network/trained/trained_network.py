@@ -220,7 +220,7 @@ class TrainedNetwork(NetworkOnData):
     @property
     def source(self) -> Source:
         """The data and the likelihood, at its present hyperparameters, by fingerprints."""
-        known = self._known_now()
+        known = self.known_now()
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
             known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
@@ -304,7 +304,7 @@ class TrainedNetwork(NetworkOnData):
 
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
-        if not torch.is_grad_enabled() and (known := self._known_now().get("log likelihood")) is not None:
+        if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
             found: Tensor = known.clone()
             return found
         exact = self._exact
@@ -383,7 +383,7 @@ class TrainedNetwork(NetworkOnData):
                 held = self._gradient_rows[per_token] = values, self.passes.with_root(fisher)
             return held[1]
 
-    def _known_now(self) -> dict[str, Any]:
+    def known_now(self) -> dict[str, Any]:
         """Return the values known at the present hyperparameters, which may change in place, as in training."""
         present, (at, known) = self.likelihood.hyperparameters, self._known
         if at is None or not all(map(torch.equal, at, present)):
@@ -399,7 +399,7 @@ class TrainedNetwork(NetworkOnData):
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
-        known, count = self._known_now(), 0
+        known, count = self.known_now(), 0
         total: Tensor | None = None
 
         def score(f: Tensor, batch: Batch) -> None:

@@ -22,7 +22,7 @@ from curvops.posterior.core.priors import PrecisionTerms, Prior
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior
 from curvops.posterior.solves.linear_mode import LinearMode
-from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
+from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode, nats_of_prior
 from curvops.progress import Progress, Steps, check_progress, progress_bar
 from curvops.summary import Summarised
 
@@ -188,11 +188,6 @@ class _Objective:
             loss -= float(fit.detach())
         return loss, gradient
 
-    def bound(self, gradient: Float[Tensor, " D"]) -> float:
-        """Return ½ gᵀA⁻¹g, an upper bound of the nats to the mode; ∞ for a prior that is an operator."""
-        A = self.prior.diagonal
-        return math.inf if A is None else 0.5 * float((gradient.double().square() / A.detach().double()).sum())
-
 
 def _minimise(
     objective: _Objective, loss: float, atol: float, most: int, keep: Callable[[Tensor], None], bar: Steps
@@ -228,7 +223,7 @@ def _minimise(
         else:  # the line search met rounding, or an overflow
             theta.data.copy_(before)
         assert theta.grad is not None
-        if gained >= 0 and objective.bound(theta.grad) <= atol:
+        if gained >= 0 and nats_of_prior(objective.prior, theta.grad) <= atol:
             return theta.detach(), Reason.CONVERGED, losses
         stands = not gained > STILL * atol
         if stands and fresh:

@@ -29,14 +29,17 @@ def with_left_out_noise(lin: Linearization) -> Linearization:
     """Return the linearisation with the larger of its residuals' and the left-out points' mean square as its noise.
 
     It is `lin` itself if its noise is not to be estimated, or if its data are not here or have too many outputs. Over a
-    process group each rank takes the data of all, and the result of the first.
+    process group each rank takes the data of all, and the result of the first. The decomposition of J Jᵀ is made once
+    for a linearisation, whatever posteriors are made from it.
     """
     if not needs_noise(lin.likelihood) or not lin.data.is_present or lin.num_data * lin.num_outputs > MOST_ROWS:
         return lin
-    sums = lin.squared_residuals()
-    squares = left_out_squares(lin.gathered(), sums)
-    if lin.ranks is not None:
-        squares = squares.new_tensor(lin.ranks.gather(squares.tolist())[0])
+    sums, known = lin.squared_residuals(), lin.known_now()
+    if (squares := known.get("left-out squares")) is None:
+        squares = left_out_squares(lin.gathered(), sums)
+        if lin.ranks is not None:
+            squares = squares.new_tensor(lin.ranks.gather(squares.tolist())[0])
+        known["left-out squares"] = squares
     sums[0] = sums[0].maximum(squares)
     return lin.with_likelihood(estimated_noise(lin.likelihood, sums, lin.theta))
 

@@ -10,11 +10,13 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from curvops.errors import ModeWarning, warn
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import inner, norm
-from curvops.posterior.core.priors import PrecisionTerms
+from curvops.posterior.core.priors import PrecisionTerms, Prior
 
 TOLERATED = 1.0
 """Nats by which an evidence may be too low before there is a warning: a factor e in the probability of the data."""
@@ -33,7 +35,7 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
     if of_data is None:
         return math.nan, math.nan
     gradient = of_data + terms.prior.gradient(terms.lin.theta)
-    bound = math.inf if A is None else 0.5 * float((gradient.double().square() / A.double()).sum())
+    bound = nats_of_prior(terms.prior, gradient)
     if bound <= enough:
         return 0.0, bound
     rtol = 1e-3 if A is None else min(0.1, math.sqrt(0.1 * enough / bound))
@@ -44,6 +46,12 @@ def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]
         return lower, lower
     residual = found.relative_residuals.to(gradient.device) * norm(gradient.unsqueeze(1))
     return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
+
+
+def nats_of_prior(prior: Prior, gradient: Float[Tensor, " D"]) -> float:
+    """Return ½ gᵀA⁻¹g, an upper bound of the nats to the mode; ∞ for a prior that is an operator."""
+    A = prior.diagonal
+    return math.inf if A is None else 0.5 * float((gradient.double().square() / A.detach().double()).sum())
 
 
 def in_words(nats: float) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import curvops.network.engines.plan as plan_module
+from benchmarks.gpu.counts import H100
 from curvops.network.engines.plan import Plan
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
@@ -117,6 +118,8 @@ def test_on_a_gpu_visits_of_layers_outweigh_arithmetic_up_to_far_larger_networks
     assert wide(100).choose("streamed", {}, 16, points, plenty) == "recorded"
     assert on_gpu.choose("streamed", {}, 16, points, plenty) == "layerwise"
     assert on_gpu.overhead(1.0, points) > 0.5 > 0.05 > wide(100).overhead(1.0, points)
+    assert plan_module.GPU.read == pytest.approx(4 * H100.multiply_adds / H100.bytes)  # a number of single precision
+    assert plan_module.GPU.visit == pytest.approx(10 * H100.launch * H100.multiply_adds, rel=0.02)
     assert on_gpu.per_vector("recorded") == wide(100).per_vector("recorded")
     assert on_gpu.cost_to_build("formed", points) > 50 * wide(100).cost_to_build("formed", points)
 
