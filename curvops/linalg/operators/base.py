@@ -251,10 +251,10 @@ class Operator(LinearOperator):
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
-        if is_dtensor(other):
-            return self._times_shards(unwrapped(other))
         if isinstance(other, Sharded):
             return self._matmul(other)
+        if is_dtensor(other):
+            return self._times_shards(unwrapped(other))
         if not isinstance(other, Tensor):
             named = " lin.flatten(mapping) makes a vector from named tensors." if isinstance(other, Mapping) else ""
             named = " Pass torch.as_tensor(vector)." if isinstance(other, np.ndarray) else named
@@ -269,11 +269,11 @@ class Operator(LinearOperator):
         tensors = self.representation()
         refuse_tangents((other, *tensors))
         of_matrix = carries_graph(tensors)
-        if of_matrix or carries_graph((other,)) or other.ndim > 2:
-            found: Tensor = super().matmul(other)
-            return differentiable_once(found) if of_matrix else found
+        if of_matrix or other.ndim > 2 or carries_graph((other,)):
+            product: Tensor = super().matmul(other)
+            return differentiable_once(product) if of_matrix else product
         with torch.no_grad():  # without linear_operator's copy of this operator for a backward pass
-            return self._matmul(other.unsqueeze(-1)).squeeze(-1) if other.ndim == 1 else self._matmul(other)
+            return self._matmul(other)
 
     def _times_shards(self, block: Sharded) -> Any:
         """Multiply a block that was a DTensor; the result is a DTensor, too."""

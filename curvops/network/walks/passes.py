@@ -135,6 +135,7 @@ class Passes(JacobianRows):
         self._outputs: Tensor | None = None
         self._gathered: Passes | None = None
         self._asked: Counter[int] = Counter()
+        self._asked_when_chosen = 0
         self._complete = False
         self.memory.register(self)
 
@@ -252,10 +253,10 @@ class Passes(JacobianRows):
         with self.model.lock:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
-            cached = self._cached_engines(asked, columns)
+            engines = self._chosen_engines(asked, columns)
         count, start = 0, 0 if self.shard is None else self.shard.start
-        if cached is not None:
-            for label, engine in cached:
+        if engines is not None:
+            for label, engine in engines:
                 stop = start + len(engine.outputs)
                 yield label, BatchMap(engine, self.model, slice(start, stop))
                 start = stop
@@ -527,17 +528,21 @@ class Passes(JacobianRows):
         """The bytes that rows may take at a time."""
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
-    def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """Return the cached engines of all batches; None if one is missing or another kind would be better."""
+    def _chosen_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+        """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
+
+        Whether it would is asked again whenever twice as many vectors have come as at the last time.
+        """
         if not self._complete:
             return None
-        cached = [self._kept[i] for i in range(len(self._kept))]
-        for _, engine in cached:
-            kind: EngineKind = engine.kind
-            room = self._free() + engine.nbytes
-            if self._choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
-                return None
-        return cached
+        kept = [self._kept[i] for i in range(len(self._kept))]
+        if self._asked.total() > 2 * self._asked_when_chosen:
+            self._asked_when_chosen = self._asked.total()
+            for _, engine in kept:
+                room = self._free() + engine.nbytes
+                if self._choose(engine.kind, asked, columns, engine.outputs.shape[0], room) != engine.kind:
+                    return None
+        return kept
 
     def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
         _, present = self._kept.get(index, (None, None))
@@ -556,6 +561,7 @@ class Passes(JacobianRows):
             self._kept[index] = (label, engine)
             if replaced:
                 self._asked.clear()
+                self._asked_when_chosen = 0
         return engine
 
     def _build(self, kind: EngineKind, inputs: Any, room: int, root: Root) -> Engine:
