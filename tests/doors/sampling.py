@@ -490,16 +490,6 @@ DOORS = [
             "a word": (lambda: read("data"), TypeError, "iterable of batches"),
             "a number": (lambda: read(7), TypeError, "iterable of batches"),
             "batches is empty": (lambda: read([]), ValueError, "empty"),
-            "a pair and a mapping": (
-                lambda: read([(THREE, THREE), {"inputs": THREE, "targets": THREE}]),
-                ValueError,
-                "batch 1 has another structure",
-            ),
-            "pairs and triples": (
-                lambda: read([(THREE, THREE), (THREE, THREE, THREE)]),
-                ValueError,
-                "another structure",
-            ),
             "minibatches of a Metropolis sampler": (
                 lambda: S.run(S.lmc(regression()[0], 0.1), regression()[0].params, regression()[1], steps=2),
                 ValueError,

@@ -1,6 +1,6 @@
 """Samplers whose log posterior is added up over ranks: every chain is that of one process, and equal on all ranks.
 
-Tests `minibatches.py`.
+Tests `batches.py`.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "a linearised batch": outcome(lambda: f.linearize(lin.theta, (X, y))),
     }
     many = S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2)
-    state, before = many.init(f.params, seeded()), ranks.messages
+    state, before, batch = many.init(f.params, seeded()), ranks.messages, (X, y)
     for _ in range(5):
-        state, _ = many.update(state, (X, y), inplace=True)
+        state, _ = many.update(state, batch, inplace=True)
     found["messages of 5 steps of HMC"] = str(ranks.messages - before)
     state = S.sgld(f, 0.1).init(f.params, seeded())
     before, sent = ranks.messages, ranks.bytes_sent

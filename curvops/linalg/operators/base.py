@@ -26,7 +26,6 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import carries_graph, check_tensor, checked_whole, refuse_modes, refuse_tangents, shown
-from curvops.distributed_types import is_dtensor
 from curvops.errors import ManyProductsWarning, warn
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, differentiable_once
@@ -73,6 +72,7 @@ from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_o
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
+from curvops.process_group import is_dtensor
 from curvops.progress import Progress, progress_of
 from curvops.summary import name_of, summary
 

@@ -10,12 +10,12 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.distributed_types import is_dtensor
 from curvops.linalg.core.entries import columns_of, rows
 from curvops.linalg.core.sharded import Layouts, RowLayout, Sharded, over_ranks, unwrapped, wrapped
 from curvops.linalg.core.vectors import entries, gram
 from curvops.linalg.operators.base import Operator, by_columns
 from curvops.linalg.operators.on_shards import OnShards
+from curvops.process_group import is_dtensor
 
 
 class BlockRows(Operator):

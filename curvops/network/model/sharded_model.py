@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvops.distributed_types import is_dtensor, is_fully_sharded
 from curvops.network.data.inputs import Inputs
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
@@ -21,7 +20,7 @@ from curvops.network.model.model import Model, check_deterministic_modules, form
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.shards import ShardedParameters
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
-from curvops.process_group import Ranks
+from curvops.process_group import Ranks, is_dtensor, is_fully_sharded
 
 
 class ShardedModel(Model):

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.distributed_types import even_share, is_dtensor, is_fsdp, is_fully_sharded
 from curvops.network.model.parameters import Blocks, FlatLayout
-from curvops.process_group import Ranks
+from curvops.process_group import Ranks, even_share, is_dtensor, is_fsdp, is_fully_sharded
 
 
 def unsharded_class(kind: type) -> type:
