@@ -32,10 +32,12 @@ from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sharded import (
     LaidOut,
     Layouts,
+    OverSharedData,
     RowLayout,
     Sharded,
     layouts_of,
     over_ranks,
+    ranks_of,
     stored,
     unwrapped,
 )
@@ -710,8 +712,10 @@ def number_of(value: Tensor, name: str) -> str:
 
 @describe.register
 def _(A: Operator) -> Description:
-    facts, layouts = describe.dispatch(object)(A), A.layouts
-    return facts if layouts is None else LaidOut.of(facts, *layouts)
+    facts, layouts, ranks = describe.dispatch(object)(A), A.layouts, ranks_of(A)
+    if layouts is not None:
+        return LaidOut.of(facts, *layouts)
+    return facts if ranks is None else OverSharedData.of(facts, ranks)
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here.
