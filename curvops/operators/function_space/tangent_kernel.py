@@ -13,8 +13,9 @@ from curvops.argument_types import Points, PriorPrecision
 from curvops.checks import carries_graph
 from curvops.linalg import BlockRows, Diagonal
 from curvops.linalg.core.sharded import RowLayout, Sharded
-from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, convert, number_of
+from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.contract import convert
 from curvops.linalg.operators.draws import normal
 from curvops.network import JacobianRows, read_precision
 from curvops.operators.function_space.gram_graph import gram_with_graph

@@ -133,18 +133,16 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
     """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
     D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
     total = weights.new_zeros(D, D)
-    with walk.guarded():
-        for rows in walk.selected_rows():
-            J = rows.to(weights)
-            total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
-    return walk.add_up([total], weights)
+    for rows in walk.selected_rows():
+        J = rows.to(weights)
+        total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
+    return walk.add_up([total])
 
 
 def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
     """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
-    with walk.guarded():
-        found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
-    return walk.line_up(found, told=matrix)
+    found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
+    return walk.line_up(found)
 
 
 class _Streamed(Function):
