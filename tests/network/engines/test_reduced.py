@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.data.batches import Batch
-from curvops.network.engines import plan
+from curvops.network.engines.plan import Rates
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods import Gaussian
 from curvops.network.likelihoods.output_fisher import Empirical, Sampled
@@ -55,13 +56,11 @@ def test_a_reduced_walk_multiplies_with_its_rows(name: str, way: str) -> None:
     assert walk.plan.in_use == (expected if walk.plan.layers or way != "layerwise" else {"recorded": 2})
 
 
-def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_outputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plan, "CPU", plan.Rates(plan.CPU.read, 0.0))  # as of a large network
+def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_outputs() -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 500))
     x, draws = torch.randn(40, 20), torch.randn(1, 40, 500)
     whole = Passes(Model(model), labelled(x, torch.zeros(40), (40,)), memory_budget=PLENTY)
+    whole.engines.plan = dataclasses.replace(whole.plan, rates=Rates(read=12.0, visit=0.0))  # as of a large network
     walk, v = whole.with_root(Sampled(Gaussian(), draws)), torch.randn(whole.model.theta.numel(), 1)
     for passes in (whole, walk):
         push(passes, v)
