@@ -78,7 +78,8 @@ class CurvatureCache:
         self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
         self.checks_mode = checks_mode  # until there was a warning; False if the user wants none
-        self._hyperparameters, self._values = [t.clone() for t in self._present()], dict[str, Any]()
+        self._values = dict[str, Any]()
+        self._seen = [tensor.detach().clone() for _, tensor in self.hyperparameters]
         # When an earlier cache is collected differs between ranks, which must agree on what is known.
         self.of_data = OfData() if lin.passes.shard is not None else _of_data.setdefault(id(lin.passes), OfData())
 
@@ -105,13 +106,20 @@ class CurvatureCache:
             found: Known = known
             return found
 
+    @property
+    def hyperparameters(self) -> list[tuple[Likelihood, Tensor]]:
+        """The hyperparameters of all linearisations, which may change while a posterior is in use, with their owners."""
+        found = []
+        for lin in (self.lin,) if isinstance(self.data, str) else self.data:
+            found += [(lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters]
+        return found
+
     def known(self, name: str) -> Any:
         """Return the value of this name, or None if there is none."""
         with self.lock:
-            now = self._present()
-            if not all(map(torch.equal, now, self._hyperparameters)):
+            if (now := self.hyperparameters) and not all(torch.equal(t, old) for (_, t), old in zip(now, self._seen)):
                 self._require_followed()
-                self._hyperparameters = [tensor.clone() for tensor in now]
+                self._seen = [tensor.detach().clone() for _, tensor in now]
                 self._values.clear()
             return self._values.get(name)
 
@@ -169,7 +177,7 @@ class CurvatureCache:
     def require_gradients(self) -> None:
         """Raise ValueError if a hyperparameter has changed, or needs a gradient that the curvature lacks."""
         self.known("")
-        for likelihood, tensor in self._learned():
+        for likelihood, tensor in self.hyperparameters:
             if carries_graph((tensor,)) and not self._is_held(tensor):
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
@@ -213,13 +221,9 @@ class CurvatureCache:
             if kept.done:
                 self.recall(known)
 
-    def _present(self) -> list[Tensor]:
-        """Return the current values of the hyperparameters that may change while a posterior is in use."""
-        return [tensor.detach() for _, tensor in self._learned()]
-
     def _require_followed(self) -> None:
         """Raise ValueError if hyperparameters have changed and the curvature does not follow them."""
-        for likelihood, tensor in self._learned():
+        for likelihood, tensor in self.hyperparameters:
             if not self._is_held(tensor):
                 raise ValueError(
                     f"{likelihood!r} has changed since {type(self.curvature).__name__} was built, which does not "
@@ -227,11 +231,6 @@ class CurvatureCache:
                     "co.EmpiricalFisher do follow. So does every curvature built while gradients are on, for the "
                     "single noise of a Gaussian likelihood that requires a gradient."
                 )
-
-    def _learned(self) -> Iterator[tuple[Likelihood, Tensor]]:
-        """Yield each hyperparameter of the linearisations, with its likelihood."""
-        for lin in (self.lin,) if isinstance(self.data, str) else self.data:
-            yield from ((lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters)
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Return whether the curvature follows a tensor and has gradients in it."""

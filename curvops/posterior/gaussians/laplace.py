@@ -226,15 +226,16 @@ class Laplace(GaussianWeights):
                 self.lin.facts() | problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
             )
 
-        kept = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
+        run = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise
-        self.cache.keep_in(kept)
-        if kept.done:
-            return kept.result(Deviations)
-        known = kept.attach("noise", lambda: noise)
-        noise = noise if known is None else from_record(Noise, known)
-        kept.save(dict, now=True)
-        return kept.finish(draw_deviations(self.terms, self.temperature, k, noise, method, start, float(rtol)))
+        if run:
+            self.cache.keep_in(run)
+            if run.done:
+                return run.result(Deviations)
+            saved = run.attach("noise", lambda: noise)
+            noise = noise if saved is None else from_record(Noise, saved)
+            run.save(dict, now=True)
+        return run.finish(draw_deviations(self.terms, self.temperature, k, noise, method, start, float(rtol)))
 
     @resumable
     def linear_mode(
@@ -311,7 +312,7 @@ class Laplace(GaussianWeights):
         return DrawnOutputs(self.lin, weights)
 
     def _learned(self) -> list[Tensor]:
-        A, tensors = self.terms.A, [tensor for _, tensor in self.cache._learned()]
+        A, tensors = self.terms.A, [tensor for _, tensor in self.cache.hyperparameters]
         return [tensor.detach() for tensor in (*tensors, *([] if A is None else [A])) if tensor.requires_grad]
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:

@@ -20,6 +20,8 @@ from curvops.linalg import Damped, lanczos
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
+    CLOSED_FORM,
+    METHODS,
     SKETCH_SERVES,
     UNEVEN,
     Posterior,
@@ -80,8 +82,11 @@ def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None)
 def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
     """Return the route of a system, or None and the reason if the requested method is not possible.
 
-    J Jᵀ is formed here if it may be used: only its eigenvalues show whether it can be.
+    A closed form comes first for every method that allows it; the other facts are then skipped. J Jᵀ is formed here if
+    it may be used: only its eigenvalues show whether it can be.
     """
+    if terms.closed_form is not None and (asked is None or CLOSED_FORM in METHODS[asked]):
+        return Route(CLOSED_FORM, 0, 0), ""
     system = _to_be_solved(terms, columns, asked)
     found = routes(system)
     first = chosen(found)
@@ -116,8 +121,8 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
     cache, P = terms.cache, terms.precision
-    if not System(rows=len(terms.lin.theta), further=further).may_be_formed:  # the other facts cost something
-        return P
+    if terms.closed_form is not None or not System(rows=len(terms.lin.theta), further=further).may_be_formed:
+        return P  # the other facts cost something
     with cache.lock:
         if further:
             columns += cache.known("columns") or 0
