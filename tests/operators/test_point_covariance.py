@@ -15,7 +15,7 @@ from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.kfac import kfac_factors
 from curvops.operators.kfac.kfac_factors import fewer_positions
-from curvops.posterior.predictions.covariance import Kept, PointCovariance
+from curvops.posterior.predictions.outputs import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [

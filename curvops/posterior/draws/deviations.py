@@ -26,10 +26,10 @@ from curvops.linalg.core.solve_routes import METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
-from curvops.posterior.core.priors import PrecisionTerms
+from curvops.posterior.core.terms import PrecisionTerms
 from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
-from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
 from curvops.summary import Summarised
 

@@ -17,7 +17,7 @@ from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
-from curvops.posterior.core.priors import PrecisionTerms, Prior
+from curvops.posterior.core.terms import PrecisionTerms, Prior
 
 DRAWN_TOGETHER = 8
 """How many draws of a matrix without a square root are made at once, whatever the memory."""

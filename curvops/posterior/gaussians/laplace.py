@@ -30,8 +30,7 @@ from curvops.posterior.core.arguments import (
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import PrecisionTerms, Prior
+from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.draws.deviations import Deviations, draw_deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
@@ -45,13 +44,11 @@ from curvops.posterior.gaussians.updating import (
     replace_noise,
     replace_prior,
 )
-from curvops.posterior.log_evidence.determinants import count_parameters, log_determinant
-from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
+from curvops.posterior.log_evidence.evidence import Evidence, count_parameters, find_evidence, log_determinant
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
-from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
-from curvops.posterior.solves.mode_check import warn_of_mode
+from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 

@@ -15,8 +15,7 @@ from curvops.network import record_of_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import operator_of_record, record_of_operator, record_of_value, value_of_record
 from curvops.posterior.core.arguments import check_operator
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import KroneckerPrior, Prior
+from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, Prior
 
 KIND = "posterior"
 """The kind of a posterior's folder."""

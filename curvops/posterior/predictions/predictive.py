@@ -23,7 +23,14 @@ from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import checked_count, checked_draws
-from curvops.posterior.predictions import held_out, links
+from curvops.posterior.predictions import answers
+from curvops.posterior.predictions.answers import (
+    LABELS,
+    NUMBERS,
+    Uncertainty,
+    decompose_labels,
+    join_uncertainties,
+)
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
     DrawnOutputs,
@@ -34,13 +41,6 @@ from curvops.posterior.predictions.outputs import (
     normals_for,
 )
 from curvops.posterior.predictions.split_points import SplitPoints, needs_all_ranks, split_points
-from curvops.posterior.predictions.uncertainty import (
-    LABELS,
-    NUMBERS,
-    Uncertainty,
-    decompose_labels,
-    join_uncertainties,
-)
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
@@ -349,18 +349,19 @@ class Predictions:
     def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
         likelihood = self.posterior._target()
-        links.check_link(link, likelihood)
+        answers.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
         with split.guarded():
             if isinstance(outputs, DrawnOutputs) and link == "network":
-                found = links.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+                found = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
             elif link == "mc":
                 drawn = outputs.draws(normals, split.start)
-                found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
+                found = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
             else:
-                found = links.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, outputs.covariance())
+                covariance = outputs.covariance()
+                found = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
         return split.given(found)
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
@@ -391,10 +392,10 @@ class Predictions:
         if by_probit and joint:
             raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
         if by_probit:
-            links.check_link(link, likelihood)
+            answers.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
         normals = None if by_probit or isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
-        targets_of = partial(held_out.targets_by_position, outputs.lin, self.x, y)
+        targets_of = partial(answers.targets_by_position, outputs.lin, self.x, y)
         call = f"the log-likelihood, joint={joint}, link={link!r}"
         outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
         targets = split.targets
@@ -403,16 +404,16 @@ class Predictions:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         with split.guarded():
             if by_probit:
-                logits = links.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
+                logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
                 return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
             if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
                 mean, covariance = outputs.moments()
                 noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
-                return split.of(Estimate.exact(held_out.gaussian_log_density(mean, noisy.to_dense(), targets)))
-            log_p = held_out.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
+                return split.of(Estimate.exact(answers.gaussian_log_density(mean, noisy.to_dense(), targets)))
+            log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
             if joint:
-                return held_out.dyadic_score(log_p, generator, outputs.error)
-        return split.of(held_out.log_mean_exp(log_p, outputs.error))
+                return answers.dyadic_score(log_p, generator, outputs.error)
+        return split.of(answers.log_mean_exp(log_p, outputs.error))
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""

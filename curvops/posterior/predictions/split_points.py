@@ -28,7 +28,7 @@ from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.posterior.predictions.covariance import Kept, PointBlocks
+from curvops.posterior.predictions.outputs import Kept, PointBlocks
 from curvops.process_group import Ranks
 
 R = TypeVar("R")

@@ -36,8 +36,8 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.posterior.core.priors import PrecisionTerms
-from curvops.posterior.solves.formed_kernel import FormedKernel
+from curvops.posterior.core.terms import PrecisionTerms
+from curvops.posterior.solves.function_space import FormedKernel
 
 LOOKED_AT = 20
 """The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
