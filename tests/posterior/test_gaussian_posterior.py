@@ -1,6 +1,6 @@
 """A Gaussian with a covariance of its own predicts as Laplace's posterior of that precision, and is saved.
 
-Tests `posterior_record.py`.
+Tests `gaussian_posterior.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,8 +23,10 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
+from curvops.network import record_of_network
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
+from curvops.operators.operator_record import record_of_operator, record_of_value
 from curvops.posterior.core.arguments import (
     check_linearization,
     checked_count,
@@ -34,8 +37,7 @@ from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.draws.deviations import Deviations, draw_deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
-from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
-from curvops.posterior.gaussians.posterior_record import OF_LAPLACE, record_of_posterior
+from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
     add_data,
     as_prior,
@@ -319,8 +321,28 @@ class Laplace(GaussianWeights):
         self.cache.require_gradients()
         return log_determinant(self.terms, rtol, generator)
 
+    @torch.no_grad()
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
-        return OF_LAPLACE, record_of_posterior(self, inputs)
+        lin, prior, cache = self.lin, self.prior, self.cache
+        likelihood = cache.known("log likelihood")
+        if likelihood is None and not isinstance(cache.data, str):
+            # If the data can no longer be read, a file without it is better than none.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                likelihood = cache.log_likelihood().detach()
+        return OF_LAPLACE, {
+            "linearization": record_of_network(lin, inputs),
+            "curvature": record_of_operator(self.curvature, lin),
+            "prior": {
+                "class": type(prior).__name__,
+                "precision": record_of_value(prior.precision, lin, "the prior precision"),
+                "mean": prior.mean.detach(),
+                "chosen_by": prior.chosen_by,
+            },
+            "prior_error": record_of_value(self.prior_error, lin),
+            "temperature": self.temperature,
+            "log_likelihood": likelihood,
+            "gradient": cache.known("gradient"),
+        }
 
     def log_evidence(
         self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"
