@@ -43,7 +43,7 @@ class Noise:
     @classmethod
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
-        return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.prints.order)
+        return cls(PointNormals.drawn(generator).seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""

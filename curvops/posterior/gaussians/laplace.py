@@ -227,14 +227,15 @@ class Laplace(GaussianWeights):
 
         run = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise
-        if run:
-            self.cache.keep_in(run)
-            if run.done:
-                return run.result(Deviations)
-            saved = run.attach("noise", lambda: noise)
-            noise = noise if saved is None else from_record(Noise, saved)
-            run.save(dict, now=True)
-        return run.finish(draw_deviations(self.terms, self.temperature, k, noise, method, start, float(rtol)))
+        draw = partial(draw_deviations, self.terms, self.temperature, k, method=method, x0=start, rtol=float(rtol))
+        if not run:
+            return draw(noise)
+        self.cache.keep_in(run)
+        if run.done:
+            return run.result(Deviations)
+        saved = run.attach("noise", lambda: noise)
+        run.save(dict, now=True)
+        return run.finish(draw(noise if saved is None else from_record(Noise, saved)))
 
     @resumable
     def linear_mode(
@@ -310,9 +311,10 @@ class Laplace(GaussianWeights):
         self.cache.require_gradients()
         return DrawnOutputs(self.lin, weights)
 
-    def _learned(self) -> list[Tensor]:
-        A, tensors = self.terms.A, [tensor for _, tensor in self.cache.hyperparameters]
-        return [tensor.detach() for tensor in (*tensors, *([] if A is None else [A])) if tensor.requires_grad]
+    @property
+    def _is_learned(self) -> bool:
+        A = self.terms.A
+        return (A is not None and A.requires_grad) or any(t.requires_grad for _, t in self.cache.hyperparameters)
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws

@@ -12,7 +12,6 @@ If the mean of the Gaussian is a `step` away from θ*, the mean of the outputs m
 
 from __future__ import annotations
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from curvops.checks import carries_graph
 from curvops.linalg import Dense, LowRank, Operator
+from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
@@ -128,26 +128,28 @@ class NormalOutputs(OutputDistribution):
 
     def covariance(self, together: int | None = 1) -> LinearOperator:
         """Return T J P⁻¹ Jᵀ, which is computed on first use."""
-        if together not in self._covariances:
-            self._covariances[together] = self._covariance(self.jacobian, together)
-        return self._covariances[together]
-
-    def _covariance(self, jacobian: Jacobian, together: int | None) -> LinearOperator:
+        if together in self._covariances:
+            return self._covariances[together]
+        jacobian = self.jacobian
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
         self.require_whole_groups(rows // C, together)
-        if not rows:
-            shape = (0, 0) if together is None else (0, together * C, together * C)
-            return Dense(self.lin.theta.new_zeros(shape), psd=True)
         inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise, but covariances "
                 "have a gradient in only one of them. Detach one."
             )
-        if together is None:
+        covariance: LinearOperator
+        if not rows:
+            shape = (0, 0) if together is None else (0, together * C, together * C)
+            covariance = Dense(self.lin.theta.new_zeros(shape), psd=True)
+        elif together is None:
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
-            return JointCovariance(jacobian, weighted, jacobian.mT)
-        return PointCovariance(jacobian, inverse, together * C, Kept(), self.temperature)
+            covariance = JointCovariance(jacobian, weighted, jacobian.mT)
+        else:
+            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature)
+        self._covariances[together] = covariance
+        return covariance
 
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
@@ -344,24 +346,6 @@ class SampledCovariance(PointBlocks):
         return self.pushed.square().mean(-1)
 
 
-@dataclass(eq=False)
-class Kept:
-    """The computed blocks and variances of a `PointCovariance`; pickling and copying drop them."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.RLock)
-
-    def get(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the value of this name, which the first call computes."""
-        with self.lock:
-            if name not in self.values:
-                self.values[name] = compute()
-            return self.values[name]
-
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
-
-
 def with_graph(
     jacobian: Jacobian,
     by_structure: Callable[[JacobianRows], Tensor | None],
@@ -401,9 +385,15 @@ class PointCovariance(PointBlocks):
     """
 
     def __init__(
-        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, kept: Kept, temperature: float = 1.0
+        self,
+        jacobian: Jacobian,
+        inverse: LinearOperator,
+        outputs: int,
+        temperature: float = 1.0,
+        cache: Cache | None = None,
     ) -> None:
-        super().__init__(jacobian, inverse, outputs=outputs, kept=kept, temperature=temperature)
+        cache = Cache() if cache is None else cache
+        super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, cache=cache)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
@@ -415,36 +405,35 @@ class PointCovariance(PointBlocks):
         return self._get_or_compute("blocks")
 
     def _diagonal(self) -> Tensor:
-        if self.shape[-1] <= FEW or "blocks" in self._kwargs["kept"].values:
+        cache: Cache = self._kwargs["cache"]
+        if self.shape[-1] <= FEW or cache.get("blocks", self.representation()) is not None:
             return self.blocks().diagonal(dim1=-2, dim2=-1)
         return self._get_or_compute("variances")
 
     def _get_or_compute(self, name: str) -> Tensor:
-        kept: Kept = self._kwargs["kept"]
-        compute = partial(self._compute, name == "variances")
-        return compute() if carries_graph(self.representation()) else kept.get(name, compute)
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute(name, self.representation(), partial(self._compute, name == "variances"))
 
     def _compute(self, diagonals: bool) -> Tensor:
-        found = self._untempered(diagonals)
-        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
-
-    def _untempered(self, diagonals: bool) -> Tensor:
+        """Compute the blocks, or their diagonals alone, from the structure of P or by solves for the rows of J."""
         jacobian, inverse = self._args
         c = self.shape[-1]
         if jacobian.is_recorded:
-            return with_graph(
+            found: Tensor | None = with_graph(
                 jacobian,
                 lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
                 lambda R: quadratic(
                     R.unflatten(0, (-1, c)), solve_rows(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
                 ),
             )
-        of_layers = None if carries_graph(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
-        if of_layers is not None:
-            return of_layers
-        together = max(1, c // jacobian.passes.engines.plan.num_outputs)
-        parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
-        return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
+        else:
+            recorded = carries_graph(self.representation())
+            found = None if recorded else point_covariances(jacobian, inverse, c, diagonals)
+        if found is None:
+            together = max(1, c // jacobian.passes.engines.plan.num_outputs)
+            parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
+            found = torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
+        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
 
     def _points_at_a_time(self, together: int) -> int:
         """Return the number of points that make one block of rows, fewer if memory is short; at least `together`."""

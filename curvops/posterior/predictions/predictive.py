@@ -79,9 +79,10 @@ class Predictive(ABC):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         """Return the outputs at draws of the weights."""
 
-    def _learned(self) -> list[Tensor]:
-        """Return the tensors, such as a noise that is being learned, whose present values the outputs follow."""
-        return []
+    @property
+    def _is_learned(self) -> bool:
+        """Whether the outputs follow a tensor, such as a noise, that requires a gradient and may change."""
+        return False
 
     def at(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
@@ -277,8 +278,9 @@ class Predictions:
 
     The answers are those of the posterior's methods of the same names, where their arguments are described. What they
     have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
-    with `samples` the products J z_k. Exact covariances that have a gradient, in x or in a hyperparameter, are computed
-    for each answer. Results share memory with this object: copy them before changing them in place.
+    with `samples` the products J z_k. Exact covariances that have a gradient in x are computed for each answer, and so
+    is everything while the prior precision or the noise is being learned. Results share memory with this object: copy
+    them before changing them in place.
 
     Examples:
         >>> at = post.at(x)
@@ -293,8 +295,6 @@ class Predictions:
     gather: bool
     _outputs: OutputDistribution = field(repr=False)
     _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
-    _followed: list[Tensor] = field(init=False, repr=False, default_factory=list)
-    """The values of learned tensors to which what is shared belongs."""
 
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
@@ -431,13 +431,9 @@ class Predictions:
     ) -> tuple[SomeOutputs, SplitPoints]:
         """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
 
-        The same outputs serve later questions while gradients are recorded, or while they are not, until a learned
-        tensor changes.
+        The same outputs serve later questions while gradients are recorded, or while they are not, unless a tensor is
+        being learned.
         """
-        learned = self.posterior._learned()
-        if len(learned) != len(self._followed) or not all(map(torch.equal, learned, self._followed)):
-            self._followed[:] = [tensor.clone() for tensor in learned]
-            self._shared.clear()
         told = call if normals is None else f"{call}, seed={normals.seed}"
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
 
@@ -449,6 +445,6 @@ class Predictions:
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()
-        if key not in self._shared:
+        if key not in self._shared or self.posterior._is_learned:
             self._shared[key] = outputs.at(split.x, self.rtol)
         return self._shared[key], split

@@ -22,6 +22,7 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
     CLOSED_FORM,
     METHODS,
+    PRODUCTS_A_SOLVE,
     SKETCH_SERVES,
     UNEVEN,
     Posterior,
@@ -120,13 +121,15 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
     earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
-    cache, P = terms.cache, terms.precision
-    if terms.closed_form is not None or not System(rows=len(terms.lin.theta), further=further).may_be_formed:
-        return P  # the other facts cost something
+    cache, P, rows = terms.cache, terms.precision, len(terms.lin.theta)
+    if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
+        return P
     with cache.lock:
         if further:
             columns += cache.known("columns") or 0
             cache.put("columns", columns)
+        if PRODUCTS_A_SOLVE * columns < rows:  # the other facts cost something
+            return P
         first = chosen(routes(replace(_to_be_solved(terms, columns, "cg"), further=further)))
         if first is None or first.name != "formed matrix":
             return P
