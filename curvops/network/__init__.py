@@ -6,7 +6,6 @@ from curvops.errors import (
     NoDataError,
     NoProcessGroupWarning,
     NotLogitsWarning,
-    RankFailedError,
     RanksDifferError,
     SharedPointsWarning,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "Passes",
     "Plan",
     "PointNormals",
-    "RankFailedError",
     "RanksDifferError",
     "Sampled",
     "ShardedNetwork",

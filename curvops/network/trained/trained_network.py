@@ -193,13 +193,12 @@ class TrainedNetwork(NetworkOnData):
         """Read what `read` does, where the data are this rank's shard of those of a process group."""
         ranks = Ranks(process_group)
         kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
-        with ranks.guarded():
-            versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
-            options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
-            options |= {"whether points have weights": given["weights"]}
-            ranks.require_equal(versions | options | {"the kind of device": kinds})
-            new = cls.read(**given, ranks=ranks)
-            ranks.require_equal(new.facts())
+        versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
+        options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
+        options |= {"whether points have weights": given["weights"]}
+        ranks.require_equal(versions | options | {"the kind of device": kinds})
+        new = cls.read(**given, ranks=ranks)
+        ranks.require_equal(new.facts())
         return new
 
     @property
@@ -337,15 +336,14 @@ class TrainedNetwork(NetworkOnData):
 
         def multiply(block: Tensor) -> Tensor:
             product = partial(hessian_product, self.model, self.likelihood, block)
-            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
+            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()))
 
         return linear(block, multiply, multiply)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
-        with self.passes.guarded():
-            inputs, _ = next(self.passes.batches())
-            require_symmetric(self.model, take(inputs, slice(0, 2)))
+        inputs, _ = next(self.passes.batches())
+        require_symmetric(self.model, take(inputs, slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""

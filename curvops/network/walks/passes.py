@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,7 @@ class Passes(JacobianRows):
         self._outputs: Tensor | None = None
         self._gathered: Passes | None = None
         self._asked: Counter[int] = Counter()
+        self._asked_when_chosen = 0
         self._complete = False
         self.memory.register(self)
 
@@ -252,10 +253,10 @@ class Passes(JacobianRows):
         with self.model.lock:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
-            cached = self._cached_engines(asked, columns)
+            engines = self._chosen_engines(asked, columns)
         count, start = 0, 0 if self.shard is None else self.shard.start
-        if cached is not None:
-            for label, engine in cached:
+        if engines is not None:
+            for label, engine in engines:
                 stop = start + len(engine.outputs)
                 yield label, BatchMap(engine, self.model, slice(start, stop))
                 start = stop
@@ -287,14 +288,13 @@ class Passes(JacobianRows):
         term: Callable[[Any, Any], Tensor],
         columns: int,
         root: OutputFisher | None = None,
-        told: Tensor | None = None,
         own: bool = False,
     ) -> Tensor:
         """Return Σ over batches of `term(label, J of the batch)`, for `columns` vectors; with a root Lᵀ J.
 
-        `told` are the vectors, which the ranks of a group compare. With `own` the result is this rank's part.
+        With `own` the result is this rank's part.
         """
-        return self.add_up((term(label, J) for label, J in self._each(columns, root)), told, own)
+        return self.add_up((term(label, J) for label, J in self._each(columns, root)), own)
 
     def curvature_product(
         self, block: Float[Tensor, "D K"], fisher: OutputFisher, own: bool = False
@@ -305,19 +305,17 @@ class Passes(JacobianRows):
         def term(batch: Any, J: BatchMap) -> Tensor:
             return J.sandwich(block, lambda u, points: fisher.product(J.outputs[points], u, batch.labels(points)))
 
-        return self.total(term, block.shape[1], told=block, own=own)
+        return self.total(term, block.shape[1], own=own)
 
     def rows(
         self,
         term: Callable[[Any, Any], Float[Tensor, "K n R"]],
         columns: int,
         root: OutputFisher | None = None,
-        told: Tensor | None = None,
     ) -> Float[Tensor, "NR K"]:
-        """Return the terms of all points, with those of each point together; `told` as in `total`."""
-        with self.guarded():
-            parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
-        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1, told).mT
+        """Return the terms of all points, with those of each point together."""
+        parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
+        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
 
     def pull(
         self,
@@ -329,59 +327,52 @@ class Passes(JacobianRows):
         """Return Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point; z (K, n, R) per batch."""
         block = self.replicated(block)
         z = block.mT.unflatten(1, (-1, rows))
-        return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root, block)
+        return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
 
     def push_own(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
         """Return J V for the points of this rank alone."""
         if not self.num_own:
             return block.new_zeros(block.shape[1], 0).mT
-        with self.guarded():
-            return torch.cat([J.push(block).flatten(1) for _, J in self.each(block.shape[1])], 1).mT
+        return torch.cat([J.push(block).flatten(1) for _, J in self.each(block.shape[1])], 1).mT
 
     def pull_own(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
         """Return Jᵀ U over the points of this rank alone: its part of the sum over ranks."""
         total = None if self.num_own else block.new_zeros(block.shape[1], len(self.model.theta)).mT
         z = block.mT.unflatten(1, (-1, self.engines.plan.num_outputs))
-        with self.guarded():
-            for _, J in self.each(block.shape[1]) if self.num_own else ():
-                points = slice(J.points.start - self.first_own, J.points.stop - self.first_own)
-                total = accumulate(total, J.pull(z[:, points]))
+        for _, J in self.each(block.shape[1]) if self.num_own else ():
+            points = slice(J.points.start - self.first_own, J.points.stop - self.first_own)
+            total = accumulate(total, J.pull(z[:, points]))
         assert total is not None
         return total
 
     def draw(self, draws: range, columns: int, seed: int, root: OutputFisher | None = None) -> Float[Tensor, "D k"]:
         """Draw samples of Σ over batches of Jᵀ z, z standard normal with `columns` per point; with a root Jᵀ L z."""
         like = self.model.theta
-        normals, told = PointNormals(seed), torch.tensor([seed], device=like.device)
-        return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root, told)
+        normals = PointNormals(seed)
+        return self.total(lambda _, J: J.pull(normals.block(draws, J.points, columns, like)), len(draws), root)
 
-    def add_up(self, parts: Iterable[Tensor], told: Tensor | None = None, own: bool = False) -> Tensor:
+    def add_up(self, parts: Iterable[Tensor], own: bool = False) -> Tensor:
         """Add up the parts of all batches, and of all ranks (unless it is their `own` part); every data sum ends here.
 
         It adds in place if no gradient is recorded: the first part becomes the sum.
         """
         total: Tensor | None = None
-        with self.guarded():
-            for part in parts:
-                total = accumulate(total, part)
-                del part  # before the next one is made
+        for part in parts:
+            total = accumulate(total, part)
+            del part  # before the next one is made
         assert total is not None  # linearize rejects empty data
         if self.shard is None:
             return total
-        return self.shard.own_part(total) if own else self.shard.add_up(total, told)
+        return self.shard.own_part(total) if own else self.shard.add_up(total)
 
-    def line_up(self, parts: list[Tensor], dim: int = 0, told: Tensor | None = None) -> Tensor:
+    def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate the parts of all batches in the order of the points; every concatenation over data ends here."""
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        return whole if self.shard is None else self.shard.line_up(whole, dim, told)
+        return whole if self.shard is None else self.shard.line_up(whole, dim)
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """Return a tensor that all ranks have; its gradient is the sum of the gradients from each rank."""
         return tensor if self.shard is None else self.shard.ranks.replicate(tensor)
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Report an error raised inside to the other ranks."""
-        return nullcontext() if self.shard is None else self.shard.ranks.guarded()
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield (inputs, label) of every batch, for uses that need no J."""
@@ -537,17 +528,21 @@ class Passes(JacobianRows):
         """The bytes that rows may take at a time."""
         return chunk_bytes_within(self.memory_budget, self.model.theta)
 
-    def _cached_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
-        """Return the cached engines of all batches; None if one is missing or another kind would be better."""
+    def _chosen_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+        """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
+
+        Whether it would is asked again whenever twice as many vectors have come as at the last time.
+        """
         if not self._complete:
             return None
-        cached = [self._kept[i] for i in range(len(self._kept))]
-        for _, engine in cached:
-            kind: EngineKind = engine.kind
-            room = self._free() + engine.nbytes
-            if self._choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
-                return None
-        return cached
+        kept = [self._kept[i] for i in range(len(self._kept))]
+        if self._asked.total() > 2 * self._asked_when_chosen:
+            self._asked_when_chosen = self._asked.total()
+            for _, engine in kept:
+                room = self._free() + engine.nbytes
+                if self._choose(engine.kind, asked, columns, engine.outputs.shape[0], room) != engine.kind:
+                    return None
+        return kept
 
     def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
         _, present = self._kept.get(index, (None, None))
@@ -566,6 +561,7 @@ class Passes(JacobianRows):
             self._kept[index] = (label, engine)
             if replaced:
                 self._asked.clear()
+                self._asked_when_chosen = 0
         return engine
 
     def _build(self, kind: EngineKind, inputs: Any, room: int, root: Root) -> Engine:

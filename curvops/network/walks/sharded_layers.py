@@ -100,11 +100,9 @@ class ShardedLayers:
     def build(self, inputs: Any, chunk_bytes: int, root: Root = IDENTITY) -> Layerwise:
         """Return J of some points, or Lᵀ J. All ranks call it together; a rank whose layers run differently raises."""
         with self.model.at_snapshot():
-            with self.model.ranks.guarded():
-                recording: Recording = record(self.model, inputs, self._owners)
-                if recording[2] or path_of(self.model, recording) not in self._paths:
-                    raise RuntimeError(unlike(recording[2] or self.model.selection.names))
-            self.model.meet()  # before backward passes, where ranks would wait for one that failed
+            recording: Recording = record(self.model, inputs, self._owners)
+            if recording[2] or path_of(self.model, recording) not in self._paths:
+                raise RuntimeError(unlike(recording[2] or self.model.selection.names))
             return Layerwise(self.model, recording, None, chunk_bytes, root)
 
 

@@ -26,8 +26,9 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.core.solve_routes import FORMED_COPIES, MOST_OUTPUTS
 from curvops.linalg.functions.root_gradients import inverse_root_product
-from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, convert, number_of
+from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, as_part, number_of
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite
+from curvops.linalg.operators.contract import convert
 from curvops.linalg.operators.draws import draw, normal
 from curvops.network import JacobianRows, Passes, read_precision
 from curvops.operators.function_space.gram_graph import gram_with_graph
@@ -148,18 +149,16 @@ def _sum(weights: Float[Tensor, " NC"], walk: Passes) -> Float[Tensor, "D D"]:
     """Return Σ_i w_i J_i J_iᵀ over the rows of J; each rank adds up its own."""
     D, start = len(walk.model.theta), walk.first_own * walk.engines.plan.num_outputs
     total = weights.new_zeros(D, D)
-    with walk.guarded():
-        for rows in walk.selected_rows():
-            J = rows.to(weights)
-            total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
-    return walk.add_up([total], weights)
+    for rows in walk.selected_rows():
+        J = rows.to(weights)
+        total, start = total + J.mT @ (weights[start : start + len(J), None] * J), start + len(J)
+    return walk.add_up([total])
 
 
 def _forms(matrix: Float[Tensor, "D D"], walk: Passes) -> Float[Tensor, " NC"]:
     """Return J_iᵀ M J_i for each row of J: the adjoint of `_sum`."""
-    with walk.guarded():
-        found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
-    return walk.line_up(found, told=matrix)
+    found = [((J := rows.to(matrix)) @ matrix * J).sum(1) for rows in walk.selected_rows()]
+    return walk.line_up(found)
 
 
 class _Streamed(Function):

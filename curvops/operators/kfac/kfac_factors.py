@@ -325,10 +325,9 @@ class SummedWalk:
             return
         # A resumed run does not compute the log-likelihoods of the earlier one, and must give the same bits.
         walk = self.lin.passes if self.kept else self.lin
-        with self.lin.passes.guarded():
-            for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
-                yield from groups
-                self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
+        for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
+            yield from groups
+            self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
         self.kept.finish(sums())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvops.linalg import draw
 from curvops.linalg.core.memory import Memories, solve_width
+from curvops.linalg.core.sharded import SEED
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
@@ -43,7 +44,10 @@ class Noise:
     @classmethod
     def draw(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """Make new noise for the posteriors of a linearisation."""
-        return cls(PointNormals.drawn(generator).seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
+        seed = PointNormals.drawn(generator).seed
+        if lin.ranks is not None:
+            lin.ranks.require_equal({SEED: seed})
+        return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from curvops.argument_types import Points
 from curvops.checks import check_accuracy, check_choice, check_flag, check_generator, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.sharded import ranks_of
 from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
@@ -40,7 +41,7 @@ from curvops.posterior.predictions.outputs import (
     network_outputs,
     normals_for,
 )
-from curvops.posterior.predictions.split_points import SplitPoints, needs_all_ranks, split_points
+from curvops.posterior.predictions.split_points import SplitPoints, split_points
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
@@ -315,9 +316,8 @@ class Predictions:
             outputs.require_whole_groups(count * lin.num_outputs // lin.output_shape[-1], together)
             if together not in (None, 1) and not count and not self.gather:
                 raise ValueError(f"rank {rank} has no points, and groups need some: pass gather=True.")
-        with split.guarded():
-            mean, covariance = outputs.moments(together)
-            mean = split.given(mean)
+        mean, covariance = outputs.moments(together)
+        mean = split.given(mean)
         covariance = split.covariance(covariance, mean.numel() if together is None else len(mean) // together)
         if isinstance(likelihood, Gaussian):
             each = likelihood.noise.to(mean).expand(mean.shape[-1])
@@ -342,8 +342,7 @@ class Predictions:
                 "post.functions(x, k), which draws them."
             )
         outputs, split = self._split(self._outputs, f"{len(self.samples)} functions")
-        with split.guarded():
-            found = outputs.functions()
+        found = outputs.functions()
         return split.given(found, 1)
 
     def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
@@ -353,15 +352,14 @@ class Predictions:
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
-        with split.guarded():
-            if isinstance(outputs, DrawnOutputs) and link == "network":
-                found = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
-            elif link == "mc":
-                drawn = outputs.draws(normals, split.start)
-                found = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
-            else:
-                covariance = outputs.covariance()
-                found = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
+        if isinstance(outputs, DrawnOutputs) and link == "network":
+            found = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+        elif link == "mc":
+            drawn = outputs.draws(normals, split.start)
+            found = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
+        else:
+            covariance = outputs.covariance()
+            found = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
         return split.given(found)
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
@@ -372,12 +370,11 @@ class Predictions:
         check_generator(generator)
         normals = normals_for(self._outputs, generator) if isinstance(likelihood, LABELS) else None
         outputs, split = self._split(self._outputs, "uncertainty", normals)
-        with split.guarded():
-            if isinstance(likelihood, LABELS):
-                drawn = outputs.draws(normals, split.start)
-                found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
-            else:
-                found = outputs.uncertainty_of_numbers(likelihood)
+        if isinstance(likelihood, LABELS):
+            drawn = outputs.draws(normals, split.start)
+            found = join_uncertainties([decompose_labels(likelihood, draws, outputs.error) for draws in drawn])
+        else:
+            found = outputs.uncertainty_of_numbers(likelihood)
         return split.of(found)
 
     def log_likelihood(
@@ -402,17 +399,16 @@ class Predictions:
         assert targets is not None
         if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
-        with split.guarded():
-            if by_probit:
-                logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
-                return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
-            if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
-                mean, covariance = outputs.moments()
-                noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
-                return split.of(Estimate.exact(answers.gaussian_log_density(mean, noisy.to_dense(), targets)))
-            log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
-            if joint:
-                return answers.dyadic_score(log_p, generator, outputs.error)
+        if by_probit:
+            logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
+            return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
+        if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
+            mean, covariance = outputs.moments()
+            noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
+            return split.of(Estimate.exact(answers.gaussian_log_density(mean, noisy.to_dense(), targets)))
+        log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
+        if joint:
+            return answers.dyadic_score(log_p, generator, outputs.error)
         return split.of(answers.log_mean_exp(log_p, outputs.error))
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
@@ -438,7 +434,7 @@ class Predictions:
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
 
         def needs_data() -> bool:
-            sharded = isinstance(outputs, NormalOutputs) and needs_all_ranks(self.posterior.precision)
+            sharded = isinstance(outputs, NormalOutputs) and ranks_of(self.posterior.precision) is not None
             return all_points or sharded
 
         split = split_points(self.posterior.lin, self.x, self.gather, told, needs_data, targets)

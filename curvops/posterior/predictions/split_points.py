@@ -13,7 +13,6 @@ same steps there: if each took those for its own points, ranks with fewer points
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -27,8 +26,6 @@ from curvops.fingerprints import fingerprint
 from curvops.linalg.core.cache import Cache
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
-from curvops.operators.linearized.jacobian import Jacobian
-from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.posterior.predictions.outputs import PointBlocks
 from curvops.process_group import Ranks
 
@@ -65,10 +62,6 @@ class SplitPoints:
     def _is_done(self) -> bool:
         """Whether results for x are those that the caller asked for."""
         return self.ranks is None or (self.is_whole and self.gather)
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Report an error raised inside to the other ranks, which may wait for results."""
-        return nullcontext() if self.ranks is None else self.ranks.guarded()
 
     def given(self, found: Tensor, dim: int = 0) -> Tensor:
         """Turn results for x into results for the points that the caller asked for."""
@@ -116,27 +109,13 @@ class CovarianceOverRanks(PointBlocks):
     def _known(self, name: str, compute: Callable[[LinearOperator], Tensor]) -> Tensor:
         base = self._args[0]
 
-        def guarded() -> Tensor:
-            with self._kwargs["split"].guarded():
-                found = compute(base)
-            return self._asked(found)
-
         cache: Cache = self._kwargs["cache"]
-        return cache.get_or_compute(name, base.representation(), guarded)
+        return cache.get_or_compute(name, base.representation(), lambda: self._asked(compute(base)))
 
     def _asked(self, found: Tensor) -> Tensor:
         split = self._kwargs["split"]
         is_joint = self._args[0].ndim == 2 == found.ndim
         return split.given(split.given(found), 1) if is_joint else split.given(found)
-
-
-def needs_all_ranks(A: LinearOperator) -> bool:
-    """Return whether products with an operator are sums over the data of several ranks."""
-    if isinstance(A, Jacobian):
-        return A.is_sharded
-    if isinstance(A, NetworkOperator):
-        return A.lin.passes.shard is not None
-    return any(needs_all_ranks(part) for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
 
 
 def split_points(

@@ -108,11 +108,9 @@ class LogPosterior:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
         if self.ranks is None:
             return self._log_probabilities(params, batch).mean()
-        with self.ranks.guarded():
-            points, own = self._own(batch)
+        points, own = self._own(batch)
         replicas = {name: self.ranks.replicate(value) for name, value in params.items()}
-        with self.ranks.guarded():
-            total = self._sum(replicas, own)
+        total = self._sum(replicas, own)
         return self.ranks.add_up(total) / points
 
     def share(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:
