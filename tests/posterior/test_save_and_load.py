@@ -1,7 +1,6 @@
 """Saved posteriors: what comes back has the same bits, and what does not belong together is refused by name.
 
-Tests `likelihood_record.py`, `load.py`, `network_record.py`,
-`operator_record.py`, `posterior_record.py`.
+Tests `likelihood_record.py`, `load.py`, `network_record.py`, `operator_record.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks

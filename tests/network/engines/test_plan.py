@@ -64,7 +64,7 @@ def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
     passes = walk(name, kind, sizes=(5,))
     for _ in range(4):
         push(passes, columns(reference(name).shape[1], 3))
-    ((_, engine),) = passes._kept.values()
+    (engine,) = passes.kept_engines
     assert engine.kind == kind
     assert engine.nbytes <= 1.25 * 5 * passes.plan.bytes_needed(engine.kind)
 
@@ -192,7 +192,7 @@ def test_an_engine_is_freed_before_another_takes_its_place(undecided: Passes, mo
     for _ in range(5):
         push(passes, columns(D, 1))
     assert passes.plan.in_use == {"recorded": 1}
-    before = weakref.ref(passes._kept[0][1])
+    before = weakref.ref(passes.kept_engines[0])
     alive: list[bool] = []
     monkeypatch.setattr(passes.engines, "build", lambda *given: alive.append(before() is not None) or build(*given))
     while not alive:

@@ -66,7 +66,7 @@ def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_o
         push(passes, v)
     assert whole.plan.in_use == {} and walk.plan.in_use == {"layerwise": 1}
     assert walk.plan.layerwise_bytes == 4 * (20 + 30 + 30 + 30 + 30 + 500)
-    assert walk._kept[0][1].nbytes == 40 * walk.plan.layerwise_bytes
+    assert walk.kept_engines[0].nbytes == 40 * walk.plan.layerwise_bytes
 
 
 def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_input_and_sensitivities() -> None:
@@ -80,7 +80,7 @@ def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_inpu
     assert walk.plan.layerwise_bytes == 8 * (296 + 200 + 3)
     assert whole.plan.layerwise_bytes == 8 * (3 * 200 + 100 + 200)
     for passes in (whole, walk):
-        assert passes._kept[0][1].nbytes == 6 * passes.plan.layerwise_bytes
+        assert passes.kept_engines[0].nbytes == 6 * passes.plan.layerwise_bytes
 
 
 def test_walks_share_one_budget_and_give_it_back() -> None:
@@ -92,7 +92,7 @@ def test_walks_share_one_budget_and_give_it_back() -> None:
     push(whole, V)
     assert walk.plan.in_use == {"layerwise": 2}
     assert whole.plan.in_use.get("layerwise", 0) != 2  # the other has its share
-    kept = sum(engine.nbytes for passes in (whole, walk) for _, engine in passes._kept.values())
+    kept = sum(engine.nbytes for passes in (whole, walk) for engine in passes.kept_engines)
     assert kept <= whole.memory_budget
     del walk
     gc.collect()
