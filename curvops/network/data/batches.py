@@ -23,6 +23,7 @@ from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
+    Layout,
     components,
     copy,
     move,
@@ -33,7 +34,6 @@ from curvops.network.data.inputs import (
     take,
     tensor_of,
 )
-from curvops.network.data.layout import Layout
 from curvops.network.data.loaders import LoaderPasses, in_order
 from curvops.network.data.randomness import items
 

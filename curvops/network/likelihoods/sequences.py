@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.layout import misplaced
+from curvops.network.data.inputs import misplaced
 from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from curvops.checkpoint import digest, identify, settings_of
 from curvops.checks import refuse_modes
-from curvops.network.data.inputs import Inputs, components, copy, first_of, is_finite, normalise
-from curvops.network.data.layout import Layout
+from curvops.network.data.inputs import Inputs, Layout, components, copy, first_of, is_finite, normalise
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import OF_VALUES, Calls, explain
-from curvops.network.model.fused_kernels import settings_for, stand_ins_for, unfused
-from curvops.network.model.normalisations import NORMS, ContiguousNorms
+from curvops.network.model.fused_kernels import NORMS, ContiguousNorms, settings_for, stand_ins_for, unfused
 from curvops.network.model.parameters import Blocks, Selection, as_real, at_even_place, select
 from curvops.network.model.shards import require_whole
 from curvops.network.model.skeleton import (

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from curvops.errors import NoCurvatureWarning, NoDataError, NotLogitsWarning, warn
 from curvops.network.data.batches import Batches, Reading, as_source, holds_all, items_of, parts_of
-from curvops.network.data.inputs import Inputs, first_of, move, move_tensor, normalise, num_points, take
-from curvops.network.data.layout import Layout
+from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
 from curvops.network.likelihoods.by_autograd import ByAutograd
+from curvops.network.likelihoods.conversions import interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
 from curvops.process_group import Ranks
 

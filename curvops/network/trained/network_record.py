@@ -16,12 +16,11 @@ from torch import Tensor
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
-from curvops.network.data.layout import Layout
+from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
 from curvops.network.likelihoods import FromLoss, as_likelihood
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
