@@ -142,7 +142,7 @@ class Categorical(Likelihood):
                 )
             _check_probabilities(y, num_outputs)
             return
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
                 "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
                 f"floating-point one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels by y.long(), one-hot "

@@ -70,10 +70,6 @@ class Gaussian(Independent):
         self.noise = tensor
 
     @property
-    def always_curved(self) -> bool:
-        return within(self.noise, 0.0, strict=True)  # a cast may have made it infinite
-
-    @property
     def described(self) -> str:
         return f"Gaussian with {self.printed_noise}"
 

@@ -97,8 +97,6 @@ class Bernoulli(Independent):
         return f.sigmoid()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        if y.is_complex():
-            raise TypeError(f"Bernoulli targets are 0, 1 or probabilities; given {y.dtype}.")
         check_rows(y, num_outputs, "Bernoulli")
         for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
             if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
@@ -143,8 +141,6 @@ class Poisson(Independent):
         >>> lin = co.linearize(nn.Linear(2, 1), (x, counts), co.likelihoods.Poisson())
     """
 
-    always_curved = True
-
     def __repr__(self) -> str:
         return "Poisson()"
 
@@ -168,7 +164,7 @@ class Poisson(Independent):
         return f.exp()
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        if y.is_complex() or y.dtype == torch.bool:
+        if y.dtype == torch.bool:
             raise TypeError(f"Poisson targets are counts; given {y.dtype}. For yes or no use Bernoulli.")
         check_rows(y, num_outputs, "Poisson")
         if y.numel() and not bool(((y >= 0) & (y == y.round()) & y.isfinite()).all()):
@@ -189,8 +185,6 @@ class HeteroscedasticGaussian(Independent):
         >>> likelihood = co.likelihoods.HeteroscedasticGaussian()
         >>> lin = co.linearize(nn.Linear(2, 2), (x, torch.zeros(8, 1)), likelihood)
     """
-
-    always_curved = True
 
     def __repr__(self) -> str:
         return "HeteroscedasticGaussian()"

@@ -137,9 +137,6 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
 
-    def check_scores(self, f: Outputs, y: Tensor) -> None:
-        self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
-
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
         each = self.likelihood.counted(y.flatten(0, 1), self._each(w))

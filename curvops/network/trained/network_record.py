@@ -94,7 +94,7 @@ def recorded_network(
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (known["largest_batch"],), _dtype(known)
-        prints = DataPrints(known.get("contents", known["fingerprint"]), known["fingerprint"])
+        prints = DataPrints(known["contents"], known["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, known["points"], sizes, prints, dtype, known["weighted"])
     else:
         source = _same_data(known, data, probability, layout, network)
@@ -142,13 +142,7 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         raise ValueError(
             f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
-    by_batches = "contents" not in known  # saved by an earlier version
-    if by_batches and batches.print_of_batches != known["fingerprint"]:
-        raise ValueError(
-            "the data are not those of the saved posterior: they have other values, or come in another order or in "
-            f"other batches (the largest had {known['largest_batch']:,} points)."
-        )
-    if not by_batches and batches.prints.contents != known["contents"]:
+    if batches.prints.contents != known["contents"]:
         raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 
