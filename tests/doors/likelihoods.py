@@ -260,11 +260,6 @@ DOORS = [
                 ValueError,
                 r"\[0, 1\]",
             ),
-            "Bernoulli(), zeros(3, C, complex64)": (
-                lambda: Bernoulli().check_targets(torch.zeros(3, 4, dtype=torch.complex64), 4),
-                TypeError,
-                "complex64",
-            ),
             "Bernoulli(WEIGHT[:3]), zeros(3, C)": (
                 lambda: Bernoulli(WEIGHT[:3]).check_targets(torch.zeros(3, 4), 4),
                 ValueError,
