@@ -159,7 +159,7 @@ def test_columns_may_come_one_at_a_time(sharing: str, monkeypatch: pytest.Monkey
     )
     expected = [kind(lin, sharing=sharing).to_dense() for kind in (co.KFAC, co.EKFAC)]
     monkeypatch.setattr("curvops.network.engines.layerwise.COLUMN_BYTES", 1)
-    monkeypatch.setattr("curvops.network.walks.passes.COLUMN_BYTES", 1)
+    monkeypatch.setattr("curvops.network.walks.batch_rows.COLUMN_BYTES", 1)
     with patch("curvops.network.walks.layer_roots.sensitivities", side_effect=roots.sensitivities) as asked:
         found = co.KFAC(lin, sharing=sharing).to_dense()
     assert [len(call.args[3]) for call in asked.call_args_list] == [1, 1]  # a softmax of three has two

@@ -97,7 +97,7 @@ def test_each_structure_is_what_solves_for_the_rows_give(name, structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_points_together_that_come_in_several_pieces(structure, points, monkeypatch):
     lin, inputs = linearized("mlp")
-    monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_: 500)
+    monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_: 500)
     inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(torch.cat([inputs, inputs + 1, inputs - 1])[:12])
     rows = points * lin.num_outputs
     torch.testing.assert_close(point_covariances(J, inverse, rows), by_solves(J, inverse, rows), **TIGHT)
@@ -162,7 +162,7 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
         monkeypatch.setattr(point_covariance, "half_solved", counted)
         expected = {size: by_solves(J, co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse(), size) for size in (2, 4)}
         for size, chunk in ((2, 10**6), (4, 10**6), (2, 1), (4, 1)):
-            monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
+            monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
             inverse = co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse()
             torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
             variances = point_covariances(J, inverse, size, diagonals=True)

@@ -30,10 +30,11 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
+from curvops.network.walks.batch_map import BatchMap, linear
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import BatchMap, Passes, accumulate, linear
+from curvops.network.walks.passes import Passes, accumulate
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group

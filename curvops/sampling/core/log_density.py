@@ -75,7 +75,7 @@ class LogPosterior:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engines": []}  # they refer to classes weakly
+        return self.__dict__ | {"_engines": []}  # they hold a pass
 
     @property
     def params(self) -> dict[str, Tensor]:
