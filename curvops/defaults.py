@@ -28,7 +28,7 @@ from curvops.posterior import Laplace
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.laplace import make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice, warn_of_noise
-from curvops.posterior.predictions.uncertainty import LABELS
+from curvops.posterior.predictions.answers import LABELS
 
 START = 1.0
 """The prior precision at which the search for another one begins."""

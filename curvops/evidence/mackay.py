@@ -16,7 +16,7 @@ from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.terms import CurvatureCache
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent

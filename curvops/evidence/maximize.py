@@ -20,9 +20,8 @@ from curvops.evidence.hyperparameters import (
 )
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.determinants import prepare
-from curvops.posterior.log_evidence.evidence_parts import find_evidence
-from curvops.posterior.solves.mode_check import warn_of_mode
+from curvops.posterior.log_evidence.evidence import find_evidence, prepare
+from curvops.posterior.solves.linear_mode import warn_of_mode
 
 
 def maximize(

@@ -23,9 +23,8 @@ from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
-from curvops.posterior.predictions.held_out import targets_by_position
+from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.predictions.split_points import split_points
-from curvops.posterior.predictions.uncertainty import LABELS
 
 COARSE = 4
 """A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""

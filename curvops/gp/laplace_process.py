@@ -24,19 +24,22 @@ from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import PrecisionTerms, read_prior
+from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, read_prior
 from curvops.posterior.draws.deviations import draw_deviations
 from curvops.posterior.draws.noise import Noise, Systems
-from curvops.posterior.log_evidence.determinants import count_parameters, log_ratio
-from curvops.posterior.log_evidence.evidence_parts import Evidence, add_up
+from curvops.posterior.log_evidence.evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.solves.formed_kernel import FormedKernel, FormedSpace
-from curvops.posterior.solves.function_space import FunctionSpace, TrainingOutputs, find_dual_mode
+from curvops.posterior.solves.function_space import (
+    FormedKernel,
+    FormedSpace,
+    FunctionSpace,
+    StreamedSpace,
+    TrainingOutputs,
+    find_dual_mode,
+)
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.precision import inverse_for_rows
-from curvops.posterior.solves.streamed_space import StreamedSpace
 from curvops.summary import Summarised
 
 SPENT = "Newton's method spent its steps: raise maxiter, or use a larger prior precision."

@@ -1,6 +1,6 @@
 """The Gram matrix of J's rows: in each of three forms, in sets of layers, pieces and panels, against J Jᵀ.
 
-Tests `gram_cost.py`, too.
+Tests `gram_matrix.py`.
 """
 
 import math
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import curvops as co
-import curvops.operators.function_space.gram_cost as gram_cost_module
 import curvops.operators.function_space.gram_matrix as gram_matrix
 from curvops.checkpoint import Checkpoint
 from curvops.network import read_precision
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
-from curvops.operators.function_space.gram_cost import (
+from curvops.operators.function_space.gram_matrix import (
     FORMED,
     FORMING,
     HELD,
@@ -92,7 +91,7 @@ def test_the_forms(lin, form, shifted, prior, room, monkeypatch):
     Inner products of patches are taken from patches where shifted sums count as infinite work, otherwise from pixels.
     """
     monkeypatch.setattr(gram_matrix, "form_of", lambda *_: form)
-    monkeypatch.setattr(gram_cost_module, "SHIFTED", shifted)
+    monkeypatch.setattr(gram_matrix, "SHIFTED", shifted)
     A, x = PRIORS[prior](lin), torch.randn(5, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     J, other, scale = lin.jacobian().to_dense(), lin.jacobian(x).to_dense(), read_precision("prior", A, lin.model)
     if room is not None:
@@ -210,7 +209,7 @@ def test_pixels_take_less_work_than_patches(monkeypatch):
     lin = co.linearize(NETWORKS["convolution"](), (torch.randn(7, 32), torch.arange(7) % 3), "classification")
     costs = []
     for shifted in (math.inf, 0.0):
-        monkeypatch.setattr(gram_cost_module, "SHIFTED", shifted)
+        monkeypatch.setattr(gram_matrix, "SHIFTED", shifted)
         costs.append(gram_cost(lin.plan, 7))
     gradient = 7 * (3 * (4 * 16 * 72 + 64 * 3) + TOUCHED * (64 + 3))
     assert costs[0] - costs[1] == pytest.approx(PRODUCT * 7 * 7 * 4 * 4 * (73 - 8) / 2 / gradient)

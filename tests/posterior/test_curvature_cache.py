@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.terms import CurvatureCache
 from curvops.records import record_of
 from tests.posterior.trained import problem
 

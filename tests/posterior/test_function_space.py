@@ -1,6 +1,6 @@
 """Where points are few and weights many, the posterior solved for in function space is the same one.
 
-Tests `formed_kernel.py`, `precision.py`, `tangent_kernel.py`.
+Tests `function_space.py`, `precision.py`, `tangent_kernel.py`.
 """
 
 import copy
@@ -17,7 +17,7 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.solves.formed_kernel import NAME, FormedKernel
+from curvops.posterior.solves.function_space import NAME, FormedKernel
 from curvops.posterior.solves.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
@@ -146,7 +146,7 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
     made = []
     monkeypatch.setattr(
-        "curvops.posterior.solves.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
+        "curvops.posterior.solves.function_space.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
     )
     lin = wide("gaussian")
     post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)

@@ -6,7 +6,7 @@ from torch import nn
 
 import curvops as co
 from curvops.posterior.solves import linear_mode
-from curvops.posterior.solves.formed_kernel import FormedKernel
+from curvops.posterior.solves.function_space import FormedKernel
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

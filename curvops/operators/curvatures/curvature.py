@@ -57,22 +57,17 @@ class Curvature(UserOperator, NetworkOperator):
             return None
         return CurvatureRoot.of(self)
 
-    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-        return self._summed(block)
-
-    def _summed(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
+    def _product(self, block: Float[Tensor, "D K"], own: bool = False) -> Float[Tensor, "D K"]:
         """Return the product as a sum over all points, or over this rank's own."""
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
-            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
+            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], own=own)
         return self.lin.passes.curvature_product(block, self.output, own)
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        ends_in_sum = self.lin.passes.shard is not None and type(self)._product is Curvature._product
-        if isinstance(rhs, Sharded) and ends_in_sum:
-            self._require_our_ranks(rhs)
-            return rhs.multiplied(partial(self._summed, own=True), partial=True)
-        return super()._matmul(rhs)
+    def _times_sharded(self, rhs: Sharded) -> Sharded:
+        if self.passes.shard is None or type(self)._product is not Curvature._product:
+            return super()._times_sharded(rhs)
+        return rhs.multiplied(partial(self._product, own=True), partial=True)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """Compute the diagonal from the rows of Lᵀ J, or by products if a hyperparameter's gradient is recorded."""
@@ -137,7 +132,7 @@ class CurvatureRoot(NetworkOperator):
 
     def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
         walk: Passes = self._kwargs["walk"]
-        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root, block)
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
 
     @property
     def _root(self) -> OutputFisher | None:

@@ -171,19 +171,18 @@ def fisher_blocks(
     places = [_places(lin, index) for index in parts]
     few = COLUMNS_A_ROW * root.num_columns(lin.num_outputs)
     by_rows = [k for k, index in enumerate(parts) if few <= len(index) and not places[k].keys() & others]
-    with lin.passes.guarded():
-        if by_rows:
-            for groups in lin.passes.root_blocks(root, {name for k in by_rows for name in places[k]}):
-                for k in by_rows:
-                    for rows in _rows_in(groups, lin, places[k]):
-                        _add_above(totals[k], rows, rows)
-        for k in sorted({*range(len(parts))} - {*by_rows}):
-            for batch, J in lin.passes.each(len(parts[k])):
-                units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in parts[k].split(COLUMNS))
-                pushed = torch.cat([J.push(block) for block in units])
-                columns = [output.root_transpose_product(J.outputs, part, batch) for part in pushed.split(ROWS)]
-                rows = torch.cat(columns).double().flatten(1).mT
-                _add_above(totals[k], rows, rows)
+    if by_rows:
+        for groups in lin.passes.root_blocks(root, {name for k in by_rows for name in places[k]}):
+            for k in by_rows:
+                for rows in _rows_in(groups, lin, places[k]):
+                    _add_above(totals[k], rows, rows)
+    for k in sorted({*range(len(parts))} - {*by_rows}):
+        for batch, J in lin.passes.each(len(parts[k])):
+            units = (unit_columns(part, len(lin.theta), lin.theta.dtype) for part in parts[k].split(COLUMNS))
+            pushed = torch.cat([J.push(block) for block in units])
+            columns = [output.root_transpose_product(J.outputs, part, batch) for part in pushed.split(ROWS)]
+            rows = torch.cat(columns).double().flatten(1).mT
+            _add_above(totals[k], rows, rows)
     while totals:
         yield mirror(lin.passes.add_up([totals.pop(0)]).unsqueeze(0))[0]
 

@@ -10,11 +10,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.sharded import Sharded
+from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
-from curvops.linalg.operators.base import Operator, convert
+from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
+from curvops.process_group import Ranks
 from curvops.progress import Progress
 
 
@@ -38,9 +40,10 @@ class NetworkOperator(Operator):
     @property
     def likelihood(self) -> likelihoods.Likelihood:
         """The likelihood with this operator's hyperparameters."""
-        tensors = [self.lin.passes.replicated(tensor) for tensor in self._args[1:]]
-        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(tensors)
-        return found
+        likelihood: likelihoods.Likelihood = self.lin.likelihood
+        if len(self._args) == 1:
+            return likelihood
+        return likelihood.with_hyperparameters([self.passes.replicated(tensor) for tensor in self._args[1:]])
 
     def _size(self) -> torch.Size:
         return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
@@ -80,6 +83,12 @@ class NetworkOperator(Operator):
         return walk
 
     @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that share the data of this operator."""
+        shard = self.passes.shard
+        return None if shard is None else shard.ranks
+
+    @property
     def memories(self) -> Memories:
         return frozenset((self.lin.memory,))
 
@@ -96,23 +105,24 @@ class NetworkOperator(Operator):
         return progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        self._require_our_ranks(rhs)
-        return self._attached(super()._matmul(rhs))
+        product = self._times_sharded(rhs) if isinstance(rhs, Sharded) else by_columns(self._product, rhs)
+        return self._attached(product) if self.theta.requires_grad else product
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        self._require_our_ranks(rhs)
-        return self._attached(super()._t_matmul(rhs))
+        product = by_columns(self._transposed_product, rhs)
+        return self._attached(product) if self.theta.requires_grad else product
 
-    def _require_our_ranks(self, rhs: Tensor) -> None:
-        """Raise ValueError if vectors are sharded among other processes than the data."""
-        if isinstance(rhs, Sharded) and (shard := self.passes.shard) is not None:
-            shard.ranks.require_ranks_of(rhs.rows.ranks)
+    def _times_sharded(self, rhs: Sharded) -> Any:
+        return by_columns(self._product, rhs)
 
-    def _attached(self, result: Tensor) -> Tensor:
-        """Return the result with a zero gradient for θ, if autograd needs one."""
-        if torch.is_grad_enabled() and self.theta.requires_grad:
-            return result + 0 * self.theta.sum()
-        return result
+    def _attached(self, product: Tensor) -> Tensor:
+        """Return a product with a zero gradient for θ, which linear_operator differentiates by, too."""
+        return product + 0 * self.theta.sum() if torch.is_grad_enabled() else product
+
+    def on_layouts(self, rows: RowLayout, columns: RowLayout) -> LinearOperator:
+        if (shard := self.passes.shard) is not None:  # vectors must be sharded among the processes of the data
+            shard.ranks.require_ranks_of(rows.ranks)
+        return super().on_layouts(rows, columns)
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
         """Return the operator of a new linearisation in another dtype or on another device."""

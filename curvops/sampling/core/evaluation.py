@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,28 +32,27 @@ class Evaluation:
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
         """Return the value of log_posterior."""
-        with torch.no_grad(), self._guarded():
+        with torch.no_grad():
             value = self._evaluate(self._value, theta, structure, batch)[0]
         if self._split is not None:
             value += self._split.prior_and_gradient(theta, structure)[0]
-        return value if self._ranks is None else self._ranks.add_up(value, theta)
+        return value if self.ranks is None else self.ranks.add_up(value)
 
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient, each in new memory."""
-        with self._guarded():
-            value, gradient = self._evaluate(self._gradient, theta, structure, batch)
+        value, gradient = self._evaluate(self._gradient, theta, structure, batch)
         if self._split is not None:
             prior, pull = self._split.prior_and_gradient(theta, structure)
             value, gradient = value + prior, gradient.add_(pull)
-        if self._ranks is None:
+        if self.ranks is None:
             return value, gradient
-        both = self._ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1), theta)  # in one message
+        both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message
         return both[..., -1].clone(), both[..., :-1]
 
     @property
-    def _ranks(self) -> Ranks | None:
+    def ranks(self) -> Ranks | None:
         """The ranks whose shares of log_posterior are added up."""
         return self.log_posterior.ranks if isinstance(self.log_posterior, LogPosterior) else None
 
@@ -63,9 +61,6 @@ class Evaluation:
         """The log posterior whose prior is added in closed form, for all chains together, outside of the graph."""
         f = self.log_posterior
         return f if isinstance(f, LogPosterior) and f.ranks is None and f.prior.diagonal is not None else None
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else self._ranks.guarded()
 
     def _evaluate(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
         if theta.ndim == 1 or self._is_together():

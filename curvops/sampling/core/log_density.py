@@ -26,7 +26,7 @@ from curvops.network.likelihoods.torch_losses import interpretation_of
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
@@ -75,7 +75,7 @@ class LogPosterior:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engines": []}  # they refer to classes weakly
+        return self.__dict__ | {"_engines": []}  # they hold a pass
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -108,11 +108,9 @@ class LogPosterior:
         """Return the mean of log p(y | x, params) over the points of the batch, of all ranks."""
         if self.ranks is None:
             return self._log_probabilities(params, batch).mean()
-        with self.ranks.guarded():
-            points, own = self._own(batch)
+        points, own = self._own(batch)
         replicas = {name: self.ranks.replicate(value) for name, value in params.items()}
-        with self.ranks.guarded():
-            total = self._sum(replicas, own)
+        total = self._sum(replicas, own)
         return self.ranks.add_up(total) / points
 
     def share(self, params: Mapping[str, Tensor], batch: GivenBatch) -> Float[Tensor, ""]:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import digest
 from curvops.process_group import Ranks
 
 
@@ -30,12 +29,6 @@ class Spread:
     def own(self) -> slice:
         """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
-
-    def require_equal_starts(self, theta: Float[Tensor, "*k d"], random: Tensor) -> None:
-        """Raise RanksDifferError unless the starts of all chains, and their generators, are the same on all ranks."""
-        self.ranks.require_equal(
-            {"the params to start from": digest([theta]), "the chains' seeds, from generator": digest([random])}
-        )
 
     def line_up(self, rows: Shaped[Tensor, "own *n"]) -> Shaped[Tensor, "k *n"]:
         """Return the rows of the chains of all ranks, in the order of the chains."""

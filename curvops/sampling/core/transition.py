@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
+from curvops.checkpoint import digest
 from curvops.checks import check_flag, check_generator, check_kind, checked_whole
 from curvops.errors import DivergenceError
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
@@ -91,8 +92,11 @@ class Transition(Summarised, ABC):
             theta, structure = flatten(params)
         self.metric.check(structure, theta)
         random = generator_states(generator, theta.device, chains)
+        ranks = self.density.ranks if spread is None else spread.ranks
+        if ranks is not None:
+            starts = {"the params to start from": digest([theta])}
+            ranks.require_equal(starts | {"the chains' seeds, from generator": digest([random])})
         if spread is not None:
-            spread.require_equal_starts(theta, random)
             random = random[spread.own].clone()
         if chains is not None:
             theta = theta.expand(chains, -1)[slice(None) if spread is None else spread.own].clone()

@@ -21,7 +21,7 @@ from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
 from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
-from curvops.posterior.core.priors import Prior, read_prior
+from curvops.posterior.core.terms import Prior, read_prior
 from curvops.sampling.repriorisation.conjugate import DataSpace, FeatureSpace, Identity, condition
 from curvops.sampling.repriorisation.gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
 from curvops.sampling.repriorisation.map import Change, ExactReadoutMap, ReadoutMap

@@ -15,9 +15,9 @@ from curvops.checks import check_accuracy, check_choice, check_like
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_drawn_numbers
 from curvops.sampling.core.chain_draws import checked_draws
 from curvops.sampling.core.log_density import as_vectors
 from curvops.sampling.diagnostics.projected_chains import effective_size

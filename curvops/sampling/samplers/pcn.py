@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density, StepSizes
 from curvops.linalg import Diagonal, Inverse
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.sampling.core.metric import as_metric
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.state import Info, NoiseSource, State

@@ -142,7 +142,7 @@ def test_a_budget_that_holds_one_batch_of_two() -> None:
     plenty = Passes(Model(model), batches(inputs), "autodiff", PLENTY)
     push(plenty, columns(reference("mlp").shape[1], 9))
     assert plenty.plan.in_use == {"recorded": 2}  # only now is it known what a replay keeps
-    needed = plenty.plan.recorded_bytes
+    needed = plenty.plan.routes.recorded_bytes
     passes = Passes(Model(model), batches(inputs), "autodiff", int(3.5 * needed))
     J = reference("mlp")
     V = columns(J.shape[1], 3)
