@@ -240,7 +240,7 @@ def test_data_are_those_that_they_were(tmp_path):
     drawn = laplace(lin, co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)))
     drawn.save(path)
     torch.testing.assert_close(co.load(path, model, in_parts).predict(x).variance, drawn.predict(x).variance)
-    assert "pass the data in the order that they had then" in refusal(co.load, path, model, turned)
+    assert "pass the data in the order they had then" in refusal(co.load, path, model, turned)
 
 
 def test_sample_weights_are_asked_for_as_they_were(tmp_path):
