@@ -1,12 +1,8 @@
-"""The processes of a `torch.distributed` group, each with a shard of the data, and sums and rows over all of them.
-
-First stand the tensors and modules that torch shards among processes: what they are, and what share each process has.
-"""
+"""The processes of a `torch.distributed` group, each with a shard of the data, and sums and rows over all of them."""
 
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -14,40 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.errors import NoProcessGroupWarning, RanksDifferError, warn
 
 R = TypeVar("R")
-
-
-def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor; its module is not imported before something else imports it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def is_fully_sharded(part: nn.Module) -> bool:
-    """Return whether `torch.distributed.fsdp.fully_shard` was applied to a module itself."""
-    return any(is_fsdp(kind, "FSDPModule") for kind in type(part).__mro__)
-
-
-def holds_shards(model: Any) -> bool:
-    """Return whether `fully_shard` was applied to a model or to a part of it."""
-    return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
-
-
-def is_fsdp(kind: type, name: str) -> bool:
-    """Return whether a class is the one of this name in torch.distributed."""
-    return kind.__name__ == name and kind.__module__.startswith("torch.distributed")
-
-
-def even_share(length: int, ranks: int, rank: int) -> range:
-    """Return the positions that `Shard` gives a rank: ⌈n/ranks⌉ each, fewer or none at the end."""
-    step = -(-length // ranks)
-    return range(min(length, rank * step), min(length, (rank + 1) * step))
 
 
 def warn_without_group() -> None:

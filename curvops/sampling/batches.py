@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from curvops.argument_types import Data
-from curvops.checks import checked_whole, drawn_seed
+from curvops.checks import check_kind, checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.log_density import LogPosterior, Share
 
@@ -66,31 +66,18 @@ def require_repeatable(batches: Any) -> None:
     """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
         raise ValueError(
-            "a checkpoint needs the same batches again, but this DataLoader shuffles with torch's default generator: "
-            "build it with generator=torch.Generator().manual_seed(0)."
+            "a checkpoint needs the same batches again: build the DataLoader with generator=torch.Generator()."
         )
 
 
 def _checked(batches: Any) -> Iterable[Any] | None:
-    if batches is None:
-        return None
-    if isinstance(batches, Iterator):
+    """Return the batches; raise TypeError unless they can be read again in every pass."""
+    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(item, Tensor) for item in batches)
+    if isinstance(batches, Iterator | Tensor | str) or pair or not (batches is None or isinstance(batches, Iterable)):
         raise TypeError(
-            f"batches are read again in every pass, but a {type(batches).__name__} can be read only once: pass a list "
-            "of batches or a DataLoader."
+            "batches must be a list of batches, [(inputs, targets)] if each step uses all data, or a DataLoader, got "
+            f"{type(batches).__name__}. Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
         )
-    if isinstance(batches, Tensor) or (
-        isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(part, Tensor) for part in batches)
-    ):
-        raise TypeError(
-            "batches is a tensor or one pair (inputs, targets): pass an iterable of batches, [(inputs, targets)] if "
-            "each step uses all data."
-        )
-    if isinstance(batches, str) or not isinstance(batches, Iterable):
-        hint = " Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)." * isinstance(
-            batches, Dataset
-        )
-        raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.{hint}")
     return batches
 
 
@@ -158,11 +145,7 @@ def minibatches(
         >>> co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    if not isinstance(log_posterior, LogPosterior):
-        raise TypeError(
-            "minibatches needs co.sampling.log_posterior(...), which has the points of all ranks, got "
-            f"{type(log_posterior).__name__}; for your own density pass a DataLoader."
-        )
+    check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...)")
     shard, count = log_posterior.shard, log_posterior.data_size
     size = checked_whole("size", size)
     if size > count:

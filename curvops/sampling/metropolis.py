@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from curvops.argument_types import Density, Preconditioning, StepSizes
 from curvops.checks import checked_number, checked_whole
 from curvops.linalg import Diagonal, Inverse
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.metric import as_metric
 from curvops.sampling.schedules import Constant
@@ -315,10 +315,7 @@ def pcn(
     """
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):
-        raise ValueError(
-            "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior if there is one. "
-            "Pass a number, a vector (d,) or an operator."
-        )
+        raise ValueError("covariance is missing: pass a number, a vector (d,) or an operator.")
     if covariance is None:
         assert isinstance(prior, Prior)
         A = prior.precision

@@ -156,7 +156,7 @@ REFUSED = {
     "minibatches for Metropolis": "ValueError: this batch has 4 of the 14 points",
     "part of a shard": "ValueError: this batch has 3 of the ",
     "a filter": "ValueError: ekf is not for a log posterior over a process group",
-    "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
+    "a linearised batch": "ValueError: over a process group no batch is linearised",
     "messages of 5 steps of HMC": str(5 * 3 + 1),
     "messages of a step of SGLD": f"1, {(43 + 1) * 8} bytes",
 }

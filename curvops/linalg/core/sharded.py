@@ -25,10 +25,11 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.distributed_types import even_share, is_dtensor
 from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
-from curvops.process_group import Ranks, even_share, is_dtensor
+from curvops.process_group import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
