@@ -51,8 +51,6 @@ SHARE = 0.02
 """The largest share of a run's time that saves may take."""
 SPEED = 1e8
 """The speed assumed for a disk, in bytes per second, until it has been measured."""
-PATIENCE = 10.0
-"""How much slower than `SPEED` a disk may be before ranks that wait for a writer give up."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
@@ -256,11 +254,7 @@ class Checkpoint:
     def _write(self, reached: Any, result: Any) -> None:
         assert self.folder is not None
         tree = {"problem": self._about, "reached": _pack(reached), "result": _pack(result)}
-        if self.ranks is not None:  # the others may wait
-            self.ranks.at_work(PATIENCE * _nbytes(tree) / SPEED)
         storage.save(self.folder, KIND, VERSION, tree)
-        if self.ranks is not None:
-            self.ranks.at_work(0.0)
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         other = [name for name in self._about if not _same(known.get(name), self._about[name])]
@@ -316,10 +310,12 @@ def begin(
     Raises:
         OSError, ValueError, TypeError: as `Checkpoint` does.
     """
+    run = current()
+    if path is None and not run:
+        return NOTHING
     if path is None:
-        run = current()
         kept = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
-        kept.whole = run.whole if run else kept
+        kept.whole = run.whole
     else:
         kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
     in_force.set(kept if kept and parts else None)

@@ -32,7 +32,6 @@ __all__ = [
     "DataChangedError",
     "NoDataError",
     "RanksDifferError",
-    "RankFailedError",
     "BlockSizeWarning",
     "CheckpointWarning",
     "FewDrawsWarning",
@@ -118,15 +117,7 @@ class NoDataError(ValueError):
 
 
 class RanksDifferError(ValueError):
-    """Raised when the ranks of a group were given different models, options, seeds or vectors."""
-
-
-class RankFailedError(RuntimeError):
-    """Raised when another rank failed, ended or was silent for too long: this linearisation can no longer be used.
-
-    Every later call that needs the other ranks raises the same error. Ranks wait for each other for a minute, or
-    for the seconds in the environment variable `CURVOPS_RANK_TIMEOUT`.
-    """
+    """Raised when the ranks of a group were given different models, options or seeds."""
 
 
 class BlockSizeWarning(UserWarning):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -15,15 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.errors import NoProcessGroupWarning, RankFailedError, RanksDifferError, warn
-from curvops.fingerprints import fingerprint
-from curvops.rank_failures import TIMEOUT_VARIABLE, WatchedGroup
+from curvops.errors import NoProcessGroupWarning, RanksDifferError, warn
 
 R = TypeVar("R")
-IN_PLACE = 2**20
-"""Size in bytes from which a sum is made in its own memory, and its check is a separate message."""
-HASHES = 251
-"""A prime: numbers below it distinguish vectors, and their squares are exact in single precision for 256 ranks."""
 
 
 def warn_without_group() -> None:
@@ -40,34 +33,32 @@ def warn_without_group() -> None:
 _warned: list[bool] = []
 
 
-class Ranks(WatchedGroup):
+class Ranks:
     """The ranks of a process group that share one linearisation, this one among them.
 
     All ranks make the same calls in the same order, with equal arguments and equal seeds; each holds a shard of the
     data. Sums and concatenations over the data are equal on all ranks, to the bit, so that all ranks take the same
-    decisions. If a rank raises, ends or hangs, the others raise a `RankFailedError` that names it.
+    decisions. If a rank fails, the others wait for it until the launcher ends them, or the group's timeout.
 
     Args:
         group: a process group of torch.distributed, with a backend for the tensors' device (gloo, nccl).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"curvops {self._begun_together()}", self._store
-        )
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise TypeError(
+                "process_group must be a process group of torch.distributed that this process is in, such as "
+                f"torch.distributed.group.WORLD after init_process_group, got {group!r}."
+            )
+        self.group: dist.ProcessGroup = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.messages = self.bytes_sent = 0
+        """The number of collective calls made so far, and the bytes of their tensors."""
 
-    def _begun_together(self) -> int:
-        """Return one time for all ranks; raise RanksDifferError if they wait for different times."""
-        times, timeouts = zip(*self._gather_now((time.time_ns(), self.timeout)))
-        for rank, timeout in enumerate(timeouts):
-            if timeout != timeouts[0]:
-                raise RanksDifferError(
-                    f"{TIMEOUT_VARIABLE} gives {timeouts[0]:g} s on rank 0, but {timeout:g} s on rank {rank} (this is "
-                    f"{self.names}): set it to the same on all ranks."
-                )
-        found: int = times[0]
-        return found
+    @property
+    def names(self) -> str:
+        """Describe this rank and the size of the group, for messages."""
+        return f"rank {self.rank} of {self.size}"
 
     def require_ranks_of(self, other: Ranks) -> None:
         """Raise ValueError unless another group has the same processes in the same order."""
@@ -78,55 +69,47 @@ class Ranks(WatchedGroup):
                 "group of the vectors' mesh for the data, co.linearize(..., process_group=mesh.get_group())."
             )
 
-    def add_up(self, part: Tensor, told: Tensor | None = None) -> Tensor:
-        """Return the sum of the parts of all ranks.
-
-        `told` is a tensor that must be equal on all ranks, such as the vectors of a product. A few bits of it travel
-        with the part, and reveal ranks with different seeds or arguments.
-
-        Costs one all-reduce, of two more numbers than the part has. A part of a megabyte or more becomes the sum
-        itself, so that nothing is copied; the two numbers, computed meanwhile, are then a separate message.
-        """
+    def add_up(self, part: Tensor) -> Tensor:
+        """Return the sum of the parts of all ranks. One all-reduce."""
         if torch.is_grad_enabled() and part.requires_grad:
             total: Tensor = _AllReduce.apply(part, self)  # type: ignore[no-untyped-call]
             return total
-        return self._reduced(part.detach(), told, _is_apart(part, told))
+        return self._reduced(part.detach())
 
-    def line_up(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
-        """Concatenate the parts of all ranks, whose sizes may differ in this dimension. Two collective calls.
-
-        `told` is as in `add_up`.
-        """
+    def line_up(self, part: Tensor, dim: int = 0) -> Tensor:
+        """Concatenate the parts of all ranks, whose sizes may differ in this dimension. Two collective calls."""
         if torch.is_grad_enabled() and part.requires_grad:
             rows: Tensor = _LineUp.apply(part, self, dim)  # type: ignore[no-untyped-call]
             return rows
-        return self.line_up_counted(part, dim, told)[0]
+        return self.line_up_counted(part, dim)[0]
 
-    def line_up_counted(self, part: Tensor, dim: int = 0, told: Tensor | None = None) -> tuple[Tensor, list[int]]:
+    def line_up_counted(self, part: Tensor, dim: int = 0) -> tuple[Tensor, list[int]]:
         """Return the rows of all ranks, without a gradient, and the number of rows of each."""
         if part.dtype == torch.bool:
-            whole, counts = self.line_up_counted(part.to(torch.uint8), dim, told)
+            whole, counts = self.line_up_counted(part.to(torch.uint8), dim)
             return whole.bool(), counts
         moved = part.detach().movedim(dim, 0).contiguous()
         lengths = moved.new_zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(moved)
-        counts = self._reduced(lengths, told).tolist()
+        counts = self._reduced(lengths).tolist()
         padded = moved.new_zeros(max(counts), *moved.shape[1:])
         padded[: len(moved)] = moved
-        found = zip(self._gathered(padded), counts)
-        return torch.cat([rows[:count] for rows, count in found]).movedim(0, dim), counts
+        rows = zip(self._gathered(padded), counts)
+        return torch.cat([rank[:count] for rank, count in rows]).movedim(0, dim), counts
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape. One all-gather."""
-        found = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(found, part, group=self.group, async_op=True), part)
-        return found
+        tensors = [torch.empty_like(part) for _ in range(self.size)]
+        self._count(part)
+        dist.all_gather(tensors, part, group=self.group)
+        return tensors
 
     def broadcast(self, part: Tensor, rank: int) -> Tensor:
         """Return the tensor of one rank; the others pass a tensor of the same shape, which is overwritten."""
         if self.size > 1:
             source, part = dist.get_global_rank(self.group, rank), part.contiguous()
-            self._wait(lambda: dist.broadcast(part, source, group=self.group, async_op=True), part)
+            self._count(part)
+            dist.broadcast(part, source, group=self.group)
         return part
 
     def add_up_apart(self, parts: Sequence[Tensor]) -> Tensor:
@@ -138,11 +121,9 @@ class Ranks(WatchedGroup):
             return parts[0]
         # An all-to-all and a sum: gloo's own reduce-scatter does not report when it is done.
         sent, own = torch.cat([part.flatten() for part in parts]), parts[self.rank]
-        found = sent.new_empty(self.size, *own.shape)
-        sizes, flat, group = [part.numel() for part in parts], found.view(-1), self.group
-        wanted = [own.numel()] * self.size
-        self._wait(lambda: dist.all_to_all_single(flat, sent, wanted, sizes, group, async_op=True), sent)
-        return found.sum(0)
+        received = sent.new_empty(self.size, *own.shape)
+        self._exchange(received.view(-1), sent, [own.numel()] * self.size, [part.numel() for part in parts])
+        return received.sum(0)
 
     def gather_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows (n, K) of all ranks, `counts` on each. One all-gather; columns are contiguous."""
@@ -168,15 +149,14 @@ class Ranks(WatchedGroup):
             return slice(start - held[holder], max(start, min(held[holder + 1], asked[asker + 1])) - held[holder])
 
         ranks = range(self.size)
-        given = [part[crossing(self.rank, other)].mT.flatten() for other in ranks]
-        kept, given[self.rank] = given[self.rank], part.new_empty(0)
+        leaving = [part[crossing(self.rank, other)].mT.flatten() for other in ranks]
+        staying, leaving[self.rank] = leaving[self.rank], part.new_empty(0)
         slices = [crossing(other, self.rank) for other in ranks]
         sizes = [0 if r == self.rank else K * (rows.stop - rows.start) for r, rows in zip(ranks, slices)]
-        sent, found, group = torch.cat(given), part.new_empty(sum(sizes)), self.group
-        lengths = [len(rows) for rows in given]
-        self._wait(lambda: dist.all_to_all_single(found, sent, sizes, lengths, group, async_op=True), sent)
-        parts = list(found.split(sizes))
-        parts[self.rank] = kept
+        sent, received = torch.cat(leaving), part.new_empty(sum(sizes))
+        self._exchange(received, sent, sizes, [len(rows) for rows in leaving])
+        parts = list(received.split(sizes))
+        parts[self.rank] = staying
         return torch.cat([rows.view(K, len(rows) // max(1, K)) for rows in parts], 1).mT
 
     def replicate(self, tensor: Tensor) -> Tensor:
@@ -194,8 +174,6 @@ class Ranks(WatchedGroup):
         if self.rank == 0:
             try:
                 answer = work(), None
-            except RankFailedError:
-                raise
             except Exception as error:
                 answer = None, error
         data = pickle.dumps(answer) if self.rank == 0 else b""
@@ -205,13 +183,14 @@ class Ranks(WatchedGroup):
         value, problem = answer if self.rank == 0 else pickle.loads(buffer.cpu().numpy().tobytes())
         if problem is not None:
             raise problem
-        found: R = value
-        return found
+        result: R = value
+        return result
 
     def gather(self, value: R) -> list[R]:
         """Return a plain value from each rank, in the order of the ranks."""
-        with self.guarded():
-            return self._gather_now(value)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        whole, counts = self.line_up_counted(data)
+        return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
         """Raise RanksDifferError, on all ranks, if a fact differs between ranks."""
@@ -228,55 +207,24 @@ class Ranks(WatchedGroup):
     def __reduce__(self) -> Any:
         raise TypeError("a linearisation over a process group cannot be pickled or copied: linearise on each rank.")
 
-    def _reduced(self, part: Tensor, told: Tensor | None = None, owned: bool = False) -> Tensor:
-        """Return the sum over ranks; columns of a block stay contiguous. A large owned part is overwritten by it."""
+    def _reduced(self, part: Tensor) -> Tensor:
+        """Return the sum over ranks; columns of a block stay contiguous."""
         if self.size == 1:
             return part
         by_columns = part.ndim == 2 and part.mT.is_contiguous()
-        dense = part.mT if by_columns else part.contiguous()
-        exact = dense.dtype.itemsize >= 4 if dense.is_floating_point() else dense.dtype == torch.int64
-        checked = told if exact else None
-        if owned and dense.nbytes >= IN_PLACE:
-            total, check = dense, dense.new_zeros(2)
-            self._add_up_with_hash(dense, check, checked)
-        else:
-            buffer = dense.new_empty(dense.numel() + 2)
-            total, check = buffer[:-2].view(dense.shape).copy_(dense), buffer[-2:]
-            _write_hash(check, checked)
-            self._add_up_over_ranks(buffer)
-        if checked is not None and not bool(check[1] * self.size == check[0] ** 2):
-            raise RanksDifferError(
-                f"the vectors of a product differ between the ranks (seen by {self.names}): give all ranks equal "
-                "arguments and generators of equal seeds (without a generator torch's own is used: call "
-                "torch.manual_seed(seed) on each rank), and use the same number of threads on processors of one kind."
-            )
+        total = (part.mT if by_columns else part).clone(memory_format=torch.contiguous_format)
+        self._count(total)
+        dist.all_reduce(total, group=self.group)
         return total.mT if by_columns else total
 
-    def _add_up_over_ranks(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over ranks."""
-        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+    def _exchange(self, received: Tensor, sent: Tensor, sizes: list[int], lengths: list[int]) -> None:
+        """Send parts of these lengths to the ranks, and receive parts of these sizes from them. One all-to-all."""
+        self._count(sent)
+        dist.all_to_all_single(received, sent, sizes, lengths, self.group)
 
-    def _add_up_with_hash(self, tensor: Tensor, check: Tensor, told: Tensor | None) -> None:
-        """Replace a tensor by its sum over ranks, and `check` by that of the hashes, if there is something to check.
-
-        The hash is computed while the first message is under way. The rank waits for both together: on a busy processor
-        each wait may cost a time slice.
-        """
-        if told is None:
-            return self._add_up_over_ranks(tensor)
-
-        def begin() -> list[Any]:
-            first = dist.all_reduce(tensor, group=self.group, async_op=True)
-            _write_hash(check, told)
-            return [first, dist.all_reduce(check, group=self.group, async_op=True)]
-
-        self._wait(begin, tensor, check)
-        return None
-
-    def _gather_now(self, value: R) -> list[R]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        whole, counts = self.line_up_counted(data)
-        return [pickle.loads(part.numpy().tobytes()) for part in whole.cpu().split(counts)]
+    def _count(self, sent: Tensor) -> None:
+        self.messages += 1
+        self.bytes_sent += sent.nbytes
 
     @cached_property
     def _device(self) -> torch.device:
@@ -324,15 +272,3 @@ class _Replicated(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks._reduced(gradient.detach()), None
-
-
-def _write_hash(check: Tensor, told: Tensor | None) -> None:
-    """Write a small whole number that differs for most different tensors, and its square; zeros for None."""
-    hashed = 0.0 if told is None else float(int(fingerprint([told.detach()])) % HASHES)
-    check[0], check[1] = hashed, hashed**2
-
-
-def _is_apart(part: Tensor, told: Tensor | None) -> bool:
-    """Return whether a part fills its memory, and shares none with the `told` tensor."""
-    memory = part.untyped_storage()
-    return memory.nbytes() == part.nbytes and (told is None or told.untyped_storage().data_ptr() != memory.data_ptr())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
 from curvops.posterior.log_evidence.tuning import Tuning
-from curvops.posterior.solves.mode_check import TOLERATED, in_words, nats_below_mode
+from curvops.posterior.solves.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 
 Parameters = Iterable[nn.Parameter]
@@ -106,8 +106,7 @@ def train(
             checked_whole(name, number)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "optimizer must be a function that makes one from parameters, such as torch.optim.Adam or "
-            f"functools.partial(torch.optim.Adam, lr=1e-3), got an instance of {type(optimizer).__name__}."
+            "optimizer must be a function, such as functools.partial(torch.optim.Adam, lr=1e-3), got an instance."
         )
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
@@ -162,18 +161,17 @@ def _loss_with_gradient(
     """
     layout, shard, at = lin.model.layout, lin.passes.shard, (lin.theta.device, lin.theta.dtype)
     assert layout is not None
-    with nullcontext() if shard is None else shard.ranks.guarded():
-        for _, p in prior:
-            p.grad = None
-        penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
-        loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
-        own = None if item is None else parts_of(item, False)
-        if own is not None and len(own[1]):
-            inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
-            arguments, named = lin.model.calls.arguments(inputs)
-            fit = lin.likelihood.log_prob(layout.rows(model(*arguments, **named)), layout.targets(y))
-            loss = loss - fit.sum() / (len(fit) if points is None else points)
-        loss.backward()
+    for _, p in prior:
+        p.grad = None
+    penalty = torch.stack([(precision * as_real(p).square()).sum() for precision, p in prior]).sum()
+    loss = penalty / (2 * lin.num_data * (1 if shard is None else shard.ranks.size))
+    own = None if item is None else parts_of(item, False)
+    if own is not None and len(own[1]):
+        inputs, y = move(normalise(own[0]), *at), move_tensor(own[1], *at)
+        arguments, named = lin.model.calls.arguments(inputs)
+        fit = lin.likelihood.log_prob(layout.rows(model(*arguments, **named)), layout.targets(y))
+        loss = loss - fit.sum() / (len(fit) if points is None else points)
+    loss.backward()
     loss = loss.detach() if shard is None else _add_up(loss.detach(), [p for _, p in prior], shard.ranks)
     if not math.isfinite(value := float(loss)):
         raise ValueError(f"the loss is not finite in epoch {epoch}: use a smaller learning rate.")
@@ -220,18 +218,14 @@ def _batches(
     if batch_size is not None:
         raise ValueError(f"batch_size={batch_size} is given, but the data come in batches: leave it out.")
     if shard is not None:
-        raise ValueError(
-            "over a process group minibatches are drawn from the points of all ranks: pass tensors (X, y) or a Dataset "
-            f"of this rank's points and batch_size=, instead of a {type(data).__name__}."
-        )
+        raise ValueError("over a process group pass this rank's points, (X, y) or a Dataset, and batch_size=.")
     return lambda: ((item, None) for item in data)
 
 
 def _add_up(loss: Tensor, parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
     """Write the gradients' sums over the ranks into the parameters, and return the sum of their losses. One message."""
     flat = torch.cat([*(p.grad.flatten() for p in parameters if p.grad is not None), loss.reshape(1)])
-    told = torch.stack([p.detach().double().sum() for p in parameters])
-    *sums, total = ranks.add_up(flat, told).split([*(p.numel() for p in parameters), 1])
+    *sums, total = ranks.add_up(flat).split([*(p.numel() for p in parameters), 1])
     for p, found in zip(parameters, sums):
         p.grad = found.view_as(p)
     return total[0]

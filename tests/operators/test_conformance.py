@@ -1,4 +1,7 @@
-"""linear_operator's own conformance suite: rectangular for every operator, square for positive definite ones."""
+"""linear_operator's own conformance suite: rectangular for every operator, square for positive definite ones.
+
+Tests `contract.py`.
+"""
 
 import functools
 import unittest

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import curvops as co
 from tests.ranks.processes import alone, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, answered, data, linearise, seeded
-from tests.ranks.test_faults import outcome
+from tests.ranks.test_refusals import outcome
 
 N = 14
 

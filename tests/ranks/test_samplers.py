@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import curvops as co
-from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_apart, run_on_ranks
+from tests.ranks.processes import alone, assert_those_of_one_process, by_problem, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
-from tests.ranks.test_faults import outcome
+from tests.ranks.test_refusals import outcome
 
 S, STEPS = co.sampling, 20
 PROBLEMS = {1: ("labels",), 2: ("labels", "numbers"), 3: ("numbers",)}
@@ -134,19 +134,22 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "a filter": outcome(lambda: S.ekf(f)),
         "a linearised batch": outcome(lambda: f.linearize(lin.theta, (X, y))),
     }
-    before = ranks.messages
-    S.run(S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2), f.params, [(X, y)], steps=5, generator=seeded())
+    many = S.chains(S.hmc(f, 0.1, leapfrog_steps=3), 2)
+    state, before = many.init(f.params, seeded()), ranks.messages
+    for _ in range(5):
+        state, _ = many.update(state, (X, y), inplace=True)
     found["messages of 5 steps of HMC"] = str(ranks.messages - before)
+    state = S.sgld(f, 0.1).init(f.params, seeded())
     before, sent = ranks.messages, ranks.bytes_sent
-    S.sgld(f, 0.1).update(S.sgld(f, 0.1).init(f.params, seeded()), (X, y))
+    S.sgld(f, 0.1).update(state, (X, y))
     found["messages of a step of SGLD"] = f"{ranks.messages - before}, {ranks.bytes_sent - sent} bytes"
     return found
 
 
 REFUSED = {
     "other priors": "RanksDifferError: the prior's precision: Tensor(",
-    "other seeds": "RanksDifferError: the vectors of a product differ",
-    "other steps": "RanksDifferError: the vectors of a product differ",
+    "other seeds": "RanksDifferError: the chains' seeds, from generator",
+    "other steps": "RanksDifferError: the sampler's step_size",
     "other seeds of minibatches": "RanksDifferError: the seed of minibatches",
     "other sizes of minibatches": "RanksDifferError: the size of minibatches: 4 on rank 0, but 5 on rank 1",
     "all points in minibatches": "ValueError: data have 14 points, but the log posterior was built for",
@@ -155,7 +158,7 @@ REFUSED = {
     "a filter": "ValueError: ekf is not for a log posterior over a process group",
     "a linearised batch": "ValueError: a log posterior over a process group linearises no batches",
     "messages of 5 steps of HMC": str(5 * 3 + 1),
-    "messages of a step of SGLD": f"1, {(43 + 1 + 2) * 8} bytes",
+    "messages of a step of SGLD": f"1, {(43 + 1) * 8} bytes",
 }
 
 
@@ -199,36 +202,3 @@ def test_a_checkpoint_goes_on_with_other_ranks(tmp_path) -> None:
         assert not isinstance(own, str), own
         for name, theta in own.items():
             np.testing.assert_allclose(theta, whole[name], rtol=0, atol=1e-10, err_msg=f"{name} on rank {rank}")
-
-
-class Fragile(nn.Linear):
-    """A layer that fails once it has run often enough."""
-
-    left = 10**6
-
-    def forward(self, x: Tensor) -> Tensor:
-        Fragile.left -= 1  # of all copies
-        if Fragile.left < 0:
-            raise OSError("the disk is gone")
-        return super().forward(x)
-
-
-def failing_sampler(group: dist.ProcessGroup, how: str) -> str:
-    """A sampler whose model raises an error on rank 1, and one whose own function does."""
-    rank = dist.get_rank(group)
-    X, y = own_points("labels", 2, rank)
-    torch.manual_seed(0)
-    model = Fragile(4, 3).double()
-    f = S.log_posterior(co.linearize(model, (X, y), "classification", process_group=group))
-    if rank == 1:
-        Fragile.left = 5
-    function = f if how == "model" else lambda params, batch: f(params, batch) + 0.0
-    sampler = S.sgld(function, 0.01, data_size=14)
-    return outcome(lambda: S.run(sampler, f.params, [(X, y)], steps=20, generator=seeded()))
-
-
-@pytest.mark.parametrize("how", ["model", "function of the log posterior"])
-def test_a_rank_whose_model_fails_is_named(how) -> None:
-    found = run_apart(2, failing_sampler, how)
-    assert "RankFailedError: rank 1 of 2 raised OSError: the disk is gone" in found[0]
-    assert found[1] == "OSError: the disk is gone"

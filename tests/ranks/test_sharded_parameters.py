@@ -26,8 +26,8 @@ from tests.ranks.processes import LONGEST, alone, assert_those_of_one_process, b
 from tests.ranks.questions import DOUBLE, answered, seeded
 from tests.ranks.questions import data as few_data
 from tests.ranks.sharded_models import data, network, sharded
-from tests.ranks.test_faults import network as perceptron
-from tests.ranks.test_faults import outcome
+from tests.ranks.test_refusals import network as perceptron
+from tests.ranks.test_refusals import outcome
 
 PROBLEMS = {"transformer": "classification", "tied": "classification", "convolutions": "regression"}
 SHARDS = {2: ((0, 3, 4), (4, 13)), 3: ((0, 5), (5, 5), (5, 6, 8, 13))}

@@ -20,7 +20,7 @@ from torch import Tensor
 import curvops as co
 from tests.ranks.processes import alone, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
-from tests.ranks.test_faults import outcome
+from tests.ranks.test_refusals import outcome
 
 POINTS = 6
 OWN = {1: (6,), 2: (4, 2), 3: (2, 0, 4)}
@@ -200,7 +200,6 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "groups that cut a rank's points": lambda: kfac.predict(x[:4] if rank else x[:3], groups=2),
         "groups of none": lambda: kfac.predict(x[:0] if rank else x[:2], groups=2),
         "targets of another length on one rank": lambda: post.log_likelihood(own, y[: len(own) - rank]),
-        "vectors of a product with J": lambda: lin.jacobian() @ (lin.theta + rank),
     }
     told = {name: outcome(ask) for name, ask in found.items()}
     ranks = lin.passes.shard.ranks
@@ -230,7 +229,6 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         "groups that cut a rank's points": ("must divide the 3 points", "must divide the 3 points"),
         "groups of none": ("rank 1 has no points", "rank 1 has no points"),
         "targets of another length on one rank": ("rank 1 rejected its test points", "one target per point"),
-        "vectors of a product with J": ("vectors of a product differ", "vectors of a product differ"),
         "messages for its own": ("2", "2"),
         "messages for all": ("6", "6"),
         "at the end": ("True", "True"),

@@ -5,8 +5,6 @@ Tests `spread.py`.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import curvops as co
-from tests.ranks.processes import alone, assert_those_of_one_process, largest, run_apart, run_on_ranks
+from tests.ranks.processes import alone, assert_those_of_one_process, largest, run_on_ranks
 from tests.ranks.questions import DOUBLE, SHARDS, data, linearise, seeded
-from tests.ranks.test_faults import outcome
+from tests.ranks.test_refusals import outcome
 from tests.ranks.test_samplers import EXACT, STOCHASTIC, own_points
 
 S, K, STEPS = co.sampling, 5, 20
@@ -161,38 +159,6 @@ def test_what_differs_is_named() -> None:
         assert found.keys() == REFUSED.keys()
         wrong = {name: said for name, said in found.items() if REFUSED[name] not in said}
         assert not wrong, (rank, wrong)
-
-
-def failing_chains(group: dist.ProcessGroup, how: str) -> str:
-    """Chains while the density raises, the process ends, or it hangs, on rank 1."""
-    rank, left = dist.get_rank(group), [10]
-
-    def log_density(x: Tensor, batch: Any) -> Tensor:
-        left[0] -= 1
-        if rank == 1 and left[0] == 0:
-            if how == "raises":
-                raise OSError("the disk is gone")
-            if how == "ends":
-                os._exit(1)
-            time.sleep(60)  # until it is killed
-        return -x.square().sum()
-
-    sampler = S.chains(S.sgld(log_density, 0.01, data_size=1), 4, process_group=group)
-    sampler.spread.ranks.timeout = 1 if how == "hangs" else 2
-    return outcome(lambda: S.run(sampler, torch.ones(3), steps=12, generator=seeded()))
-
-
-@pytest.mark.parametrize(
-    "how, said",
-    [
-        ("raises", "RankFailedError: rank 1 of 2 raised OSError: the disk is gone"),
-        ("ends", "RankFailedError: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
-        ("hangs", "RankFailedError: rank 0 of 2 has finished and waits for the others; rank 1 did nothing"),
-    ],
-)
-def test_a_rank_that_fails_is_named(how, said) -> None:
-    found = run_apart(2, failing_chains, how, expected=2 if how == "raises" else 1)
-    assert said in found[0], found
 
 
 def of_a_mesh(world: dist.ProcessGroup) -> np.ndarray:

@@ -20,10 +20,13 @@ from itertools import accumulate
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.distributed_types import even_share, is_dtensor
+from curvops.fingerprints import fingerprint
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description, Vectors
 from curvops.process_group import Ranks
@@ -34,6 +37,8 @@ PANEL_BYTES = 2**24
 """The bytes that whole columns may take in addition to a block, whatever its size."""
 PANEL_COPIES = 8
 """The number of arrays of a panel's size that may exist at once: sent, received, multiplied, result, and copies."""
+SEED = "the random numbers, from generator or torch.manual_seed"
+"""The name under which ranks compare what they draw."""
 ARITHMETIC = ("add", "addcmul", "sub", "rsub", "mul", "div", "true_divide")
 
 
@@ -230,15 +235,14 @@ class Sharded(_Block):
             return self.unsqueeze(1).multiplied(multiply, partial, layout).squeeze(1)
         ranks, K, result = self.rows.ranks, self.shape[1], None
         width = max(1, K // (PANEL_COPIES * ranks.size), PANEL_BYTES // (self.shape[0] * self.dtype.itemsize))
-        with ranks.guarded():
-            for start in range(0, max(K, 1), width):
-                panel = slice(start, start + width)
-                found = multiply(self.like(self.local[:, panel]).whole())
-                if result is None:
-                    result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
-                rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
-                result.local[:, panel] = rows
-                del found, rows
+        for start in range(0, max(K, 1), width):
+            panel = slice(start, start + width)
+            found = multiply(self.like(self.local[:, panel]).whole())
+            if result is None:
+                result = self.new_empty(len(found), K) if layout is None else self._placed(layout, K)
+            rows = ranks.scatter_rows(found, result.rows.counts) if partial else found[result.rows.own]
+            result.local[:, panel] = rows
+            del found, rows
         assert result is not None
         return result
 
@@ -312,12 +316,48 @@ def _random_block(like: Any, k: int, kind: Any = "rademacher", generator: torch.
     """Draw the columns as one process would, one at a time, and keep this rank's rows."""
     layout = _layout_of(like)
     block = Sharded(vectors.empty_block(_own_description(like), k), layout)
-    whole, drawn = Description(layout.length, layout.length, like.dtype, like.device), None
+    whole = Description(layout.length, layout.length, like.dtype, like.device)
     for j, drawn in enumerate(vectors.random_columns(whole, k, kind, generator)):
+        if not j:
+            _require_equal_numbers(layout.ranks, drawn)
         block.local[:, j] = drawn[layout.own]
-    if drawn is not None:  # this reveals ranks whose generators differ
-        layout.ranks.add_up(torch.zeros(1, dtype=torch.float64, device=drawn.device), told=drawn[:64])
     return block
+
+
+class OverSharedData(Description):
+    """The description of a matrix whose products are sums over data that ranks share; its vectors are whole."""
+
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, facts: Description, ranks: Ranks) -> OverSharedData:
+        """Return the description with these ranks."""
+        found = cls(*facts)
+        found.ranks = ranks
+        return found
+
+
+@vectors.random_block.register
+def _(like: OverSharedData, k: int, kind: Any = "rademacher", generator: torch.Generator | None = None) -> Tensor:
+    block = vectors.random_block(Description(*like), k, kind, generator)
+    _require_equal_numbers(like.ranks, block[:, :1])
+    return block
+
+
+def _require_equal_numbers(ranks: Ranks, drawn: Tensor) -> None:
+    """Raise RanksDifferError unless all ranks drew the same numbers."""
+    ranks.require_equal({SEED: int(fingerprint([drawn[:64]]))})
+
+
+def ranks_of(A: Any) -> Ranks | None:
+    """Return the ranks that make each product with A together: they share its data, or rows of its vectors."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if (layouts := layouts_of(A)) is not None:
+        return layouts[0].ranks
+    ranks: Ranks | None = getattr(A, "ranks", None)
+    parts = (part for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
+    return next((shared for part in parts if (shared := ranks_of(part)) is not None), None) if ranks is None else ranks
 
 
 # Rows are independent in these: each rank works alone, with the primitive for tensors.

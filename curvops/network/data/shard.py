@@ -63,31 +63,25 @@ class Shard(Batches):
         """The number of points of this rank."""
         return 0 if self.borrows else sum(self.sizes)
 
-    def add_up(self, total: Tensor, told: Tensor | None = None) -> Tensor:
+    def add_up(self, total: Tensor) -> Tensor:
         """Return the sum over the points of all ranks; see `Ranks.add_up`."""
-        return self.ranks.add_up(self.own_part(total), told)
+        return self.ranks.add_up(self.own_part(total))
 
     def own_part(self, total: Tensor) -> Tensor:
         """Return this rank's part of the sum over the points of all ranks."""
         # Not zeros: backward passes, too, need every rank.
         return total * 0 if self.borrows else total
 
-    def line_up(self, rows: Tensor, dim: int = 0, told: Tensor | None = None) -> Tensor:
+    def line_up(self, rows: Tensor, dim: int = 0) -> Tensor:
         """Return the rows of the points of all ranks, in the order of the points; see `Ranks.line_up`."""
-        return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim, told)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in super().__iter__():
-            self.ranks.at_work()
-            yield batch
+        return self.ranks.line_up(rows.narrow(dim, 0, 0) if self.borrows else rows, dim)
 
     def gathered(self) -> Batch:
         """Return the points of all ranks as one batch."""
-        with self.ranks.guarded():
-            parts = list(self)
-            weights = [batch.weights for batch in parts if batch.weights is not None]
-            inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
-            own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
+        parts = list(self)
+        weights = [batch.weights for batch in parts if batch.weights is not None]
+        inputs = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in parts))
+        own = Batch(inputs, torch.cat([batch.targets for batch in parts]), torch.cat(weights) if weights else None)
         self._require_one_form(own.named_tensors())
         return Batch(
             tree_map(self.line_up, own.inputs),
@@ -97,8 +91,7 @@ class Shard(Batches):
 
     def in_turn(self) -> Iterator[Inputs | None]:
         """Yield the inputs of each rank's points in turn, for ranks that have points; None for this rank's own."""
-        with self.ranks.guarded():
-            own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
+        own: Any = tree_map(lambda *each: torch.cat(each), *(batch.inputs for batch in self))
         self._require_one_form(components(own))
         for rank in (rank for rank, count in enumerate(self.counts) if count):
             count = self.counts[rank] if rank == self.ranks.rank else 0

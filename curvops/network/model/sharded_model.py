@@ -108,10 +108,6 @@ class ShardedModel(Model):
         with self.at_snapshot(), self._standing_in():
             return run()
 
-    def meet(self) -> None:
-        """Wait for all ranks; raise RankFailedError if one raised an error."""
-        self.ranks.add_up(self._flat.new_zeros(1))
-
     @contextlib.contextmanager
     def at_snapshot(self) -> Iterator[None]:
         """Make the module hold the snapshot; a forward pass and its backward passes belong in one such block."""

@@ -45,8 +45,7 @@ class DrawnFisher(FromColumns):
     def draw(self) -> Float[Tensor, "M N C"]:
         """Return residuals at M targets per point drawn from the model, divided by √M. One forward pass."""
         with torch.no_grad():
-            with self.passes.guarded():
-                walked = [(batch.targets, batch.weights, J.outputs) for batch, J in self.passes.each(0)]
+            walked = [(batch.targets, batch.weights, J.outputs) for batch, J in self.passes.each(0)]
             line_up = self.passes.line_up
             f, y = line_up([f for _, _, f in walked]), line_up([y for y, _, _ in walked])
             weights = [w for _, w, _ in walked if w is not None]

@@ -68,28 +68,27 @@ class ShardedNetwork(NetworkOnData):
                 "is multiplied layer by layer, with engine='auto' or 'layerwise'."
             )
         ranks = Ranks(process_group)
-        with ranks.guarded():
-            network = ShardedModel(model, parameters, ranks)
-            theta = network.theta
-            nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
-            memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
-            few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
-            given, layout, outputs = likelihood_at(network, few, likelihood)
-            probability = given.snapshot(theta.device, theta.dtype)
-            layers = ShardedLayers(network, few)
-            step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))
-            reading: Reading = reading_for(network, probability, layout, weights, outputs)
-            shard = Shard(as_source(data, step, weights), reading, ranks)
-            shard.require_apart()
-            check_scores(network, probability, outputs, first_targets, likelihood)
-            token = ranks.gather(os.urandom(16).hex())[0]
-            passes = ShardedPasses(layers, shard, memory.budget)
-            new = cls(passes, probability, output_shape(probability, layout), memory, token)
-            if needs_noise(probability):
-                sums = sums_of_squares(probability, *passes.outputs_and_labels())
-                new.likelihood = estimated_noise(probability, sums, theta)
-            ranks.require_equal(new.facts() | {"whether points have weights": weights})
-            return new
+        network = ShardedModel(model, parameters, ranks)
+        theta = network.theta
+        nbytes = default_budget(theta.device) if memory_budget is None else memory_budget
+        memory = Budget(min(ranks.gather(nbytes)), theta.device, ranks)
+        few, first_targets, network.calls.mapping_type = first_points(data, theta, weights, ranks)
+        given, layout, outputs = likelihood_at(network, few, likelihood)
+        probability = given.snapshot(theta.device, theta.dtype)
+        layers = ShardedLayers(network, few)
+        step = max(1, memory.budget // (8 * max(1, layers.bytes_a_point(layers.num_outputs))))
+        reading: Reading = reading_for(network, probability, layout, weights, outputs)
+        shard = Shard(as_source(data, step, weights), reading, ranks)
+        shard.require_apart()
+        check_scores(network, probability, outputs, first_targets, likelihood)
+        token = ranks.gather(os.urandom(16).hex())[0]
+        passes = ShardedPasses(layers, shard, memory.budget)
+        new = cls(passes, probability, output_shape(probability, layout), memory, token)
+        if needs_noise(probability):
+            sums = sums_of_squares(probability, *passes.outputs_and_labels())
+            new.likelihood = estimated_noise(probability, sums, theta)
+        ranks.require_equal(new.facts() | {"whether points have weights": weights})
+        return new
 
     @property
     def source(self) -> Source:

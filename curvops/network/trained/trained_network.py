@@ -30,10 +30,11 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
+from curvops.network.walks.batch_map import BatchMap, linear
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import BatchMap, Passes, accumulate, linear
+from curvops.network.walks.passes import Passes, accumulate
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group
@@ -193,13 +194,12 @@ class TrainedNetwork(NetworkOnData):
         """Read what `read` does, where the data are this rank's shard of those of a process group."""
         ranks = Ranks(process_group)
         kinds = sorted({tensor.device.type for tensor in tensors_of(given["model"]).values()})
-        with ranks.guarded():
-            versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
-            options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
-            options |= {"whether points have weights": given["weights"]}
-            ranks.require_equal(versions | options | {"the kind of device": kinds})
-            new = cls.read(**given, ranks=ranks)
-            ranks.require_equal(new.facts())
+        versions = {"torch's version": torch.__version__, "the version": WRITTEN_BY}
+        options = {"memory_budget": given["memory_budget"], "the engine": given["engine"]}
+        options |= {"whether points have weights": given["weights"]}
+        ranks.require_equal(versions | options | {"the kind of device": kinds})
+        new = cls.read(**given, ranks=ranks)
+        ranks.require_equal(new.facts())
         return new
 
     @property
@@ -337,15 +337,14 @@ class TrainedNetwork(NetworkOnData):
 
         def multiply(block: Tensor) -> Tensor:
             product = partial(hessian_product, self.model, self.likelihood, block)
-            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()), block)
+            return self.passes.add_up((product(inputs, batch) for inputs, batch in self.passes.batches()))
 
         return linear(block, multiply, multiply)
 
     def require_symmetric_hessian(self) -> None:
         """Raise RuntimeError unless uᵀHv equals vᵀHu at the first two points."""
-        with self.passes.guarded():
-            inputs, _ = next(self.passes.batches())
-            require_symmetric(self.model, take(inputs, slice(0, 2)))
+        inputs, _ = next(self.passes.batches())
+        require_symmetric(self.model, take(inputs, slice(0, 2)))
 
     def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
         """Return the H named by `fisher=`; see `drawn_fisher.output_fisher`."""

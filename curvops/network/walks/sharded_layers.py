@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvops.network.data.inputs import take
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import Layerwise, Recording, never_ran, owners_of, record
-from curvops.network.engines.proofs import path_of
-from curvops.network.engines.self_check import mismatches
+from curvops.network.engines.self_check import mismatches, path_of
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.sharded_model import ShardedModel
@@ -100,11 +99,9 @@ class ShardedLayers:
     def build(self, inputs: Any, chunk_bytes: int, root: Root = IDENTITY) -> Layerwise:
         """Return J of some points, or Lᵀ J. All ranks call it together; a rank whose layers run differently raises."""
         with self.model.at_snapshot():
-            with self.model.ranks.guarded():
-                recording: Recording = record(self.model, inputs, self._owners)
-                if recording[2] or path_of(self.model, recording) not in self._paths:
-                    raise RuntimeError(unlike(recording[2] or self.model.selection.names))
-            self.model.meet()  # before backward passes, where ranks would wait for one that failed
+            recording: Recording = record(self.model, inputs, self._owners)
+            if recording[2] or path_of(self.model, recording) not in self._paths:
+                raise RuntimeError(unlike(recording[2] or self.model.selection.names))
             return Layerwise(self.model, recording, None, chunk_bytes, root)
 
 

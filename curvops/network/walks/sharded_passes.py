@@ -8,7 +8,7 @@ all ranks make the same number of passes: a rank with fewer batches repeats its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,20 +64,14 @@ class ShardedPasses:
         """Yield (inputs, labels, whether they count), equally often on each rank."""
         own, start = iter(self.shard), self.shard.start
         for i in range(self._rounds):
-            batch = self._together(lambda: next(own)) if i < self._own_batches else self._together(lambda: None)
-            if batch is None:
+            if i >= self._own_batches:
                 yield *self._spare, False
                 continue
+            batch = next(own)
             yield batch.inputs, Batch((), batch.targets, batch.weights, start), True
             start += batch.num_points
-        self._together(lambda: None if self.shard.borrows else next(own, None))  # detects more data
-
-    def _together(self, act: Callable[[], R]) -> R:
-        """Do something that may fail on one rank, before all go on to a pass in which they would wait for it."""
-        with self.model.ranks.guarded():
-            found = act()
-        self.model.meet()
-        return found
+        if not self.shard.borrows:
+            next(own, None)  # detects more data
 
     def _engines(self, root: OutputFisher | None, keep: bool = True) -> Iterator[list[BatchEngine]]:
         """Yield the engines of all batches together, or one after the other if they do not fit into the budget."""
@@ -125,7 +119,6 @@ class ShardedPasses:
     def draw(self, draws: range, output: OutputFisher, seed: int) -> Float[Tensor, "d k"]:
         """Draw samples of Σ over the data of Jᵀ L z, z standard normal, by the position of each point among all."""
         like, normals = self.model.theta, PointNormals(seed)
-        self.shard.ranks.require_equal({"the seed of a draw": seed})
         columns, total = output.num_columns(self.layers.num_outputs), self._zeros(len(draws))
         for engines in self._engines(output):
             noise = [

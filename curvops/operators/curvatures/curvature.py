@@ -61,7 +61,7 @@ class Curvature(UserOperator, NetworkOperator):
         """Return the product as a sum over all points, or over this rank's own."""
         if (rows := self.rows) is not None:
             block = rows.replicated(block)
-            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], told=block, own=own)
+            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1], own=own)
         return self.lin.passes.curvature_product(block, self.output, own)
 
     def _times_sharded(self, rhs: Sharded) -> Sharded:
@@ -132,7 +132,7 @@ class CurvatureRoot(NetworkOperator):
 
     def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
         walk: Passes = self._kwargs["walk"]
-        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root, block)
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
 
     @property
     def _root(self) -> OutputFisher | None:
@@ -147,14 +147,9 @@ class CurvatureRoot(NetworkOperator):
         batch, shuffled as a whole.
         """
         if isinstance(self.output, Sampled):
-            raise ValueError(
-                "minibatches need the exact root, which a Monte-Carlo GGN lacks: use co.GGN(lin) or method='cg'."
-            )
+            raise ValueError("minibatches need the exact root: use co.GGN(lin) or method='cg'.")
         if self.lin.passes.shard is not None:
-            raise ValueError(
-                "minibatches are not available for data that are shared among the ranks of a process group: use "
-                "method='cg' or method='dual'."
-            )
+            raise ValueError("minibatches are not available for data of a process group: use method='cg' or 'dual'.")
         for chosen, walk in self.lin.passes.minibatches(size, generator):
             kept = {"walk": walk, "points": len(chosen), "reduced": False}
             yield chosen, CurvatureRoot(self.theta, **self._kwargs | kept)

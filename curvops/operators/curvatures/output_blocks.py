@@ -74,13 +74,12 @@ def output_blocks(lin: Linearization, output: OutputFisher) -> DirectSum:
     """Return the GGN of a last layer with a diagonal H as the direct sum of its blocks. One forward pass."""
     layer = lin.passes.engines.plan.layers[0]
     total = lin.theta.new_zeros(layer.height, layer.width, layer.width, dtype=torch.float64)
-    with lin.passes.guarded():
-        for _, groups in lin.root_pieces(output, lin.passes.chunk_bytes, apart=True):
-            for group in groups:
-                assert group.hessian is not None  # its layer is the last one, alone, and H is diagonal
-                right = group.parts[0].right().flatten(0, 2).double()
-                for own, weights in zip(total, group.hessian.diagonal.unbind(1)):
-                    own.addmm_((weights.unsqueeze(1) * right).mT, right)
+    for _, groups in lin.root_pieces(output, lin.passes.chunk_bytes, apart=True):
+        for group in groups:
+            assert group.hessian is not None  # its layer is the last one, alone, and H is diagonal
+            right = group.parts[0].right().flatten(0, 2).double()
+            for own, weights in zip(total, group.hessian.diagonal.unbind(1)):
+                own.addmm_((weights.unsqueeze(1) * right).mT, right)
     total = lin.passes.add_up([total])
     positions = layer.to_matrix(lin.model.selection.positions())[0].to(lin.theta.device)
     parts = (round_with_rest(block, lin.theta.dtype) for block in total)

@@ -71,7 +71,7 @@ class Gradients(NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NT K"]:
         walk, output, root = self._walk()
-        return walk.rows(lambda batch, G: output.weigh(G.push(block), batch), block.shape[1], root, block)
+        return walk.rows(lambda batch, G: output.weigh(G.push(block), batch), block.shape[1], root)
 
     def _transposed_product(self, block: Float[Tensor, "NT K"]) -> Float[Tensor, "D K"]:
         walk, output, root = self._walk()

@@ -147,10 +147,9 @@ class Jacobian(NetworkOperator):
         own, found = self.apart(), zero_block(self.theta.unsqueeze(1), len(index))
         places = index - self.passes.first_own * self._num_outputs
         inside = ((places >= 0) & (places < self.passes.num_own * self._num_outputs)).nonzero()[:, 0]
-        with self.passes.guarded():
-            if len(inside):
-                put_columns(found, inside, own.rows_at(places[inside]))
-        return self.passes.add_up([found], index)
+        if len(inside):
+            put_columns(found, inside, own.rows_at(places[inside]))
+        return self.passes.add_up([found])
 
     def in_turn(self) -> Iterator[Jacobian | None]:
         """Yield the Jacobian of each rank's points in turn, for ranks that have points; None for this rank's own."""
@@ -179,7 +178,7 @@ class Jacobian(NetworkOperator):
         if self.is_recorded:
             return self.graph.push(block)
         block = self.passes.replicated(block)
-        return self.passes.rows(lambda _, J: J.push(block), block.shape[1], told=block)
+        return self.passes.rows(lambda _, J: J.push(block), block.shape[1])
 
     def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
         if self.is_recorded:

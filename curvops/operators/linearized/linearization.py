@@ -187,8 +187,6 @@ def linearize(
             train mode is random or depends on its batch; outputs are not (N, C) or (N, ..., C); a selection matches
             nothing or mixes dtypes. The message says what to do.
         RanksDifferError: the ranks were given different models, likelihoods, options or versions, or the same data.
-        RankFailedError: another rank raised an error, ended, or did not answer within a minute (or the seconds in the
-            environment variable CURVOPS_RANK_TIMEOUT).
 
     Warns with `NoCurvatureWarning` if every curvature is zero under the likelihood, with `NotLogitsWarning` if a
     classifier returns probabilities or their logarithms, and with `NoiseWarning` if a noise is to be estimated and all

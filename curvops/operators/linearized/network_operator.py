@@ -13,8 +13,10 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sharded import RowLayout, Sharded
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space, Spaces
-from curvops.linalg.operators.base import Operator, by_columns, convert
+from curvops.linalg.operators.base import Operator, by_columns
+from curvops.linalg.operators.contract import convert
 from curvops.network import Passes, likelihoods
+from curvops.process_group import Ranks
 from curvops.progress import Progress
 
 
@@ -79,6 +81,12 @@ class NetworkOperator(Operator):
         """The walk over the points of this operator."""
         walk: Passes = self.lin.passes
         return walk
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that share the data of this operator."""
+        shard = self.passes.shard
+        return None if shard is None else shard.ranks
 
     @property
     def memories(self) -> Memories:

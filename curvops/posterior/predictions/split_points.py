@@ -13,7 +13,6 @@ same steps there: if each took those for its own points, ranks with fewer points
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -21,14 +20,13 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_flag
+from curvops.checks import check_flag
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
+from curvops.linalg.core.cache import Cache
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
-from curvops.operators.linearized.jacobian import Jacobian
-from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.posterior.predictions.covariance import Kept, PointBlocks
+from curvops.posterior.predictions.outputs import PointBlocks
 from curvops.process_group import Ranks
 
 R = TypeVar("R")
@@ -65,10 +63,6 @@ class SplitPoints:
         """Whether results for x are those that the caller asked for."""
         return self.ranks is None or (self.is_whole and self.gather)
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Report an error raised inside to the other ranks, which may wait for results."""
-        return nullcontext() if self.ranks is None else self.ranks.guarded()
-
     def given(self, found: Tensor, dim: int = 0) -> Tensor:
         """Turn results for x into results for the points that the caller asked for."""
         if self.ranks is None or self._is_done:
@@ -89,7 +83,7 @@ class SplitPoints:
 
     def covariance(self, found: LinearOperator, size: int) -> LinearOperator:
         """Return the covariances of the points asked for, `size` blocks (or rows, if joint), computed on first use."""
-        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, kept=Kept())
+        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, cache=Cache())
 
 
 class CovarianceOverRanks(PointBlocks):
@@ -98,8 +92,8 @@ class CovarianceOverRanks(PointBlocks):
     All ranks must use them in the same order.
     """
 
-    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, kept: Kept) -> None:
-        super().__init__(base, split=split, size=size, kept=kept)
+    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, cache: Cache) -> None:
+        super().__init__(base, split=split, size=size, cache=cache)
 
     def _size(self) -> torch.Size:
         base, size = self._args[0], self._kwargs["size"]
@@ -113,31 +107,15 @@ class CovarianceOverRanks(PointBlocks):
         return self._known("variances", lambda base: base.diagonal(dim1=-2, dim2=-1))
 
     def _known(self, name: str, compute: Callable[[LinearOperator], Tensor]) -> Tensor:
-        base, kept = self._args[0], self._kwargs["kept"]
-        if carries_graph(base.representation()):
-            return self._asked(compute(base))
+        base = self._args[0]
 
-        def guarded() -> Tensor:
-            with self._kwargs["split"].guarded():
-                found = compute(base)
-            return self._asked(found)
-
-        known: Tensor = kept.get(name, guarded)
-        return known
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute(name, base.representation(), lambda: self._asked(compute(base)))
 
     def _asked(self, found: Tensor) -> Tensor:
         split = self._kwargs["split"]
         is_joint = self._args[0].ndim == 2 == found.ndim
         return split.given(split.given(found), 1) if is_joint else split.given(found)
-
-
-def needs_all_ranks(A: LinearOperator) -> bool:
-    """Return whether products with an operator are sums over the data of several ranks."""
-    if isinstance(A, Jacobian):
-        return A.is_sharded
-    if isinstance(A, NetworkOperator):
-        return A.lin.passes.shard is not None
-    return any(needs_all_ranks(part) for part in (*A._args, *A._kwargs.values()) if isinstance(part, LinearOperator))
 
 
 def split_points(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import digest
 from curvops.process_group import Ranks
 
 
@@ -31,12 +30,6 @@ class Spread:
         """The positions of this rank's chains among all chains."""
         return slice(self.ranks.rank, None, self.ranks.size)
 
-    def require_equal_starts(self, theta: Float[Tensor, "*k d"], random: Tensor) -> None:
-        """Raise RanksDifferError unless the starts of all chains, and their generators, are the same on all ranks."""
-        self.ranks.require_equal(
-            {"the params to start from": digest([theta]), "the chains' seeds, from generator": digest([random])}
-        )
-
     def line_up(self, rows: Shaped[Tensor, "own *n"]) -> Shaped[Tensor, "k *n"]:
         """Return the rows of the chains of all ranks, in the order of the chains."""
         by_rank = self.ranks.line_up(rows)
@@ -51,7 +44,4 @@ class Spread:
         """Raise ValueError if the ranks that share the data are those that share the chains."""
         both = set(dist.get_process_group_ranks(self.ranks.group)) & set(dist.get_process_group_ranks(other.group))
         if len(both) > 1:
-            raise ValueError(
-                "the ranks of process_group share the data of log_posterior, so each of them runs all chains: leave "
-                "process_group out; or build log_posterior from all data in each process, and spread the chains."
-            )
+            raise ValueError("the ranks of process_group share the data of log_posterior: leave process_group out.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from curvops.argument_types import GivenBatch, SamplingMethod
 from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
-from curvops.checks import check_flag, check_generator, checked_number, checked_whole
+from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
 from curvops.sampling.core.chain_draws import Chain
-from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.spread import Spread
@@ -84,8 +82,7 @@ def run(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=20, warmup=5, thin=2).theta.shape
         torch.Size([1, 10, 17])
     """
-    if not isinstance(sampler, Transition):
-        raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
     if thin > steps:
         raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
@@ -98,6 +95,9 @@ def run(
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     ranks = sampler.log_posterior.ranks if isinstance(sampler.log_posterior, LogPosterior) else None
+    shared = ranks if sampler.spread is None else sampler.spread.ranks
+    if shared is not None:
+        shared.require_equal(_options(sampler))
     if checkpoint is not None:
         if sampler.spread is not None:
             raise ValueError("checkpoint= is not for chains that ranks share: run them in parts, from chain.state.")
@@ -112,9 +112,7 @@ def run(
     if known is not None:
         reached = reached.restore(known)
     if not kept.done:
-        spread = sampler.spread
-        with nullcontext() if spread is None else spread.ranks.guarded():
-            reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
+        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
         if kept:
             kept.finish(reached.record())
     return reached.chain(sampler, thin)
@@ -176,7 +174,6 @@ class _RunState:
         chain = Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
         if sampler.spread is None:
             return chain
-        sampler.spread.ranks.meet()
         return chain.gathered(sampler.spread) if sampler.spread.gather else replace(chain, spread=sampler.spread)
 
 
@@ -201,10 +198,7 @@ def _take_steps(
                     adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
                 batch = feed.next()
                 if sampler.metropolis and feed.position["index"] > 1:
-                    raise ValueError(
-                        "a pass gives more than one batch: samplers that accept or reject need all data in each "
-                        "step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
-                    )
+                    raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
                 watch.before(reached.state, batch)
                 if noise is None:
                     state, info = adapted.update(reached.state, batch)
@@ -212,8 +206,6 @@ def _take_steps(
                     state, info = reached.state, adapted.advance(reached.state, batch, noise)
                 watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
                 reached = reached.advance(state, info, warmup, thin, feed.position, sampler.spread)
-                if sampler.spread is not None:
-                    sampler.spread.ranks.beat()
                 kept.save(reached.record)
                 bar.advance()
             watch.look(reached.state)
@@ -247,16 +239,21 @@ def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warm
 
 def _problem(sampler: Transition) -> dict[str, Any]:
     """Return by name whatever decides the law of a chain, besides its start and its batches."""
-    options = {each.name: getattr(sampler, each.name) for each in fields(sampler)}
-    density: Evaluation = options.pop("density")
-    options["preconditioner or covariance"] = options.pop("metric")
+    density = sampler.density
     target = density.log_posterior
     return {
-        "the sampler": type(sampler).__name__,
-        **{f"the sampler's {name}": identify(value) for name, value in options.items()},
+        **_options(sampler),
         "vectorized": density.vectorized,
         **(target.facts() if isinstance(target, LogPosterior) else {"the log posterior": identify(target)}),
     }
+
+
+def _options(sampler: Transition) -> dict[str, Any]:
+    """Return by name the kind and the options of a sampler, in words."""
+    options = {each.name: getattr(sampler, each.name) for each in fields(sampler) if each.name != "density"}
+    options["preconditioner or covariance"] = options.pop("metric")
+    names = {f"the sampler's {name}": identify(value) for name, value in options.items()}
+    return {"the sampler": type(sampler).__name__, **names}
 
 
 DECAY = 0.75
@@ -345,7 +342,6 @@ def chains(
             has chains; these ranks share the data of the log posterior; or, in the first step, a module normalises by
             batch statistics.
         RanksDifferError: numbers of chains differ; in `init`, starts or seeds differ.
-        RankFailedError: in `run`, another rank raised an error, ended or hangs.
 
     Cost: k times the memory of one chain; together, for a small network, far less than k times its time.
 
@@ -355,8 +351,7 @@ def chains(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([3, 5, 17])
     """
-    if not isinstance(sampler, Transition):
-        raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     if sampler.chains is not None:
         raise ValueError(f"the sampler already runs {sampler.chains} chains; pass the sampler of a single chain.")
     count = checked_whole("k", k, kind="a whole number of chains")

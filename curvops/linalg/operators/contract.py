@@ -1,0 +1,230 @@
+"""What linear_operator asks of its subclasses, in terms of an `Operator`'s own methods; nothing else knows its names.
+
+linear_operator's own CG, Lanczos and Cholesky are never called on large matrices. A closed form comes first. Without
+one, a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has every
+gradient. Larger matrices are only multiplied, and an iteration that does not converge raises an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator.operators import (
+    CholLinearOperator,
+    LinearOperator,
+    RootLinearOperator,
+    TriangularLinearOperator,
+    to_linear_operator,
+)
+from torch import Tensor
+
+from curvops.checks import carries_graph
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.partition import Partition
+from curvops.linalg.core.results import indefinite
+from curvops.linalg.core.symmetry import clearly_indefinite
+from curvops.linalg.core.vectors import require_precision
+from curvops.linalg.operators import indexing, roots
+from curvops.linalg.operators.draws import draw
+from curvops.linalg.solvers.solve import default_rtol, solve
+from curvops.linalg.spectra.eigsh import eigsh
+
+
+class LinearOperatorContract(LinearOperator):
+    """The methods by which linear_operator and gpytorch slice, batch, solve, decompose, draw from and convert A."""
+
+    @property
+    def _memoize_cache(self) -> dict[str, Any]:
+        """An empty store for linear_operator's roots and dense matrices, which ignore later changes of the tensors.
+
+        Values to be kept go through `Cache`, which detects such changes.
+        """
+        return {}
+
+    @_memoize_cache.setter
+    def _memoize_cache(self, _: dict[str, Any]) -> None:
+        pass
+
+    def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
+        """Return A + jitter · I, linear_operator's name for a scalar `add_diagonal`."""
+        return self.add_diagonal(jitter_val)
+
+    def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
+        """Return A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
+        root = to_linear_operator(low_rank_mat)
+        return self + root.to_dense() @ root.to_dense().mT
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return A[index] as for a tensor, negative indices included; raise IndexError out of range."""
+        return super().__getitem__(indexing.full_index(index, self.shape))
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        rows, columns, *_ = torch.broadcast_tensors(row_index, col_index, *batch_indices)
+        wanted, position = columns.unique(return_inverse=True)
+        blocks = [found[rows.flatten()] for _, found in self._by_columns(wanted)]
+        return torch.cat(blocks, 1).gather(1, position.reshape(-1, 1)).reshape(rows.shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._expand_batch((*self.batch_shape[:dim], 1, *self.batch_shape[dim:]))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return self._expand_batch([self.batch_shape[dim] for dim in dims])
+
+    def repeat(self, *sizes: Any) -> LinearOperator:
+        """Repeat the operator over leading batch dimensions, like torch.Tensor.repeat with trailing (1, 1)."""
+        sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
+        if len(sizes) < 2 or tuple(sizes[-2:]) != (1, 1):
+            raise ValueError(f"only batch dimensions can be repeated: the last two sizes must be 1, got {sizes}.")
+        batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
+        return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
+
+    def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
+        if num_tridiag:
+            raise ValueError("solve computes no tridiagonal matrices: use curvops.linalg.lanczos.")
+        return solve(self, rhs)
+
+    def inv_quad(self, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
+        """Return bᵀ A⁻¹ b per column (…, K), or summed over columns."""
+        columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.ndim == 1 else inv_quad_rhs
+        terms = (columns * self.solve(columns)).sum(-2)
+        return terms.sum(-1) if reduce_inv_quad else terms
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pair (bᵀ A⁻¹ b, log det A); a term that is not requested is an empty or zero tensor."""
+        zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
+        quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
+        return quadratic, self.logdet() if logdet else zero
+
+    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
+        L = roots.cholesky_factor(self, strict=self._is_regularised)
+        return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
+
+    def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
+        """Return R with R Rᵀ ≈ A: Cholesky if A is small, otherwise Lanczos of rank `_root_decomposition_size()`."""
+        require_precision(self.dtype, self.device)
+        if self._is_formed:
+            self._require_psd()
+            if self._is_regularised and method in (None, "cholesky", "lanczos") and self.shape[-1] > 1:
+                return CholLinearOperator(TriangularLinearOperator(roots.cholesky_factor(self)))
+            return super().root_decomposition(method="cholesky" if method in (None, "lanczos") else method)
+        values, vectors = roots.ritz_pairs(self)
+        return RootLinearOperator(vectors * values.clamp_min(0).sqrt())
+
+    def root_inv_decomposition(
+        self, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
+    ) -> RootLinearOperator:
+        """Return R with R Rᵀ ≈ A⁻¹: Cholesky if A is small, otherwise from the Ritz pairs of Lanczos."""
+        require_precision(self.dtype, self.device)
+        if self._is_small:
+            self._require_psd()
+            method = "cholesky" if method in (None, "lanczos") else method
+            return super().root_inv_decomposition(initial_vectors, test_vectors, method=method)
+        values, vectors = roots.ritz_pairs(self)
+        return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
+
+    def _require_psd(self) -> None:
+        """Raise NotPositiveSemidefiniteError if a small A has a negative eigenvalue, which a jitter would hide."""
+        if not self.psd and clearly_indefinite(self._dense().detach()):
+            raise indefinite(f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue.")
+
+    def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
+        """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
+
+        Differentiable in A, B and L. It is computed densely if A is small, otherwise by the closed form or by contour
+        quadrature (`co.linalg.inverse_sqrt`).
+
+        Args:
+            rhs: B, (n,) or (n, K).
+            lhs: L, (m, n), or None.
+
+        Returns:
+            A^-½ B, or the pair.
+
+        Raises:
+            FunctionConvergenceError: the tolerance was not reached.
+            NotPositiveSemidefiniteError: A is indefinite.
+        """
+        require_precision(self.dtype, self.device)
+        if self.batch_shape and not self._is_small:
+            return roots.multiply_inverse_roots(self._members(), self.batch_shape, rhs, lhs)
+        return roots.multiply_inverse_root(self, rhs, lhs)
+
+    def diagonalization(self, method: str | None = None) -> tuple[Tensor, LinearOperator]:
+        """Return eigenvalues (m,) and vectors (n, m), all of them if A is small or `method` is "symeig".
+
+        Otherwise m = `_root_decomposition_size()` (at most n), and the pairs are those of largest absolute value, by
+        `eigsh`; a RuntimeError names pairs that did not converge.
+        """
+        if self._is_small or method == "symeig":
+            return self._symeig(eigenvectors=True)
+        m = min(self.shape[-1], self._root_decomposition_size())
+        pairs = eigsh(self, m, "LM", rtol=default_rtol(self.dtype)).raise_if_failed()
+        return pairs.values.to(self.dtype), to_linear_operator(pairs.vectors)
+
+    def _symeig(
+        self, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
+    ) -> tuple[Tensor, LinearOperator | None]:
+        self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
+        require_precision(self.dtype, self.device)
+        values, vectors = torch.linalg.eigh(self.to_dense())  # keeps negative values, which clamping would hide
+        return values, to_linear_operator(vectors) if eigenvectors else None
+
+    def _svd(self) -> tuple[LinearOperator, Tensor, LinearOperator]:
+        longer = self if self.shape[-1] >= self.shape[-2] else self.mT
+        longer.require_small("the singular value decomposition", "use .svds(k) for some of it, or ")
+        U, values, Vt = torch.linalg.svd(self.to_dense(), full_matrices=False)
+        return to_linear_operator(U), values, to_linear_operator(Vt.mT)
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """Draw `num_samples` rows of N(0, A), (num_samples, ..., n)."""
+        form = None if carries_graph(self.representation()) and self._is_small else self._closed_form()
+        if form is not None:
+            return form.draw(num_samples, None).mT
+        if not self._is_formed and self.batch_shape:
+            draws = [one.zero_mean_mvn_samples(num_samples) for one in self._members()]
+            return torch.stack(draws, 1).unflatten(1, self.batch_shape)
+        if not self._is_formed:
+            return draw(self, num_samples).mT  # exact or an error, since a truncated root would lose variance
+        root = self.root_decomposition().root
+        noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
+        return (root @ noise).movedim(-1, 0)
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        """Convert the operator to another dtype or device; index tensors keep their dtype."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        converted = [convert(arg, device, dtype) for arg in self._args]
+        options = {key: convert(value, device, dtype) for key, value in self._kwargs.items()}
+        return self.__class__(*converted, **options)
+
+    def type(self, dtype: torch.dtype) -> LinearOperator:
+        """Convert the operator to another dtype."""
+        return self.to(dtype=dtype)
+
+    def cpu(self) -> LinearOperator:
+        """Move the operator to the CPU."""
+        return self.to(device=torch.device("cpu"))
+
+    def cuda(self, device_id: int | None = None) -> LinearOperator:
+        """Move the operator to a CUDA device."""
+        return self.to(device=torch.device("cuda", device_id) if device_id is not None else torch.device("cuda"))
+
+    @property
+    def _is_regularised(self) -> bool:
+        """Whether a diagonal was added, so that a Cholesky factor needs no further jitter."""
+        return False
+
+
+def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Convert a tensor or operator (floating-point ones to another dtype); empty a cache, return other values."""
+    if isinstance(value, LinearOperator):
+        return value.to(device=device, dtype=dtype)
+    if isinstance(value, Cache):
+        return Cache()
+    if isinstance(value, Partition):
+        return value.to(device)
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    return value
