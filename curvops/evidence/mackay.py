@@ -123,9 +123,7 @@ def mackay(
     check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal
     if present is None:
-        raise ValueError(
-            "mackay scales a prior precision that is a number or a vector; start from post.with_prior(1.0)."
-        )
+        raise ValueError("mackay scales a prior precision that is a number or a vector: use post.with_prior(1.0).")
     if count is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
@@ -272,9 +270,7 @@ class _FixedPoint:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
                 raise ValueError(
-                    "samples=None: γ is exact if P has a closed form, and for "
-                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only with prior='iso'; give a number "
-                    "of samples."
+                    "samples=None needs a closed form of P, or few weights and prior='iso'; give a number."
                 )
             return *exact, None
         groups, post = self.now.groups, self.now.posterior

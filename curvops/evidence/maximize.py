@@ -90,12 +90,7 @@ def maximize(
     at = checked_mode(mode, post.lin)
     present = post.prior.diagonal
     if present is None or (present.ndim and groups == "scalar"):
-        raise ValueError(
-            "maximize tunes a scalar prior precision; start from post.with_prior(1.0)."
-            if groups == "scalar"
-            else "maximize tunes a prior precision that is a number or a vector, and this is an operator; start from "
-            "post.with_prior(1.0)."
-        )
+        raise ValueError("maximize tunes a number or a vector, by groups='scalar' a number: use post.with_prior(1.0).")
     if at == "map":
         warn_of_mode(post)
     if groups == "scalar" and not noise:
@@ -114,8 +109,6 @@ def _read(over: Any) -> tuple[str | None, bool]:
     """Return which precisions are tuned (None: none of them), and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
-    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
-        raise TypeError(f"over must be {accepted}; got {over!r}.")
     precisions = [part for part in parts if part in OVER]
     if len(set(parts)) < len(parts) or len(precisions) > 1 or not parts or not set(parts) <= {*OVER, "noise"}:
         raise ValueError(f"over must be {accepted}; got {over!r}.")

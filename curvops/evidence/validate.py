@@ -113,10 +113,7 @@ def validate(
     if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
-        raise ValueError(
-            "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
-            "data that were left out of training; if there are none, co.laplace(lin) chooses without them."
-        )
+        raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)

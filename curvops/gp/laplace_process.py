@@ -216,15 +216,9 @@ def laplace_gp(
     prior = read_prior(prior_precision, prior_mean, lin.model)
     A = prior.diagonal
     if A is None:
-        raise ValueError(
-            "laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}, got "
-            f"{type(prior_precision).__name__}; co.laplace accepts operators and earlier posteriors."
-        )
+        raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     if carries_graph((A, prior.mean)):
-        raise ValueError(
-            "prior_precision or prior_mean requires a gradient, which laplace_gp does not have: detach it. "
-            "co.laplace(lin, prior_precision=...).log_evidence() has this gradient."
-        )
+        raise ValueError("laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
     found, dual = _find_mode(lin, prior, A, float(rtol), most)
     if not math.isfinite(found.gradient):
         raise ModeNotFoundError(Reason.NON_FINITE, found.gradient, found.steps, rtol, NOT_FINITE)

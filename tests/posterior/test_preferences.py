@@ -1,6 +1,6 @@
 """Reward models: two items a point, and what is said of a preference comes from the difference of their rewards.
 
-Tests `bradley_terry.py`.
+Tests `categorical.py`.
 """
 
 import pytest

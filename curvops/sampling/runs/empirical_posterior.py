@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice
+from curvops.checks import check_accuracy, check_choice, check_like
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_count
@@ -144,7 +144,6 @@ def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
     """Return the draws as rows in the order of the selection, and the number of chains."""
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
-    if first.dtype != lin.theta.dtype:
-        raise ValueError(f"draws are {first.dtype}, but weights {lin.theta.dtype}; convert them with .to(lin.theta).")
+    check_like("draws", first, lin.theta, "weights")
     rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
     return rows.flatten(0, 1).to(lin.theta.device), len(first)

@@ -102,10 +102,7 @@ def pcn(
     """
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):
-        raise ValueError(
-            "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior if there is one. "
-            "Pass a number, a vector (d,) or an operator."
-        )
+        raise ValueError("covariance is missing: pass a number, a vector (d,) or an operator.")
     if covariance is None:
         assert isinstance(prior, Prior)
         A = prior.precision
