@@ -25,7 +25,7 @@ from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
-from curvops.posterior.draws import Noise, Systems, draw_deviations
+from curvops.posterior.deviations import Noise, Systems, draw_deviations
 from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive

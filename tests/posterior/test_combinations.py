@@ -16,7 +16,7 @@ import curvops as co
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.likelihoods.output_fisher import Sampled
-from curvops.posterior.draws import Noise
+from curvops.posterior.deviations import Noise
 from curvops.posterior.log_evidence import log_ratio
 
 DOUBLE = torch.float64

@@ -1,6 +1,6 @@
 """Draws by perturbing and solving: one noise, one answer, whatever the method.
 
-Tests `draws.py`.
+Tests `deviations.py`.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.operators.curvatures.curvature import CurvatureRoot
-from curvops.posterior.draws import Systems, _Problem
+from curvops.posterior.deviations import Systems, _Problem
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

@@ -34,7 +34,7 @@ from curvops.posterior.core.arguments import (
     checked_draws,
 )
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
-from curvops.posterior.draws import Deviations, Noise, StochasticDescent, draw_deviations
+from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
     add_data,
