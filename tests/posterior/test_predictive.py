@@ -297,7 +297,7 @@ def test_errors_of_variances_follow_slices_and_multiples_and_nothing_else(number
         torch.testing.assert_close(relative, torch.full_like(relative, 0.1**0.5), rtol=1e-10, atol=0)
     for other in (found + found, found.add_jitter(1e-3)):
         assert other.variance.shape == found.variance.shape
-        with pytest.raises(ValueError, match="use those of the result of predict"):
+        with pytest.raises(ValueError, match="only the result of predict"):
             _ = other.variance_stderr
 
 

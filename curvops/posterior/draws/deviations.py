@@ -17,7 +17,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import current
-from curvops.checks import carries_graph, check_choice
+from curvops.checks import carries_graph, check_choice, check_kind
 from curvops.errors import NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, hold
@@ -83,10 +83,7 @@ def draw_deviations(
     """
     root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
-    if not (asked is None or isinstance(asked, str)):
-        raise TypeError(
-            f"method must be one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None, got {method!r}."
-        )
+    check_kind("method", asked, (str, type(None)), f"one of {tuple(METHODS)}, a co.posterior.StochasticDescent or None")
     if asked is not None:
         check_choice("method", asked, METHODS)
     route, why_not = route_of(terms, k, asked)
@@ -97,10 +94,7 @@ def draw_deviations(
     named = asked or next(name for name, served in METHODS.items() if route.name in served)
     x0 = x0 if x0 is None or root == 1 else x0 / root
     if current() and carries_graph(P.representation()):
-        raise ValueError(
-            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
-            "out checkpoint."
-        )
+        raise ValueError("a checkpoint saves no gradient: detach the prior precision and the noise.")
     if named == CLOSED_FORM:
         found = _by_closed_form(terms, P, k, noise, x0, rtol)
     else:

@@ -53,10 +53,7 @@ class Noise:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""
         own = (lin.num_parameters, lin.num_data, lin.data.prints.order)
         if (self.num_parameters, self.num_data, self.data) != own:
-            raise ValueError(
-                f"the noise belongs to {self.num_data} points and {self.num_parameters} weights, or to other data, but "
-                f"this posterior has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
-            )
+            raise ValueError("the noise belongs to another problem or to other data: leave it out to draw it anew.")
         if k > self.count:
             raise ValueError(f"k={k}, but the noise is for {self.count} draws; pass k={self.count} or fewer.")
 

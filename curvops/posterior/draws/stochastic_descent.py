@@ -97,8 +97,7 @@ class StochasticDescent:
                 except DivergenceError:
                     if self.step_size is not None:
                         raise DivergenceError(
-                            f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
-                            f"step_size={min(problem.step(), step / 2):.2g}, or None."
+                            f"the gradient grew with step_size={step:g}: try {min(problem.step(), step / 2):.2g}."
                         ) from None
                     known, halvings, step = None, halvings + 1, step / 2
                 else:

@@ -126,9 +126,7 @@ class Tuning(Tabular):
         self._warn_of_intervals()
         last = self.steps[-1]
         if last.noise is None or self.targets is None:
-            raise ValueError(
-                "the noise was not tuned: mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."
-            )
+            raise ValueError("the noise was not tuned: mackay(post, tune_noise=True) and maximize(post, 'noise') do.")
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
 
