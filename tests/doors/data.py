@@ -47,10 +47,10 @@ DOORS = [
                 TypeError,
                 "Batch 0: There is a third item .list",
             ),
-            "complex": (
-                lambda: as_batches((X, Y, W * 1j), 4, weights=True),
-                TypeError,
-                "real numbers, counts or masks; given torch.complex64",
+            "negative counts": (
+                lambda: as_batches((X, Y, -INDEX), 4, weights=True),
+                ValueError,
+                "negative sample weights",
             ),
             "declared, not given": (
                 lambda: as_batches((X, Y), 4, weights=True),

@@ -136,10 +136,15 @@ DOORS = [
                 ValueError,
                 r"\[0, 1\].*for Categorical",
             ),
-            "Bernoulli(), zeros(3, C, complex64)": (
-                lambda: Bernoulli().check_targets(torch.zeros(3, 4, dtype=torch.complex64), 4),
-                TypeError,
-                "complex64",
+            "Bernoulli(), full((3, C), -1.0)": (
+                lambda: Bernoulli().check_targets(torch.full((3, 4), -1.0), 4),
+                ValueError,
+                r"\(y \+ 1\) / 2",
+            ),
+            "Bernoulli(), full((3, C), math.nan)": (
+                lambda: Bernoulli().check_targets(torch.full((3, 4), math.nan), 4),
+                ValueError,
+                r"\[0, 1\]",
             ),
             "Bernoulli(WEIGHT[:3]), zeros(3, C)": (
                 lambda: Bernoulli(WEIGHT[:3]).check_targets(torch.zeros(3, 4), 4),

@@ -117,7 +117,7 @@ class EngineCache(ABC):
             self._kept[index] = (label, engine)
             if replaced:
                 self._asked.clear()
-                self._asked_when_chosen = 0
+            self._asked_when_chosen = max(SOLVER, self._asked.total())
         return engine
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:

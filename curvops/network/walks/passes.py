@@ -190,7 +190,7 @@ class Passes(BatchRows):
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
-            return J.sandwich(block, lambda u, points: fisher.product(J.outputs[points], u, batch.labels(points)))
+            return J.pull(fisher.product(J.outputs, J.push(block), batch))
 
         return self.total(term, block.shape[1], own=own)
 

@@ -21,8 +21,8 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
-from curvops.network.likelihoods.torch_losses import interpretation_of
+from curvops.network.likelihoods.conversions import interpretation_of
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization

@@ -18,7 +18,7 @@ from curvops.checks import check_choice, check_generator, check_kind, check_like
 from curvops.linalg import Estimate
 from curvops.network import Blocks
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.terms import Prior, read_prior
