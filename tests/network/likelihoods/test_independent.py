@@ -208,7 +208,7 @@ def test_losses_that_stand_for_them() -> None:
     assert repr(as_likelihood(spec)) == repr(Bernoulli(WEIGHT, POSITIVE))
     assert repr(as_likelihood(nn.BCEWithLogitsLoss())) == repr(Bernoulli())
     assert isinstance(as_likelihood(nn.PoissonNLLLoss()), Poisson)
-    with pytest.raises(ValueError, match="Pass weights of points with the data"):
+    with pytest.raises(ValueError, match="does not broadcast over outputs"):
         as_likelihood(nn.BCEWithLogitsLoss(weight=torch.ones(N, 1)), torch.Size([C]))
 
 
@@ -228,7 +228,7 @@ def test_targets_are_checked_as_far_as_possible_without_c() -> None:
     Bernoulli(WEIGHT).check_targets(HARD[:, :2])
     Poisson().check_targets(COUNTS)
     HeteroscedasticGaussian().check_targets(normal(N, 3))
-    with pytest.raises(ValueError, match="an even number of outputs; the model has 3"):
+    with pytest.raises(ValueError, match="the model has 3 outputs"):
         HeteroscedasticGaussian().check_targets(normal(N, 3), 3)
     with pytest.raises(ValueError, match=r"shape \(n, m\)"):
         HeteroscedasticGaussian().check_targets(normal(N))
