@@ -70,10 +70,7 @@ class FromDistribution(ByAutograd):
         if not isinstance(found, Distribution):
             raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
         if found.batch_shape[:1] != f.shape[:1]:
-            raise ValueError(
-                f"{self!r} made a distribution of batch shape {tuple(found.batch_shape)} from outputs of shape "
-                f"{tuple(f.shape)}; expected (n, ...) with n = {len(f)}, one row per point."
-            )
+            raise ValueError(f"{self!r} made a batch of shape {tuple(found.batch_shape)}; expected one row per point.")
         return found
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -104,18 +101,14 @@ class FromDistribution(ByAutograd):
         try:
             return found.sample().detach()
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(found).__name__}, which has no sample(); use a distribution that has one, or "
-                "subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(found).__name__}, which has no sample().") from error
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the log-probabilities (n, F) of the F independent factors of each point."""
         found = self.distribution(f)
         if y.shape != found.batch_shape + found.event_shape:
             raise ValueError(
-                f"{self!r} gives a {type(found).__name__} over targets of shape "
-                f"{tuple(found.batch_shape + found.event_shape)}; given {tuple(y.shape)}."
+                f"{self!r} gives targets {tuple(found.batch_shape + found.event_shape)}; given {tuple(y.shape)}."
             )
         return self._score(found, f, y)
 
@@ -126,15 +119,9 @@ class FromDistribution(ByAutograd):
         try:
             log_p = _base(found).log_prob(y)
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "
-                "or subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(found).__name__}, which has no log_prob().") from error
         except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Check the "
-                "range and dtype of the targets."
-            ) from error
+            raise ValueError(f"{self!r} cannot score targets of {y.dtype}: {error}") from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
