@@ -204,6 +204,11 @@ class Batches:
         batch = self._reading.read((x, y))
         return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
 
+    @property
+    def print_of_batches(self) -> int:
+        """The fingerprint of the batches one after the other, by which earlier versions identified the data."""
+        return int(fingerprint([self._first_pass.prints]))
+
     def _note_points(self, prints: Tensor, start: int) -> None:
         """Add the fingerprints of these points to both sums, with and without regard to their order."""
         sums = torch.stack([prints.sum(), ordered_sum(prints, start)])

@@ -12,8 +12,7 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution
 
 from curvops.checks import drawn_seed
-from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
-from curvops.network.likelihoods.likelihood import Outputs
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs, vjp
 from curvops.summary import summary
 
 # The number of points and draws on which a Hessian is checked before it is used as the Fisher.

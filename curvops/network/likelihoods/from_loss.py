@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.likelihoods.by_autograd import ByAutograd
-from curvops.network.likelihoods.likelihood import Outputs
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs
 from curvops.summary import summary
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")

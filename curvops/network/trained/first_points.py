@@ -16,10 +16,9 @@ from curvops.network.data.batches import Batches, Reading, as_source, holds_all,
 from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
-from curvops.network.likelihoods.by_autograd import ByAutograd
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood import ByAutograd, Likelihood
 from curvops.network.model.model import Model
 from curvops.process_group import Ranks
 

@@ -6,6 +6,7 @@ and the inputs and outputs of two points. It also contains the selected weights,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,16 +18,31 @@ from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
 from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
-from curvops.network.likelihoods import FromLoss, as_likelihood
+from curvops.network.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Categorical,
+    FromLoss,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Poisson,
+    Sequences,
+    as_likelihood,
+)
 from curvops.network.likelihoods.gaussian import needs_noise
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
 from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.progress import Progress, check_progress
+
+STORED: dict[str, type[Likelihood]] = {
+    kind.__name__: kind
+    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+}
+"""Classes that store their constructor's arguments as attributes of the same names."""
 
 
 @torch.no_grad()
@@ -45,7 +61,7 @@ def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
         "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
-        "likelihood": record_of_likelihood(lin.likelihood) or _describe(lin, outputs),
+        "likelihood": _record_of(lin.likelihood) or _describe(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
         "data": {
@@ -94,7 +110,7 @@ def recorded_network(
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (known["largest_batch"],), _dtype(known)
-        prints = DataPrints(known["contents"], known["fingerprint"])
+        prints = DataPrints(known.get("contents", known["fingerprint"]), known["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, known["points"], sizes, prints, dtype, known["weighted"])
     else:
         source = _same_data(known, data, probability, layout, network)
@@ -142,7 +158,13 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         raise ValueError(
             f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
-    if batches.prints.contents != known["contents"]:
+    by_batches = "contents" not in known  # saved by an earlier version
+    if by_batches and batches.print_of_batches != known["fingerprint"]:
+        raise ValueError(
+            "the data are not those of the saved posterior: they have other values, or come in another order or in "
+            f"other batches (the largest had {known['largest_batch']:,} points)."
+        )
+    if not by_batches and batches.prints.contents != known["contents"]:
         raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 
@@ -152,7 +174,26 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
     return found
 
 
-# The likelihood is recorded by its arguments; if it holds a function, it has to be passed again.
+def _record_of(likelihood: Likelihood) -> dict[str, Any] | None:
+    """Return class and arguments; None for other classes, and for those with a function, such as `FromDistribution`."""
+    if STORED.get(type(likelihood).__name__) is not type(likelihood):
+        return None
+    arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}
+    if isinstance(inner := arguments.get("likelihood"), Likelihood):
+        arguments["likelihood"] = _record_of(inner)
+        if arguments["likelihood"] is None:
+            return None
+    return {"class": type(likelihood).__name__, "arguments": arguments}
+
+
+def _recorded(record: Mapping[str, Any], device: torch.device) -> Likelihood:
+    """Build the likelihood of a record. Raises ValueError for a class of a later version."""
+    if record["class"] not in STORED:
+        raise ValueError(f"it holds a likelihood {record['class']}, which this version does not have; upgrade curvops.")
+    arguments = dict(record["arguments"])
+    if isinstance(arguments.get("likelihood"), Mapping):
+        arguments["likelihood"] = _recorded(arguments["likelihood"], device)
+    return STORED[record["class"]](**arguments).to(device=device)
 
 
 def _describe(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
@@ -173,7 +214,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
     known, device, dtype = record["likelihood"], outputs.device, outputs.dtype
     named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
-        stored = recorded_likelihood(known, device)
+        stored = _recorded(known, device)
         if (
             named is not None
             and not needs_noise(named)

@@ -22,8 +22,7 @@ from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
