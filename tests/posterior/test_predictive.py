@@ -290,14 +290,11 @@ def test_variances_from_draws_carry_their_error(numbers):
         found.variance_interval(1.5)
 
 
-def test_errors_of_variances_follow_slices_and_multiples_and_nothing_else(numbers):
+def test_what_is_made_of_drawn_variances_states_no_error(numbers):
     found = numbers.predict(X[:4], samples=numbers.sample(20, generator()))
-    for derived in (found[1:3], found.expand(torch.Size([2, 4])), found * 3, found + 1.0):
-        relative = derived.variance_stderr / derived.variance
-        torch.testing.assert_close(relative, torch.full_like(relative, 0.1**0.5), rtol=1e-10, atol=0)
-    for other in (found + found, found.add_jitter(1e-3)):
-        assert other.variance.shape == found.variance.shape
-        with pytest.raises(ValueError, match="use those of the result of predict"):
+    for other in (found[1:3], found * 3, found + found, found.add_jitter(1e-3)):
+        assert other.variance.shape[1:] == found.variance.shape[1:]
+        with pytest.raises(ValueError, match="only the result of predict"):
             _ = other.variance_stderr
 
 

@@ -314,10 +314,7 @@ class AbsentBatches:
         return max(self.sizes)
 
     def __iter__(self) -> Iterator[NoReturn]:
-        raise ValueError(
-            f"this needs the {self.num_data:,} training points, and the posterior was loaded without them: pass them, "
-            "co.load(path, model, data)."
-        )
+        raise ValueError("this needs the training points: pass them, co.load(path, model, data).")
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
         """Return a copy on another device or in another floating-point dtype."""
@@ -364,8 +361,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
         raise TypeError(
-            f"The data are read many times, but a {type(data).__name__} can be read only once. Pass a list of its "
-            "batches, a DataLoader or a Dataset."
+            f"The data are read many times, a {type(data).__name__} only once: pass a list or a DataLoader."
         )
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
@@ -428,11 +424,7 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
-        raise ValueError(
-            "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, but its "
-            "output at a position predicts the next token. Pass (inputs, targets) with the targets shifted, "
-            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
-        )
+        raise ValueError("the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted.")
     return [inputs, *(item[name] for name in apart)]
 
 
@@ -448,15 +440,9 @@ def _describe_undeclared(third: object) -> str:
 def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
-        raise ValueError(
-            f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
-            "dimension of both counts points; wrap single points in a DataLoader."
-        )
+        raise ValueError(f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}.")
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(
-            f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}. Give one "
-            "weight per point or per position."
-        )
+        raise ValueError(f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}.")
 
 
 def _require_valid(batch: Batch, index: int) -> None:

@@ -60,10 +60,7 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
 
         return len(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):
-        raise TypeError(
-            "data must be tensors (X, y) or a Dataset with a length, whose points can be read in any order, got "
-            f"{type(data).__name__}."
-        )
+        raise TypeError(f"data must be tensors (X, y) or a Dataset with a length, got {type(data).__name__}.")
 
     def read(chosen: Tensor) -> Any:
         if not len(data):

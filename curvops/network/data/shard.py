@@ -107,10 +107,7 @@ class Shard(Batches):
         return self.ranks.line_up(part[:count])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
-        raise ValueError(
-            "the data of a linearisation over a process group cannot be converted: linearise the model in the new "
-            "dtype and on the new device, on each rank."
-        )
+        raise ValueError("data of a process group cannot be converted: linearise the converted model on each rank.")
 
     def _note_points(self, prints: Tensor, start: int) -> None:
         lowest = torch.cat([self._lowest, prints.cpu()])

@@ -70,10 +70,7 @@ class FromDistribution(ByAutograd):
         if not isinstance(p, Distribution):
             raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
         if p.batch_shape[:1] != f.shape[:1]:
-            raise ValueError(
-                f"{self!r} made a distribution of batch shape {tuple(p.batch_shape)} from outputs of shape "
-                f"{tuple(f.shape)}; expected (n, ...) with n = {len(f)}, one row per point."
-            )
+            raise ValueError(f"{self!r} made a batch of shape {tuple(p.batch_shape)}; expected one row per point.")
         return p
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -104,19 +101,13 @@ class FromDistribution(ByAutograd):
         try:
             return p.sample().detach()
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(p).__name__}, which has no sample(); use a distribution that has one, or "
-                "subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no sample().") from error
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the log-probabilities (n, F) of the F independent factors of each point."""
         p = self.distribution(f)
         if y.shape != p.batch_shape + p.event_shape:
-            raise ValueError(
-                f"{self!r} gives a {type(p).__name__} over targets of shape "
-                f"{tuple(p.batch_shape + p.event_shape)}; given {tuple(y.shape)}."
-            )
+            raise ValueError(f"{self!r} gives targets {tuple(p.batch_shape + p.event_shape)}; given {tuple(y.shape)}.")
         return self._score(p, f, y)
 
     def _score_at(self, y: Tensor, f: Tensor) -> Tensor:
@@ -126,15 +117,9 @@ class FromDistribution(ByAutograd):
         try:
             log_p = _base(p).log_prob(y)
         except NotImplementedError as error:
-            raise TypeError(
-                f"{self!r} gives a {type(p).__name__}, which has no log_prob(); use a distribution that has one, "
-                "or subclass curvops.likelihoods.Likelihood."
-            ) from error
+            raise TypeError(f"{self!r} gives a {type(p).__name__}, which has no log_prob().") from error
         except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"{self!r} gives a {type(p).__name__}, which cannot score targets of {y.dtype}: {error} Check the "
-                "range and dtype of the targets."
-            ) from error
+            raise ValueError(f"{self!r} cannot score targets of {y.dtype}: {error}") from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:

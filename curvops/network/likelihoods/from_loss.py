@@ -47,13 +47,10 @@ class FromLoss(ByAutograd):
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         names = required_names(function)
         if names is not None and len(names) != 2:
-            raise TypeError(
-                f"a loss is a function of (outputs, targets); {_describe(function)} takes ({', '.join(names)})."
-            )
+            raise TypeError(f"a loss is a function of (outputs, targets); this one takes ({', '.join(names)}).")
         if names and names[0] in TARGET_NAMES and names[1] not in TARGET_NAMES:
             raise TypeError(
-                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}). Swap them: lambda "
-                "outputs, targets: loss(targets, outputs)."
+                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}): swap them."
             )
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function).requires_grad_(False)
@@ -74,9 +71,7 @@ class FromLoss(ByAutograd):
         """Check that all targets have the shape of the first ones, since a loss would silently broadcast others."""
         super().check_targets(y, num_outputs)
         if self._target_shape not in (None, y.shape[1:]):
-            raise ValueError(
-                f"{self!r} had targets of shape {('n', *self._target_shape)} before, and now {tuple(y.shape)}."
-            )
+            raise ValueError(f"{self!r} had targets {('n', *self._target_shape)} before, and now {tuple(y.shape)}.")
         self._target_shape = y.shape[1:]
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
@@ -101,17 +96,10 @@ class FromLoss(ByAutograd):
             hint = "" if y.is_floating_point() else " Pass floating-point targets, y.float(), unless they are classes."
             raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
         if not sloped:
-            raise ValueError(
-                f"{self!r} has no gradient in the outputs: does it contain a detach(), an argmax or a comparison? A "
-                "loss must be a differentiable function of the outputs, its first argument."
-            )
+            raise ValueError(f"{self!r} has no gradient in the outputs: does it contain a detach() or an argmax?")
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        raise TypeError(
-            f"{self!r} is a loss, not a distribution of targets: there is nothing to draw. Use co.GGN(lin), "
-            "fisher='exact', or co.EmpiricalFisher(lin); or pass the distribution, a function from outputs to a "
-            "torch.distributions.Distribution."
-        )
+        raise TypeError(f"{self!r} is a loss, not a distribution: there is nothing to draw. Use fisher='exact'.")
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self.sample(f)

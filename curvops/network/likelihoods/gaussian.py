@@ -92,10 +92,7 @@ class Gaussian(Independent):
         """
         noise, C = self.noise, self.noise.numel()
         if self.estimated == "per_output" and len(shape) > 2:
-            raise ValueError(
-                f"noise='per_output' needs outputs (N, C) or (N, T, C), and the model returns "
-                f"(N, {', '.join(map(str, shape))}): pass a noise for each channel, such as a tensor (C, 1, 1)."
-            )
+            raise ValueError("noise='per_output' needs outputs (N, C) or (N, T, C): pass a tensor such as (C, 1, 1).")
         if C == 1 or len(shape) == noise.ndim == 1:
             class_dim = None
         else:
@@ -144,15 +141,11 @@ class Gaussian(Independent):
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
             raise TypeError(
-                f"Gaussian targets must have a floating-point dtype; given {y.dtype}. Convert with y.float(); "
-                'for class labels use likelihood="classification".'
+                f'Gaussian targets must be floating-point, y.float(), not {y.dtype}; labels need "classification".'
             )
         check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
-            raise ValueError(
-                f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs: the noise "
-                f"has shape {tuple(self.noise.shape)}, expected () or ({num_outputs},)."
-            )
+            raise ValueError(f"the model has {num_outputs} outputs, and the noise has shape {tuple(self.noise.shape)}.")
         require_finite("targets", y)
 
     @property

@@ -125,10 +125,7 @@ class Sequences(Likelihood):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if num_outputs not in (None, self.output_shape.numel()):
-            raise ValueError(
-                f"{self!r} needs {self.positions} x {self.num_outputs} = {self.output_shape.numel()} outputs; the "
-                f"model has {num_outputs}."
-            )
+            raise ValueError(f"{self!r} needs {self.output_shape.numel()} outputs; the model has {num_outputs}.")
         if y.ndim < 2 or y.shape[1] != self.positions:
             raise ValueError(misplaced((self.positions,), y))
         try:

@@ -49,8 +49,7 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
         names, why, remedy = search.names, search.why, search.remedy
     if not names:
         raise ValueError(
-            f"parameters='last_layer': the model's output is not linear in the output of one layer ({why}); name its "
-            f"parameters by globs, as {remedy}."
+            f"parameters='last_layer': not linear in the output of one layer ({why}); name its parameters, as {remedy}."
         )
     return names
 

@@ -165,7 +165,6 @@ class ShardedParameters:
             kinds = [(type(placement).__name__, getattr(placement, "dim", None)) for placement in held.placements]
             if held.device_mesh != self.mesh or kinds != [("Shard", dim)]:
                 raise ValueError(
-                    f"{name!r} has placements {list(held.placements)} on {held.device_mesh}, expected [Shard({dim})] "
-                    f"on {self.mesh}, like the parameter: call tensor.redistribute(mesh, placements)."
+                    f"{name!r} has placements {list(held.placements)}, not those of the parameter: redistribute it."
                 )
         return tensor.shape[0] if extra else None

@@ -21,10 +21,7 @@ def read_precision(name: str, given: Any, network: Model, others: str = "") -> T
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
     precision = read_vector(name, given, network, "a positive number", others, hint)
     if not within(precision, 0.0, strict=True):
-        raise ValueError(
-            f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior the "
-            "posterior is improper in every direction that the data leave undetermined."
-        )
+        raise ValueError(f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}.")
     return precision
 
 
@@ -50,8 +47,7 @@ def read_vector(name: str, given: Any, network: Model, number: str, others: str 
     vector = _like(network, given, name)
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
         raise ValueError(
-            f"{name} must be a number or a vector of {network.num_parameters} entries, got {tuple(vector.shape)}; "
-            f"{hint}."
+            f"{name} must be a number or have {network.num_parameters} entries, got {tuple(vector.shape)}; {hint}."
         )
     return vector
 

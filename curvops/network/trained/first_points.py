@@ -266,8 +266,7 @@ def checked_layout(
         outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
-                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row "
-                "per point."
+                f"{num_points(few)} points gave outputs {tuple(outputs.shape)}, expected one row per point."
             )
         if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
@@ -281,8 +280,7 @@ def checked_layout(
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
-                "make it accept batches of any size."
+                f"the model rejects a single point ({error}); call model.eval(), and accept any batch size."
             ) from error
         model.require_points_apart(outputs, alone)
         try:

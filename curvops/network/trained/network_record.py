@@ -141,10 +141,7 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     digits = 0.5 if record["tried"]["device"] == saved.device.type else 0.25
     slack = network.eps**digits * (1 + saved.abs().max())
     if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
-        raise ValueError(
-            "the model has the weights that were saved, but computes something else: its outputs at the saved inputs "
-            "differ. Its forward, or a setting such as an activation, has changed; restore it."
-        )
+        raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
     return layout
 
 
@@ -223,10 +220,7 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
-        raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, cannot be saved, because it holds a function or "
-            "belongs to a class of your own. Pass it again, co.load(path, model, likelihood=...)."
-        )
+        raise ValueError(f"this likelihood, {known['given']}, cannot be saved: co.load(path, model, likelihood=...).")
     likelihood, layout = at_positions(named, layout)
     drawn, scores = known["drawn"], known["scores"]
     if drawn is not None:
@@ -257,9 +251,7 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
     missing, further = known.keys() - given.keys(), given.keys() - known.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
-        raise ValueError(
-            f"this is not the model that was saved: it lacks {lacks}, and also has {more}. Build it as it was then."
-        )
+        raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
     identities = identity_of(given)
     for what in ("shape", "dtype"):
         other = [name for name in known if known[name][what] != identities[name][what]]

@@ -285,9 +285,7 @@ class TrainedNetwork(NetworkOnData):
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
-                f"{name} requires a gradient, which this call does not compute, so that it would count as zero: use "
-                "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
-                "or call this under torch.no_grad()."
+                f"{name} requires a gradient, which this call lacks: use lin.jacobian(x, differentiable=True)."
             )
         self.model.admit(inputs)
         return inputs

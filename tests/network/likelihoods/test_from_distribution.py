@@ -167,7 +167,7 @@ def test_distributions_that_lack_something() -> None:
     with pytest.raises(TypeError, match=r"gives a Mute, which has no log_prob\(\)"):
         FromDistribution(Mute).log_prob(f, REALS)
     for use in (lambda g: FromDistribution(Unsampled).sample(g), lambda g: FromDistribution(Unsampled).fisher(g, g)):
-        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\); use a distribution"):
+        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\)"):
             use(f)
     with pytest.raises(TypeError, match="which has no mean"):
         FromDistribution(Mute).mean(f)
@@ -242,7 +242,7 @@ def test_the_door_takes_a_function() -> None:
 
 def test_positions_of_a_sequence_are_scored_by_linearize() -> None:
     data = normal(5, 4, 2).float(), torch.zeros(5, 4)
-    with pytest.raises(ValueError, match=r"a Normal over targets of shape \(8, 3\); given \(8,\)"):
+    with pytest.raises(ValueError, match=r"gives targets \(8, 3\); given \(8,\)"):
         co.linearize(nn.Linear(2, C), data, lambda f: distributions.Normal(f, 1.0))
 
 
