@@ -223,8 +223,8 @@ class TrainedNetwork(NetworkOnData):
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
             known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
-        found: Source = known["source"]
-        return found
+        source: Source = known["source"]
+        return source
 
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
@@ -302,8 +302,8 @@ class TrainedNetwork(NetworkOnData):
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
-            found: Tensor = known.clone()
-            return found
+            value: Tensor = known.clone()
+            return value
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
