@@ -19,7 +19,7 @@ from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
-from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
+from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
@@ -446,11 +446,10 @@ def _likelihood(given: Any, noise: float | None) -> Any:
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
     """Return σ² for real targets, None for classes."""
-    likelihood: Likelihood = lin.likelihood
+    likelihood: Any = lin.likelihood
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")
-    assert isinstance(likelihood, Gaussian)
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior needs one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
