@@ -2,10 +2,10 @@
 
 from curvops.errors import FewDrawsWarning, NotVectorizedWarning, UnsettledWarning
 from curvops.sampling import diagnostics
-from curvops.sampling.batches import Minibatches, minibatches
 from curvops.sampling.chain_draws import Chain
 from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
+from curvops.sampling.feed import Minibatches, minibatches
 from curvops.sampling.langevin import baoa, sghmc, sgld, sgnht
 from curvops.sampling.log_density import LogPosterior, log_posterior
 from curvops.sampling.metropolis import hmc, lmc, pcn

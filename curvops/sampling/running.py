@@ -19,8 +19,8 @@ from curvops.errors import DivergenceError
 from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
-from curvops.sampling.batches import Feed, require_repeatable
 from curvops.sampling.chain_draws import Chain, Spread
+from curvops.sampling.feed import Feed, require_repeatable
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.schedules import Constant
 from curvops.sampling.state import Info, NoiseSource, State

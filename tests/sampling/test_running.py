@@ -1,6 +1,6 @@
 """`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error.
 
-Tests `batches.py`.
+Tests `feed.py`.
 """
 
 from __future__ import annotations
