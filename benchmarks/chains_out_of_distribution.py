@@ -26,7 +26,7 @@ from benchmarks.layers import perceptron
 from benchmarks.tables import tables
 from curvops import metrics
 from curvops.plots import style
-from curvops.posterior.predictions import uncertainty
+from curvops.posterior.predictions import answers
 
 CHAINS = 10
 KNOWN, POINTS, WIDTH, BATCH = 5, 300, 20, 50
@@ -107,13 +107,13 @@ def scored(theta: Tensor, data: Task) -> dict[str, float]:
     model = network(0)
     names, shapes = zip(*((name, p.shape) for name, p in model.named_parameters()))
 
-    def parts(x: Tensor) -> uncertainty.Uncertainty:
+    def parts(x: Tensor) -> answers.Uncertainty:
         def outputs(weights: Tensor) -> Tensor:
             pieces = weights.split([shape.numel() for shape in shapes])
             params = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}
             return torch.func.functional_call(model, params, (x,))
 
-        return uncertainty.decompose_labels(co.likelihoods.Categorical(), torch.vmap(outputs)(theta))
+        return answers.decompose_labels(co.likelihoods.Categorical(), torch.vmap(outputs)(theta))
 
     known = parts(data.test[0])
     found = {

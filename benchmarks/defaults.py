@@ -24,7 +24,7 @@ from benchmarks.defaults_settings import SETTINGS, Points, Setting, train
 from benchmarks.tables import table
 from curvops import metrics
 from curvops.plots import style
-from curvops.posterior.predictions import links
+from curvops.posterior.predictions import answers
 
 GRID = tuple(10 ** (k / 2) for k in range(-4, 10))
 """The prior precisions among which held-out points choose."""
@@ -67,9 +67,9 @@ def probabilities(moments: Moments, link: str) -> Tensor:
     """Class probabilities of Gaussian logits."""
     mean, covariance = moments
     if link == "probit":
-        return links.scale_logits(mean, covariance.diagonal(dim1=-2, dim2=-1)).softmax(-1)
+        return answers.scale_logits(mean, covariance.diagonal(dim1=-2, dim2=-1)).softmax(-1)
     if link == "bridge":
-        return links.bridge(mean, covariance)
+        return answers.bridge(mean, covariance)
     return drawn(moments).mean(0)
 
 

@@ -75,7 +75,7 @@ def first(make: Callable[[], Any], vector: Tensor) -> Callable[[], Run]:
 def kept_bytes(operator: Any, engine: str) -> int:
     """Bytes that an engine keeps for all points, as the memory budget counts them."""
     plan = operator.lin.plan
-    a_point = plan.layerwise_bytes if engine == "layerwise" else plan.recorded_bytes
+    a_point = plan.layerwise_bytes if engine == "layerwise" else plan.routes.recorded_bytes
     return int(a_point * operator.lin.num_data)
 
 

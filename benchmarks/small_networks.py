@@ -1,8 +1,7 @@
 """Fixed costs of a call for networks of 61 and 3,855 weights, which cost almost nothing, compared with other packages.
 
 `OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.small_networks`: medians of alternating runs in one process, in
-milliseconds of processor time, on one thread. Everything has run before: a proof that is made once for a structure is
-not timed.
+milliseconds of processor time, on one thread. Everything has run before.
 """
 
 from __future__ import annotations

@@ -310,10 +310,12 @@ def begin(
     Raises:
         OSError, ValueError, TypeError: as `Checkpoint` does.
     """
+    run = current()
+    if path is None and not run:
+        return NOTHING
     if path is None:
-        run = current()
         kept = Checkpoint(run.next_part(what), what, device=device, ranks=run.ranks)
-        kept.whole = run.whole if run else kept
+        kept.whole = run.whole
     else:
         kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device, ranks)
     in_force.set(kept if kept and parts else None)

@@ -12,7 +12,6 @@ earlier save unchanged. The remains of a crash do no harm, and a later save remo
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -23,14 +22,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from safetensors.torch import save as serialized
 from torch import Tensor
 
 from curvops.version import __version__
@@ -43,8 +40,6 @@ TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 SCRATCH = ".writing-"
 STALE = 3600.0
 """Seconds after which files without a reference count as those of a save that crashed."""
-SLACK = 2**20
-"""Bytes that must be free in addition to those of the tensors: names, and a file system's own."""
 
 
 def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[str, Any]) -> None:
@@ -71,16 +66,11 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
     before = _contents(folder)
     if before.get("kind", kind) != kind:
         raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; pass another path.")
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
-        _require_room(made[-1].parent if made else folder, sum(tensor.nbytes for tensor in tensors.values()))
         folder.mkdir(parents=True, exist_ok=True)
         with _scratch(folder) as scratch:
             _write(folder, scratch, {"kind": kind, "version": version, "tree": encoded}, tensors, before)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            for each in made:
-                each.rmdir()
         why = f"{folder} was not written ({_reason(error)}); earlier contents, if any, are unchanged."
         code = getattr(error, "errno", None)
         raise (OSError(why) if code is None else OSError(code, why)) from error
@@ -106,18 +96,12 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
     if not (folder / CONTENTS).is_file():
         given = " (pass the folder itself, not a file in it)" if folder.is_file() else ""
         raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not completely{given}.")
-    text = (folder / CONTENTS).read_bytes()
-    while True:
-        found = _read_contents(folder, text, kind, version)
-        try:
-            tensors = _tensors(folder, found["tensors"])
-        except FileNotFoundError as error:
-            again = (folder / CONTENTS).read_bytes()
-            if again == text:
-                raise _damage(folder, f"{found['tensors']['file']} is missing") from error
-            text = again  # it was saved again meanwhile
-            continue
-        return found["version"], _decode(found["tree"], tensors)
+    contents = _read_contents(folder, (folder / CONTENTS).read_bytes(), kind, version)
+    try:
+        tensors = _tensors(folder, contents["tensors"])
+    except FileNotFoundError as error:
+        raise _damage(folder, f"{contents['tensors']['file']} is missing") from error
+    return contents["version"], _decode(contents["tree"], tensors)
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
@@ -182,9 +166,6 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
 
     The layout is kept because products round differently in another layout.
     """
-    if tensor.layout != torch.strided or tensor.is_meta or not _is_storable(tensor.dtype):
-        what = "without values" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
-        raise TypeError(f"{name} is a tensor {what}, which cannot be stored.")
     while name in tensors:  # names may contain dots themselves
         name += "_"
     strides = tensor.stride()
@@ -196,16 +177,6 @@ def _refer_to(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str
     own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
     tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
     return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
-
-
-@lru_cache
-def _is_storable(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a name for this dtype."""
-    try:
-        serialized({"": torch.empty(0, dtype=dtype)})
-    except KeyError:
-        return False
-    return True
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
@@ -291,12 +262,6 @@ def _tidy(folder: Path) -> None:
             left = each.name.startswith(SCRATCH) or (TENSORS.fullmatch(each.name) and each.name != current)
             if left and time.time() - each.stat().st_mtime > STALE:
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
-
-
-def _require_room(place: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(place).free
-    if nbytes + SLACK > free:
-        raise OSError(errno.ENOSPC, f"it needs {nbytes + SLACK:,} bytes, and {free:,} are free on its disk")
 
 
 def _reason(error: Exception) -> str:

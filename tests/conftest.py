@@ -20,7 +20,6 @@ from tests import shape_checks
 
 collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
-from curvops.network.engines.proofs import _proofs  # noqa: E402
 from tests.threads import using_threads  # noqa: E402
 
 
@@ -69,18 +68,6 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_proofs(request: pytest.FixtureRequest) -> None:
-    """Proofs of networks serve all cases of a test function, unless it may replace what was proven."""
-    function = getattr(request.node, "function", None)
-    if function is None or function is not _own_proofs_of[0] or "monkeypatch" in request.fixturenames:
-        _proofs.clear()
-    _own_proofs_of[0] = None if "monkeypatch" in request.fixturenames else function
-
-
-_own_proofs_of: list[Any] = [None]
-
-
-@pytest.fixture(autouse=True)
 def _torch_left_as_found() -> Iterator[None]:
     """The library never changes a global default, so no test may leave one changed."""
     before = torch.get_default_dtype(), torch.is_grad_enabled()
@@ -93,10 +80,7 @@ def _torch_left_as_found() -> Iterator[None]:
 
 @pytest.fixture
 def annotations_unchecked() -> Iterator[None]:
-    """As for a user: without the shape checks of the test run, whose errors would come before the function's own.
-
-    Not by monkeypatch: a test that has it makes its proofs anew, and this serves all cases of a test but the first.
-    """
+    """As for a user: without the shape checks of the test run, whose errors would come before the function's own."""
     calls, shape_checks.CALLS = shape_checks.CALLS, 0
     yield
     shape_checks.CALLS = calls
@@ -135,7 +119,6 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, products of GGNs, rows."""
     # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
-    from curvops.network.engines.layerwise import Layerwise
     from curvops.network.walks import passes
     from tests.linalg.interrupted import Killed
 
@@ -152,6 +135,5 @@ def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return work
 
     monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
-    monkeypatch.setattr(Layerwise, "sandwich", counted(Layerwise.sandwich))
     monkeypatch.setattr(passes, "each_group", counted(passes.each_group))
     return state

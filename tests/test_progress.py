@@ -104,7 +104,7 @@ def test_a_function_hears_of_every_batch_and_of_the_total_once_it_is_known():
 
 def test_rows_of_a_batch_are_counted_column_by_column(monkeypatch):
     """One large batch was silent to its end."""
-    monkeypatch.setattr("curvops.network.walks.passes.COLUMN_BYTES", 1)
+    monkeypatch.setattr("curvops.network.walks.batch_rows.COLUMN_BYTES", 1)
     seen = []
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
     points = torch.randn(12, 3), torch.arange(12) % 3

@@ -17,7 +17,7 @@ from benchmarks.parts.figures import Figures
 from benchmarks.routes import difference
 from benchmarks.tables import MIB
 from benchmarks.timing import Comparison, Spread, alternate, seconds
-from curvops.operators.function_space.gram_cost import gram_cost
+from curvops.operators.function_space.gram_matrix import gram_cost
 
 LEAST, MOST, PAIRS = 3.0, 1.3, 3
 BUDGET, BATCH, IMAGES = 4096 * MIB, 64, (128, 512)

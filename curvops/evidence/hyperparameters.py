@@ -21,9 +21,9 @@ from curvops.network.model.parameters import layer_of
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
+from curvops.posterior.log_evidence.evidence import normal_mode, prepare, shares_of_weights
 from curvops.posterior.log_evidence.tuning import Tuning
-from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.posterior.solves.function_space import REMEDIES
 from curvops.summary import summary
 
 OVER = ("scalar", "layers", "tensors", "weights")
@@ -224,17 +224,9 @@ def check_noise_scales(post: Laplace) -> None:
     """Raise ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
     _ = post.observation_noise
     if post.cache.power != 1:
-        raise ValueError(
-            "the noise of a tempered likelihood cannot be tuned: pass the curvature itself, not a multiple of it."
-        )
+        raise ValueError("the noise of a tempered likelihood cannot be tuned: pass the curvature itself.")
     curvature = post.curvature
     if not isinstance(curvature, UserOperator) or curvature.asked is None:
-        raise ValueError(
-            f"the noise is tuned with the curvature of one linearisation, co.GGN, co.KFAC, …; this "
-            f"{type(curvature).__name__} does not record how it was built, and cannot be built at another noise."
-        )
+        raise ValueError(f"this {type(curvature).__name__} cannot be built at another noise: use co.GGN, co.KFAC, …")
     if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
-        raise ValueError(
-            "the noise is tuned with a curvature that is proportional to 1 / noise, but an empirical Fisher is "
-            "proportional to its square. Use co.GGN, or the same class with fisher='exact'."
-        )
+        raise ValueError("an empirical Fisher is not proportional to 1 / noise: use co.GGN, or fisher='exact'.")

@@ -16,7 +16,7 @@ from curvops.errors import OscillationWarning, warn
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.terms import CurvatureCache
 from curvops.posterior.draws.deviations import Deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
@@ -125,9 +125,7 @@ def mackay(
     check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal
     if present is None:
-        raise ValueError(
-            "mackay scales a prior precision that is a number or a vector; start from post.with_prior(1.0)."
-        )
+        raise ValueError("mackay scales a prior precision that is a number or a vector: use post.with_prior(1.0).")
     if count is None and (noise is not None or method is not None):
         raise ValueError("samples=None computes γ exactly, without draws: leave noise and method out.")
     if tune_noise:
@@ -274,9 +272,7 @@ class _FixedPoint:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
                 raise ValueError(
-                    "samples=None: γ is exact if P has a closed form, and for "
-                    f"{self.now.origin.lin.num_parameters:,} weights otherwise only with prior='iso'; give a number "
-                    "of samples."
+                    "samples=None needs a closed form of P, or few weights and prior='iso'; give a number."
                 )
             return *exact, None
         groups, post = self.now.groups, self.now.posterior

@@ -27,11 +27,10 @@ from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.determinants import prepare
-from curvops.posterior.log_evidence.evidence_parts import find_evidence
+from curvops.posterior.log_evidence.evidence import find_evidence, prepare
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
-from curvops.posterior.solves.linear_mode import REMEDIES
-from curvops.posterior.solves.mode_check import warn_of_mode
+from curvops.posterior.solves.function_space import REMEDIES
+from curvops.posterior.solves.linear_mode import warn_of_mode
 from curvops.posterior.solves.precision import preconditioner
 
 
@@ -101,12 +100,7 @@ def maximize(
     at = checked_mode(mode, post.lin)
     present = post.prior.diagonal
     if present is None or (present.ndim and groups == "scalar"):
-        raise ValueError(
-            "maximize tunes a scalar prior precision; start from post.with_prior(1.0)."
-            if groups == "scalar"
-            else "maximize tunes a prior precision that is a number or a vector, and this is an operator; start from "
-            "post.with_prior(1.0)."
-        )
+        raise ValueError("maximize tunes a number or a vector, by groups='scalar' a number: use post.with_prior(1.0).")
     if at == "map":
         warn_of_mode(post)
     if groups == "scalar" and not noise:
@@ -125,8 +119,6 @@ def _read(over: Any) -> tuple[str | None, bool]:
     """Return which precisions are tuned (None: none of them), and whether the noise is."""
     accepted = f"one of {', '.join(map(repr, OVER))}, 'noise', or a pair such as ('layers', 'noise')"
     parts = [over] if isinstance(over, str) else over
-    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
-        raise TypeError(f"over must be {accepted}; got {over!r}.")
     precisions = [part for part in parts if part in OVER]
     if len(set(parts)) < len(parts) or len(precisions) > 1 or not parts or not set(parts) <= {*OVER, "noise"}:
         raise ValueError(f"over must be {accepted}; got {over!r}.")

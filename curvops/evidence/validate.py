@@ -23,9 +23,8 @@ from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
 from curvops.posterior.log_evidence.tuning import Validation
-from curvops.posterior.predictions.held_out import targets_by_position
+from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.predictions.split_points import split_points
-from curvops.posterior.predictions.uncertainty import LABELS
 
 COARSE = 4
 """A search tries the factors 10^-4, 10^-3, …, 10^4 of the current value before it refines the best one."""
@@ -114,10 +113,7 @@ def validate(
     if post.lin.ranks is None and isinstance(y, Tensor) and not y.numel():
         raise ValueError("the held-out data hold no points.")
     if isinstance(data, Batches) and post.lin.ranks is None and data.are(x, y):
-        raise ValueError(
-            "these are the training data, whose likelihood does not show how well a prior predicts other data. Pass "
-            "data that were left out of training; if there are none, co.laplace(lin) chooses without them."
-        )
+        raise ValueError("these are the training data: pass others, or co.laplace(lin) chooses without them.")
     targets = partial(targets_by_position, post.lin, x, y)
     split = split_points(post.lin, x, False, "validation", targets=targets)
     by_draws = joint or not isinstance(post.lin.likelihood.of_position, LABELS)

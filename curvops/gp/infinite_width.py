@@ -112,8 +112,7 @@ class InfiniteWidthKernel(OperatorKernel):
         values = [several] if isinstance(several, str) or not isinstance(several, Sequence) else list(several)
         if len(values) not in (1, self.depth + 1):
             raise ValueError(
-                f"{name} holds {len(values)} numbers: expected one, or one for each of the depth + 1 = "
-                f"{self.depth + 1} layers."
+                f"{name} holds {len(values)} numbers: expected one, or {self.depth + 1}, one for each layer."
             )
         checked = [checked_number(name, value, kind="a number or a sequence of them") for value in values]
         like = given if isinstance(given, Tensor) and given.is_floating_point() else torch.empty(0)
@@ -168,8 +167,6 @@ class InfiniteWidthKernel(OperatorKernel):
 
 def _first_layer(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor, diag: bool, distances: bool) -> Covariance:
     """Return the covariance of the first layer's outputs; with `diag` that of the i-th points, (..., n, 1)."""
-    if x1.shape[-1] == 0:
-        raise ValueError(f"inputs of shape {tuple(x1.shape)} have no dimension: expected (..., n, d), a row per point.")
     first, second = (_augmented(x, weight, bias) for x in (x1, x2))
     a, b = (vectors.square().sum(-1, keepdim=True) for vectors in (first, second))
     if diag:

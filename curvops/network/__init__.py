@@ -16,8 +16,8 @@ from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.gaussian import estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
-from curvops.network.likelihoods.residual_noise import estimated_noise, gaps_and_weights, mean_squares, needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
@@ -25,9 +25,10 @@ from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.sharded_network import ShardedNetwork
 from curvops.network.trained.trained_network import TrainedNetwork
+from curvops.network.walks.batch_map import BatchMap
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import BatchMap, Passes, accumulate
+from curvops.network.walks.passes import Passes, accumulate
 from curvops.network.walks.row_squares import OuterRows, score_and_diagonal, squared_columns
 
 __all__ = [

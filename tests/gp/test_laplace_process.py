@@ -1,6 +1,6 @@
 """Laplace's approximation in function space against dense algebra in weight space, at the linear model's mode.
 
-Tests `laplace_process.py`, `function_space.py`, `streamed_space.py`, `dual_inverse.py`.
+Tests `laplace_process.py`, `function_space.py`, `dual_inverse.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from curvops.errors import ModeNotFoundError
 from curvops.gp import LaplaceProcess, laplace_gp
 from curvops.linalg import Reason
 from curvops.operators.function_space.dual_inverse import DualInverse
-from curvops.posterior.core.priors import read_prior
+from curvops.posterior.core.terms import read_prior
 
 DOUBLE = torch.float64
 N = 9

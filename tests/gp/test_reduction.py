@@ -271,7 +271,7 @@ def test_another_prior_or_further_data_have_no_error_that_is_known():
     ]
     for other in others:
         for read in (lambda p: p.error, lambda p: p.factor, lambda p: p.without_rest()):
-            with pytest.raises(ValueError, match="call co.gp.reduced_posterior again"):
+            with pytest.raises(ValueError, match="only for multiples of the prior"):
                 read(other)
 
 

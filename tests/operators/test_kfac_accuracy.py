@@ -29,7 +29,7 @@ from curvops.linalg.operators import kronecker, kronecker_factors
 from curvops.linalg.operators.kronecker_factors import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.network.walks.budget import Budget
-from curvops.operators.kfac import kfac_factors, outer_sums
+from curvops.operators.kfac import kfac_factors
 from tests.threads import using_threads
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -78,7 +78,7 @@ def test_single_precision_has_the_answers_of_double_precision(name: str) -> None
 
 def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same eigenvalues, an orthogonal basis, and exact zeros in the null space."""
-    monkeypatch.setattr(outer_sums, "MOST_EXACT", 4)
+    monkeypatch.setattr(kfac_factors, "MOST_EXACT", 4)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     lin = co.linearize(model, (torch.randn(7, 12).double(), torch.arange(7) % 3), "classification")
@@ -100,9 +100,9 @@ def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.M
 def test_rows_of_a_wide_factor_come_in_batches_and_are_dropped_where_they_are_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outer_sums, "MOST_EXACT", 2)
+    monkeypatch.setattr(kfac_factors, "MOST_EXACT", 2)
     rows = torch.randn(1, 3, 5, dtype=torch.float64)
-    few, many = outer_sums.OuterSum(), outer_sums.OuterSum()
+    few, many = kfac_factors.OuterSum(), kfac_factors.OuterSum()
     for part in rows.split(1, 1):
         few.add(part.unsqueeze(0))
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_few_rows_are_kept_and_decomposed_in_double_precision() -> None:
     rows = torch.randn(8, 1, 1, 4) * torch.tensor([1.0, 1e-1, 1e-2, 1e-4])
     exact = torch.einsum("ngtp,ngtq->gpq", rows.double(), rows.double())
     for count, side in ((1, rows), (2, rows), (1, rows.double())):
-        sums = outer_sums.OuterSum()
+        sums = kfac_factors.OuterSum()
         for _ in range(count):
             sums.add(side)
         total, details = sums.matrix(3, side.dtype)
@@ -141,7 +141,7 @@ def test_rows_after_points_and_points_after_rows() -> None:
     rows, points = torch.randn(3, 1, 1, 4), torch.randn(3, 1, 4, 9).mT
     expected = sum(torch.einsum("ngtp,ngtq->gpq", side.double(), side.double()) for side in (rows, points))
     for order in ((rows, points), (points, rows)):
-        sums = outer_sums.OuterSum()
+        sums = kfac_factors.OuterSum()
         for side in order:
             sums.add(side)
         total, details = sums.matrix(1, torch.float32)
@@ -159,7 +159,7 @@ def test_columns_may_come_one_at_a_time(sharing: str, monkeypatch: pytest.Monkey
     )
     expected = [kind(lin, sharing=sharing).to_dense() for kind in (co.KFAC, co.EKFAC)]
     monkeypatch.setattr("curvops.network.engines.layerwise.COLUMN_BYTES", 1)
-    monkeypatch.setattr("curvops.network.walks.passes.COLUMN_BYTES", 1)
+    monkeypatch.setattr("curvops.network.walks.batch_rows.COLUMN_BYTES", 1)
     with patch("curvops.network.walks.layer_roots.sensitivities", side_effect=roots.sensitivities) as asked:
         found = co.KFAC(lin, sharing=sharing).to_dense()
     assert [len(call.args[3]) for call in asked.call_args_list] == [1, 1]  # a softmax of three has two
@@ -178,7 +178,7 @@ def test_a_root_of_repeated_and_zero_rows() -> None:
 
 
 def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer_sums, "MOST_EXACT", 4)
+    monkeypatch.setattr(kfac_factors, "MOST_EXACT", 4)
     single, double, _ = digits()
     A = co.KFAC(single)
     with pytest.warns(PrecisionWarning, match=r"rounding of torch.float32 .* larger prior precision"):
@@ -278,7 +278,7 @@ def test_sampled_targets_do_not_depend_on_the_batches() -> None:
 def test_channels_that_lie_apart_are_summed_point_by_point() -> None:
     side = torch.randn(3, 2, 1, 4, 9).mT  # (n, r, g, t, p), t next to each other in memory
     expected = torch.einsum("nrgtp,nrgtq->gpq", side.double(), side.double())
-    found = outer_sums.OuterSum()
+    found = kfac_factors.OuterSum()
     found.add(side)
     found.add(2 * side)
     total, details = found.matrix(1, torch.float32)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.network.engines import engine
 
 FEW = 9
 """Points up to which these networks run as they look; engines prove layers on 8."""
@@ -215,13 +214,32 @@ def test_gradients_in_inputs_name_layers_that_run_otherwise() -> None:
         (lin.jacobian(x, differentiable=True) @ torch.ones(lin.num_parameters).double()).sum().backward()
 
 
-def test_a_pass_of_a_proven_path_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_of_a_proven_path_costs_no_other() -> None:
     """Eight points prove the layers once for batches of every size."""
-    checked = []
-    whole = engine.wrong_layers
-    monkeypatch.setattr(engine, "wrong_layers", lambda *args: checked.append(len(args[1][0])) or whole(*args))
-    lin = linearized(lambda m, x: plain(m, x), (N - 3, 3), few=0)
+    sizes: list[int] = []
+
+    def counted(m: Any, x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return plain(m, x)
+
+    lin = linearized(counted, (N - 3, 3), few=0)
     co.DiagonalGGN(lin).to_dense()
-    co.KFAC(lin).to_dense()
-    co.GGN(lin).to_dense()
-    assert checked == [8]
+    assert sizes.count(N - 3) == 1 and sizes.count(8) == 2
+    for ask in (co.DiagonalGGN, co.KFAC):
+        sizes.clear()
+        ask(lin).to_dense()
+        assert sizes == [N - 3, 3]
+
+
+def test_a_hook_put_on_a_layer_later_changes_no_result() -> None:
+    """It is put on the user's module, and rows of the layer used to be left out."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    for engine in ("auto", "layerwise"):
+        x, y = data()
+        lin, v = co.linearize(model, (x, y), "classification", engine=engine), torch.randn(26).double()
+        dense = co.GGN(lin).to_dense()
+        handle = model[0].register_forward_hook(lambda *_: None)
+        assert lin.jacobian(x[:4]).formed().abs().sum(1).all()
+        torch.testing.assert_close(co.DiagonalGGN(lin).entries, dense.diagonal(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(co.GGN(lin) @ v, dense @ v, rtol=1e-10, atol=1e-10)
+        handle.remove()

@@ -1,6 +1,6 @@
 """Operators made of rows, with everything cut into many small pieces: the same as the dense matrices.
 
-Tests `outer_sums.py`.
+Tests `kfac_factors.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 import curvops as co
 from curvops.network.walks import row_squares
 from curvops.network.walks.passes import Passes
-from curvops.operators.kfac import outer_sums
+from curvops.operators.kfac import kfac_factors
 from tests.zoo import ZOO, dense_jacobian
 
 NETWORKS = ["mlp", "cnn_1d", "embedding_padding", "bag_mean", "own_parameters", "linear_twice", "weight_norm"]
@@ -26,7 +26,7 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Bytes of a chunk, of a block of squares, and the least size of a symmetric product, far below any in use."""
     monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: request.param))
     monkeypatch.setattr(row_squares, "CACHE_BYTES", 200)
-    monkeypatch.setattr(outer_sums, "LEAST_SYMMETRIC", 4)
+    monkeypatch.setattr(kfac_factors, "LEAST_SYMMETRIC", 4)
 
 
 @pytest.fixture(params=NETWORKS)

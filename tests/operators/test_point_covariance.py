@@ -15,7 +15,7 @@ from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.kfac import kfac_factors
 from curvops.operators.kfac.kfac_factors import fewer_positions
-from curvops.posterior.predictions.covariance import Kept, PointCovariance
+from curvops.posterior.predictions.outputs import PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -97,7 +97,7 @@ def test_each_structure_is_what_solves_for_the_rows_give(name, structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_points_together_that_come_in_several_pieces(structure, points, monkeypatch):
     lin, inputs = linearized("mlp")
-    monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_: 500)
+    monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_: 500)
     inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(torch.cat([inputs, inputs + 1, inputs - 1])[:12])
     rows = points * lin.num_outputs
     torch.testing.assert_close(point_covariances(J, inverse, rows), by_solves(J, inverse, rows), **TIGHT)
@@ -162,7 +162,7 @@ def test_few_rows_of_layers_with_one_small_side_need_no_eigenvectors(bias, monke
         monkeypatch.setattr(point_covariance, "half_solved", counted)
         expected = {size: by_solves(J, co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse(), size) for size in (2, 4)}
         for size, chunk in ((2, 10**6), (4, 10**6), (2, 1), (4, 1)):
-            monkeypatch.setattr("curvops.network.walks.passes.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
+            monkeypatch.setattr("curvops.network.walks.batch_rows.chunk_bytes_within", lambda *_, chunk=chunk: chunk)
             inverse = co.KFAC(lin, bias=bias).add_diagonal(0.7).inverse()
             torch.testing.assert_close(point_covariances(J, inverse, size), expected[size], **TIGHT)
             variances = point_covariances(J, inverse, size, diagonals=True)
@@ -262,7 +262,7 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
         torch.testing.assert_close(co.TangentKernel(lin, 1.0, new).to_dense(), products, **TIGHT)
         ends = [by_solves(lin.jacobian(new + step * direction), inverse, C).sum() for step in (1e-5, -1e-5)]
         recorded = lin.jacobian(new.requires_grad_(), differentiable=True)
-        PointCovariance(recorded, inverse, C, Kept()).blocks().sum().backward()
+        PointCovariance(recorded, inverse, C).blocks().sum().backward()
         torch.testing.assert_close((new.grad * direction).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 

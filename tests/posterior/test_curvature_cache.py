@@ -1,4 +1,7 @@
-"""The cache: computed once, forgotten by value, counted by the budget, copied without its lock and generator."""
+"""The cache of `terms.py`: computed once, forgotten by value, counted by the budget, copied without its lock.
+
+Tests `terms.py`.
+"""
 
 import copy
 import gc
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.terms import CurvatureCache
 from curvops.records import record_of
 from tests.posterior.trained import problem
 

@@ -1,4 +1,4 @@
-"""Tests `fit_mode.py` and `mode_check.py`: training ends at a mode or says why not; elsewhere the evidence warns."""
+"""Tests `fit_mode.py` and `linear_mode.py`: training ends at a mode or says why not; elsewhere the evidence warns."""
 
 import warnings
 

@@ -1,6 +1,6 @@
 """Where points are few and weights many, the posterior solved for in function space is the same one.
 
-Tests `formed_kernel.py`, `precision.py`, `tangent_kernel.py`.
+Tests `function_space.py`, `precision.py`, `tangent_kernel.py`.
 """
 
 import copy
@@ -17,7 +17,7 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.solves.formed_kernel import NAME, FormedKernel
+from curvops.posterior.solves.function_space import NAME, FunctionSpace
 from curvops.posterior.solves.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
@@ -146,7 +146,7 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
     made = []
     monkeypatch.setattr(
-        "curvops.posterior.solves.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
+        "curvops.posterior.solves.function_space.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
     )
     lin = wide("gaussian")
     post = co.laplace(lin, co.GGN, prior_precision=ALPHA, check_mode=False)
@@ -232,16 +232,16 @@ def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Checkpoint, "save", ended)
-        kept_in(tmp_path / "run", FormedKernel(wide("classification")))
+        kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
     chunk["bytes"] = 2**20 // first
-    kernel = kept_in(tmp_path / "run", FormedKernel(wide("classification")))
+    kernel = kept_in(tmp_path / "run", FunctionSpace(wide("classification")))
     torch.testing.assert_close(kernel.kernel, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_kept_kernel_comes_before_another(tmp_path):
     """What a run began with is what it goes on with, and its spectrum too."""
     lin = wide("classification")
-    kernel, other = FormedKernel(lin), FormedKernel(lin)
+    kernel, other = FunctionSpace(lin), FunctionSpace(lin)
     kept_in(tmp_path / "run", kernel)
     other.of_data[NAME] = 2 * kernel.kernel
     before = other.spectrum

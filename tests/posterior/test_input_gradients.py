@@ -70,7 +70,7 @@ def test_means_and_covariances_of_every_structure(case):
 
 
 def test_variances_of_many_outputs_have_it_without_blocks(monkeypatch):
-    monkeypatch.setattr("curvops.posterior.predictions.covariance.FEW", 1)
+    monkeypatch.setattr("curvops.posterior.predictions.outputs.FEW", 1)
     for case in ("low rank", "last layer, KFAC", "subnetwork"):
         post = posterior(*CASES[case])
         checks(lambda x, post=post: post.predict(x).variance)

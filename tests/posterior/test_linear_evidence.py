@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior.log_evidence import evidence_parts
+from curvops.posterior.log_evidence import evidence
 
 DOUBLE = torch.float64
 
@@ -118,7 +118,7 @@ def test_another_mode_is_refused(annotations_unchecked):
 
 
 def test_where_the_mode_was_not_found_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr(evidence_parts, "find_mode", partial(evidence_parts.find_mode, maxiter=1))
+    monkeypatch.setattr(evidence, "find_mode", partial(evidence.find_mode, maxiter=1))
     found = co.laplace(early("classes"), co.GGN, 1.0, check_mode=False).log_evidence(mode="linear")
     assert found.reason is co.linalg.Reason.ITERATION_LIMIT
 

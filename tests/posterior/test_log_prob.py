@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior.log_evidence import determinants
+from curvops.posterior.log_evidence import evidence
 from tests.posterior.test_gaussian_posterior import forms
 from tests.posterior.test_priors import CURVATURES, PRIORS, dense_of
 from tests.posterior.trained import problem
@@ -100,7 +100,7 @@ def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
     estimated = co.linalg.Estimate(
         ratio.value + 0.3, torch.tensor(0.4, dtype=torch.float64), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT
     )
-    monkeypatch.setattr(determinants, "log_ratio", lambda *_: estimated)
+    monkeypatch.setattr(evidence, "log_ratio", lambda *_: estimated)
     found = post.log_prob(ROWS)
     torch.testing.assert_close(found.value, exact.value + 0.15, **TIGHT)
     assert bool((found.stderr == 0.2).all()) and found.stderr.shape == (4,) and found.bias_bound == 0.01

@@ -1,6 +1,6 @@
 """Predictive distributions at any scale of the targets: no floor, no warning, gradients, and what is made of them.
 
-Tests `covariance.py`.
+Tests `normals.py`.
 """
 
 import copy

@@ -78,7 +78,7 @@ def seen():
         spy(stack, solving, "lsmr", "lsmr")
         spy(stack, import_module("curvops.posterior.draws.deviations"), "cg", "cg")
         spy(stack, import_module("curvops.operators.curvatures.formed"), "principal_block", "formed matrix")
-        spy(stack, import_module("curvops.posterior.solves.formed_kernel").FormedKernel, "inverse", "formed kernel")
+        spy(stack, import_module("curvops.posterior.solves.function_space").FunctionSpace, "inverse", "formed kernel")
         yield found
 
 

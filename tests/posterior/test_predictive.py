@@ -1,6 +1,6 @@
 """Links, decompositions of uncertainty, joint draws and scores, against quadrature and dense definitions.
 
-Tests `held_out.py`, `links.py`, `outputs.py`, `uncertainty.py`.
+Tests `answers.py`, `outputs.py`.
 """
 
 import math
@@ -12,8 +12,8 @@ from torch import nn
 
 import curvops as co
 from curvops.network import PointNormals
-from curvops.posterior.predictions import links, outputs
-from curvops.posterior.predictions.uncertainty import decompose_labels
+from curvops.posterior.predictions import answers, outputs
+from curvops.posterior.predictions.answers import decompose_labels
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -87,9 +87,9 @@ def test_the_bridge_inverts_the_moments_of_a_dirichlet():
     centring = torch.eye(c, dtype=DOUBLE) - 1 / c
     covariance = centring @ torch.diag_embed(inverse) @ centring
     expected = alpha / alpha.sum(-1, keepdim=True)
-    torch.testing.assert_close(links.bridge(mean, covariance), expected, **TIGHT)
+    torch.testing.assert_close(answers.bridge(mean, covariance), expected, **TIGHT)
     moved = covariance + 3.0  # variance along the ones does not change a softmax
-    torch.testing.assert_close(links.bridge(mean + 5.0, moved), expected, **TIGHT)
+    torch.testing.assert_close(answers.bridge(mean + 5.0, moved), expected, **TIGHT)
 
 
 @pytest.mark.parametrize("c", [2, 4])
@@ -102,7 +102,7 @@ def test_the_bridge_conditions_logits_to_sum_to_zero(c):
     f = mean - (gain @ ones.mT @ mean[..., None]).squeeze(-1)
     v = (covariance - gain @ ones.mT @ covariance).diagonal(dim1=-2, dim2=-1)
     alpha = (1 - 2 / c + f.exp() * (-f).exp().sum(-1, keepdim=True) / c**2) / v
-    torch.testing.assert_close(links.bridge(mean, covariance), alpha / alpha.sum(-1, keepdim=True), **TIGHT)
+    torch.testing.assert_close(answers.bridge(mean, covariance), alpha / alpha.sum(-1, keepdim=True), **TIGHT)
 
 
 def test_the_normalised_bridge_is_the_bridge_until_variances_are_large(classes):
@@ -124,9 +124,9 @@ def test_the_bridge_of_sure_logits_is_finite(normalised, dtype):
     sure = torch.tensor([[80.0, -40.0, 3.0], [400.0, -400.0, 0.0]], dtype=dtype)
     eye, shared = torch.eye(3, dtype=dtype), torch.ones(3, 3, dtype=dtype)
     for covariance in (eye, 1e-30 * eye, 0 * eye, shared, shared + 1e-9 * eye):
-        found = links.bridge(sure, covariance.expand(2, 3, 3), normalised)
+        found = answers.bridge(sure, covariance.expand(2, 3, 3), normalised)
         torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.0]] * 2, dtype=dtype), atol=1e-6, rtol=0)
-        even = links.bridge(torch.zeros(1, 3, dtype=dtype), covariance[None], normalised)
+        even = answers.bridge(torch.zeros(1, 3, dtype=dtype), covariance[None], normalised)
         torch.testing.assert_close(even, torch.full((1, 3), 1 / 3, dtype=dtype), atol=1e-6, rtol=0)
 
 
@@ -139,12 +139,12 @@ def test_the_normalised_bridge_scales_to_a_mean_variance_of_the_root_of_half_the
     mean, covariance = mean @ centring, centring @ root @ root.mT @ centring
     share = covariance.diagonal(dim1=-2, dim2=-1).mean(-1) / (c / 2) ** 0.5
     mean, covariance = mean / share.sqrt()[:, None], covariance / share[:, None, None]
-    expected = links.bridge(mean, covariance)
+    expected = answers.bridge(mean, covariance)
     for size in (1.0, 1.01, 30.0):
-        found = links.bridge(mean * size**0.5, covariance * size, normalised=True)
+        found = answers.bridge(mean * size**0.5, covariance * size, normalised=True)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    smaller = links.bridge(mean * 0.9**0.5, covariance * 0.9, normalised=True)
-    torch.testing.assert_close(smaller, links.bridge(mean * 0.9**0.5, covariance * 0.9), **TIGHT)
+    smaller = answers.bridge(mean * 0.9**0.5, covariance * 0.9, normalised=True)
+    torch.testing.assert_close(smaller, answers.bridge(mean * 0.9**0.5, covariance * 0.9), **TIGHT)
 
 
 def test_the_network_link_averages_the_network_at_the_draws(classes):
@@ -355,7 +355,7 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     draws, match = post.sample(3, generator()), r"70 × 70 covariances of 430 points need 16,856,000 bytes.*samples="
     exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(215)])
     torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
-    expected = links.scale_logits(lin.predict(points), exact.diagonal(dim1=1, dim2=2)).softmax(-1)
+    expected = answers.scale_logits(lin.predict(points), exact.diagonal(dim1=1, dim2=2)).softmax(-1)
     torch.testing.assert_close(post.probabilities(points), expected, **TIGHT)
     of_draws = post.predict(points, samples=draws)
     pushed = post.functions(points, 3, samples=draws) - lin.predict(points)

@@ -65,11 +65,11 @@ RESOLVED = 1000
 EPOCHS = 100
 """The default number of passes over the data of stochastic descent."""
 
-SKETCHED = "cg with a sketch"
+CLOSED_FORM, SKETCHED = "closed form", "cg with a sketch"
 NO_GRADIENT = "a gradient is recorded, which it does not have"
 METHODS = {
-    "closed form": ("closed form", "formed matrix"),
-    "cg": ("closed form", "dense", "formed matrix", SKETCHED, "cg"),
+    CLOSED_FORM: (CLOSED_FORM, "formed matrix"),
+    "cg": (CLOSED_FORM, "dense", "formed matrix", SKETCHED, "cg"),
     "dual": ("formed kernel", "dual"),
     "sgd": ("sgd",),
 }
@@ -246,7 +246,7 @@ def conjugate_gradients(s: System, *obstacles: tuple[bool, str]) -> tuple[Route,
 
 def _closed_form(s: System) -> Route:
     none, more = (not s.closed_form, "no closed form is known"), "its dense matrix carries more gradients"
-    return _route("closed form", 0, 0, none, (s.recorded and s.small and s.posterior is None, more))
+    return _route(CLOSED_FORM, 0, 0, none, (s.recorded and s.small and s.posterior is None, more))
 
 
 def _dense(s: System) -> Route:

@@ -254,10 +254,7 @@ class Kronecker(_GroupedBlocks):
         for name, factor, known in (("left", left, details[0]), ("right", right, details[1])):
             square = factor.ndim == 2 or (factor.ndim == 3 and (known.by_root or factor.shape[1] == factor.shape[2]))
             if not square or factor.shape[0] != left.shape[0]:
-                raise ValueError(
-                    f"{name} must be (g, m, m), or (g, m) if it is diagonal, with the same g for both factors; "
-                    f"got left {tuple(left.shape)} and right {tuple(right.shape)}."
-                )
+                raise ValueError(f"{name} must be (g, m, m), or (g, m) if diagonal, with one g: {factor.shape}.")
         if left.dtype != right.dtype:
             raise TypeError(f"left and right must have one dtype, got {left.dtype} and {right.dtype}.")
         super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)

@@ -23,6 +23,7 @@ from curvops.errors import DataChangedError, NoDataError
 from curvops.fingerprints import fingerprint, ordered_sum, point_prints
 from curvops.network.data.inputs import (
     Inputs,
+    Layout,
     components,
     copy,
     move,
@@ -33,7 +34,6 @@ from curvops.network.data.inputs import (
     take,
     tensor_of,
 )
-from curvops.network.data.layout import Layout
 from curvops.network.data.loaders import LoaderPasses, in_order
 from curvops.network.data.randomness import items
 
@@ -51,8 +51,6 @@ LABELS = ("labels", "label")
 """The names of the targets in Hugging Face collators and data sets."""
 IGNORED = -100
 """The label of ignored positions in Hugging Face batches."""
-STACKED = 1024
-"""The number of fingerprints put into one tensor: each by itself would take hundreds of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,11 +203,6 @@ class Batches:
             return False
         batch = self._reading.read((x, y))
         return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
-
-    @property
-    def print_of_batches(self) -> int:
-        """The fingerprint of the batches one after the other, by which earlier versions identified the data."""
-        return int(fingerprint([self._first_pass.prints]))
 
     def _note_points(self, prints: Tensor, start: int) -> None:
         """Add the fingerprints of these points to both sums, with and without regard to their order."""
@@ -392,8 +385,8 @@ def holds_all(data: object) -> bool:
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
     """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
 
-    weights: whether a third item was declared to be weights. Raises TypeError for another form, for a third item that
-    was not declared, and for complex weights; ValueError for labels that a causal language model shifts.
+    weights: whether a third item was declared to be weights. Raises TypeError for another form, and for a third item
+    that was not declared; ValueError for labels that a causal language model shifts.
     """
     if _is_named(item):
         assert isinstance(item, Mapping)
@@ -412,10 +405,7 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     if not all(isinstance(part, Tensor) for part in found[1:]):
         kinds = ", ".join(type(part).__name__ for part in found[1:])
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    w = found[2] if len(found) == 3 else None
-    if w is not None and w.is_complex():
-        raise TypeError(f"Sample weights are real numbers, counts or masks; given {w.dtype}.")
-    return found[0], found[1], w
+    return found[0], found[1], found[2] if len(found) == 3 else None
 
 
 def _is_named(item: object) -> bool:
@@ -485,32 +475,25 @@ def _in_batch(index: int) -> Iterator[None]:
 
 
 class _Noted:
-    """The shapes, dtypes and fingerprints of the batches of a pass; for a million batches they take some 24 MB."""
+    """The shapes, dtypes and fingerprints of the batches of a pass."""
 
     def __init__(self, batches: Iterable[Batch] = ()) -> None:
         self.signatures: list[object] = []
         self.sizes: list[int] = []
-        self._known: dict[object, tuple[object, int]] = {}  # the few distinct ones, to which all batches refer
-        self._stacks: list[Tensor] = []
-        self._last: list[Tensor] = []
+        self._prints: list[Tensor] = []
         for batch in batches:
             self.add(batch)
 
     def add(self, batch: Batch) -> None:
         named = list(batch.named_tensors())
-        own = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        signature, size = self._known.setdefault(own, (own, batch.num_points))
-        self.signatures.append(signature)
-        self.sizes.append(size)
-        self._last.append(fingerprint([tensor for _, tensor in named]))
-        if len(self._last) == STACKED:
-            self._stacks.append(torch.stack(self._last))
-            self._last.clear()
+        self.signatures.append([(name, tensor.shape, tensor.dtype) for name, tensor in named])
+        self.sizes.append(batch.num_points)
+        self._prints.append(fingerprint([tensor for _, tensor in named]))
 
     @property
     def prints(self) -> Tensor:
         """The fingerprint of each batch."""
-        return torch.cat([*self._stacks, *(one.unsqueeze(0) for one in self._last)])
+        return torch.stack(self._prints)
 
 
 def _not_a_batch(item: object) -> str:

@@ -30,10 +30,9 @@ class Streamed:
     """The streamed engine: J of one batch, by new passes in every product; nothing is kept between products.
 
     A push costs a forward-mode pass per vector (1 gradient), a pull a forward pass and a backward pass per vector (1
-    gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
-    both, with the memory of two forward passes. With `pushes` by double backward, a push takes a second backward pass.
-    By rows it needs only first derivatives: C backward passes for each point, whose rows all vectors share. Outputs
-    alone are computed for `at_once` points at a time (0: all).
+    gradient). With `pushes` by double backward, a push takes a second backward pass. By rows it needs only first
+    derivatives: C backward passes for each point, whose rows all vectors share. Outputs alone are computed for
+    `at_once` points at a time (0: all).
     """
 
     kind = "streamed"
@@ -45,11 +44,10 @@ class Streamed:
         inputs: Any,
         names: Sequence[str],
         pushes: Pushes = "forward mode",
-        roomy: bool = False,
         at_once: int = 0,
     ) -> None:
         self.model, self.inputs, self.names = model, inputs, tuple(names)
-        self.pushes, self.roomy, self.at_once = pushes, roomy, at_once
+        self.pushes, self.at_once = pushes, at_once
         self._outputs: Tensor | None = None
         self._graph: _Graph | None = None
 
@@ -74,34 +72,31 @@ class Streamed:
         if self.pushes == "rows":
             return self._push_by_rows(tangents)
         columns = next(iter(tangents.values())).shape[0]
-        record = self.roomy and columns == 1
-        return _stack([self._push_one(_one_of(tangents, self.names, k), record) for k in range(columns)])
+        return _stack([self._push_one(_one_of(tangents, self.names, k)) for k in range(columns)])
 
     def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         points = range(num_points(self.inputs))
         graphs = (record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names) for n in points)
         return torch.stack([graph.push_by_rows(tangents) for graph in graphs], 1)
 
-    def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
-        if self.roomy:
-            self._outputs, result = self._pass(self.inputs, tangent, record)
-            return result
+    def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
         # Half the points at a time: inputs and outputs of a layer are in memory together with their tangents, and the
         # pull should be the part of a product that takes most memory.
         half = -(-num_points(self.inputs) // 2)
         parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
-        found = [self._pass(part, tangent, record) for part in parts if num_points(part)]
+        found = [self._pass(part, tangent) for part in parts if num_points(part)]
         self._outputs, result = (torch.cat(pieces) for pieces in zip(*found))
         return result
 
-    def _pass(self, inputs: Any, tangent: Blocks, record: bool) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
-        """Return outputs and tangents; gradients stay off unless the pass is recorded, for the tangent alone."""
-        with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
+    def _pass(self, inputs: Any, tangent: Blocks) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+        """Return outputs and tangents."""
+        with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
             values = self.model.values
-            leaves = {name: _own_storage(values[name]).requires_grad_(record) for name in self.names}
-            duals = {name: forward_ad.make_dual(leaf, _own_storage(tangent[name])) for name, leaf in leaves.items()}
+            duals = {
+                name: forward_ad.make_dual(_own_storage(values[name]), _own_storage(tangent[name]))
+                for name in self.names
+            }
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, inputs))
-        self._graph = _Graph(self.model, leaves, outputs) if record else None
         return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
@@ -122,8 +117,9 @@ class Recorded:
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
         self.model, self.names, self._replay = model, tuple(names), replay
         self._graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
+        given = [tensor for _, tensor in components(normalise(inputs))]
         # The graph of a pull, for a double backward pass, kept at most twice as much again when measured.
-        self.nbytes = saved * 3 if replay is None else saved + replay_bytes(replay, model, inputs)
+        self.nbytes = saved * 3 if replay is None else saved + replay.nbytes([*model.tensors(), *given])
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -282,12 +278,6 @@ def saved_bytes(model: Model, inputs: Any) -> int:
     return count_saved(model, inputs, lambda: record_graph(model, inputs, model.selection.names))[1]
 
 
-def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
-    """Return the bytes of the constants that a replay keeps, without those of the model and the inputs."""
-    given = [tensor for _, tensor in components(normalise(inputs))]
-    return replay.nbytes([*model.tensors(), *given])
-
-
 def _stack(rows: list[Tensor]) -> Tensor:
     """Return the rows as one tensor; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
@@ -316,7 +306,7 @@ def _leave_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def count_saved(model: Model, inputs: Any, run: Callable[[], T], apart: Iterable[Tensor] = ()) -> tuple[T, int]:
+def count_saved(model: Model, inputs: Any, run: Callable[[], T]) -> tuple[T, int]:
     """Return what `run` returns, and the bytes of the inputs and of the distinct storages that autograd saves in it.
 
     The model's own storages are not counted, and for inputs, which may be slices of all data, only their own bytes are.
@@ -325,7 +315,7 @@ def count_saved(model: Model, inputs: Any, run: Callable[[], T], apart: Iterable
     """
     given = [tensor for _, tensor in components(normalise(inputs))]
     own = sum(tensor.nbytes for tensor in given)
-    held = Held([*model.tensors(), *given, *apart])
+    held = Held([*model.tensors(), *given])
     extents: set[tuple[int, int]] = set()
 
     def pack(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,9 +24,8 @@ from curvops.network.engines.layerwise import (
     record,
 )
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan, rates_of
-from curvops.network.engines.proofs import Proof, forget, key_of, path_of, proof_of
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, try_recording
-from curvops.network.engines.self_check import Checked, bypassed, mismatches, random_root, wrong_layers
+from curvops.network.engines.self_check import Checked, bypassed, mismatches, path_of, random_root
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -39,8 +38,6 @@ CHECKED_POINTS = 8
 FORWARD_POINTS = 32
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
-# The checked uses of layer rules: products with J, products with J and some columns, rows.
-WHOLE, COLUMNS, ROWS = "whole", "columns", "rows"
 
 
 @runtime_checkable
@@ -60,17 +57,15 @@ class Engines:
     """A builder of engines for batches of a model, which is probed on the first two points of the inputs `first`.
 
     The probe determines the number of outputs, which derivatives exist and are right (see `routes`), which layers run
-    as layers, and how many bytes an engine keeps. An engine that is kept is checked on the first batch that it is used
-    for. The layer rules are checked on some of its points, or on all if its recorded pass has another path than those.
-    Checks are not repeated for a network of the same structure (see `proofs`). With `whole`, the pass over all of
-    `first` is kept for a caller that needs its rows (`pop_first`).
+    as layers, and how many bytes an engine keeps. The layer rules are checked on some points of the first batch, and on
+    all points of a later one whose recorded pass takes another path. With `whole`, the pass over all of `first` is kept
+    for a caller that needs its rows (`pop_first`).
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget = choice, memory_budget
-        self._key: Hashable = None
         self._owned = owners_of(model)
-        self._served = tuple(sorted(name for own in self._owned.values() for name in own.values()))
+        self._run: Any = None
         self._probe(model, first, whole)
 
     def at(self, model: Model, first: Any) -> Engines:
@@ -81,27 +76,26 @@ class Engines:
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
         seen = first if whole else take(first, slice(0, 2))
-        outputs, calls, misfits = record(model, seen, self._owned)
-        self.model, self._first = model, (seen, (outputs, calls, misfits)) if whole else None
-        key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
-        if key is not None and key == self._key:
-            return  # this includes rules found wrong after they were proven
-        self._key, self._num_outputs = key, outputs.shape[1]
+        recording = record(model, seen, self._owned)
+        outputs, calls, misfits = recording
+        self.model, self._first = model, (seen, recording) if whole else None
+        path = path_of(model, recording)
+        run = path, outputs.shape[1], [call.layer.output[1:] for call in calls], misfits
+        if path is not None and run == self._run:
+            return  # the network runs as it did at the weights before: what was found then holds
+        self._run, self._num_outputs = run, outputs.shape[1]
         self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._unlike: frozenset[str] = frozenset()
         self._first_differs: bool | None = None
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
-
-        def prove() -> Proof:
-            names = model.selection.names
-            routes = find_routes(model, self._few, names, keep=False)
-            # One point in addition to two, so that a dimension of length two is not mistaken for the points.
-            owned = self._owned
-            alone = record(model, take(self._few, slice(0, 1)), owned)[2] if owned else set()
-            return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owned), NO_LAYER))
-
-        self._proof = proof_of(key, prove)
+        self._checked: set[bool] = set()  # whether products with J (True), or with rows of Lᵀ J, were checked
+        self._paths: dict[int, frozenset[str]] = {}  # the parameters with wrong layers, by the path of a checked pass
+        names = model.selection.names
+        self._routes = {names: find_routes(model, self._few, names)}
+        # One point in addition to two, so that a dimension of length two is not mistaken for the points.
+        alone = record(model, take(self._few, slice(0, 1)), self._owned)[2] if self._owned else set()
+        self._rejected = dict.fromkeys(misfits | alone | never_ran(calls, self._owned), NO_LAYER)
         self.plan = self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
@@ -131,30 +125,43 @@ class Engines:
         outputs, _, misfits = recording
         if misfits:
             return misfits
-        paths, path = self._proof.paths, path_of(self.model, recording)
-        if path is None or path not in paths:
+        path = path_of(self.model, recording)
+        if path is None or path not in self._paths:
             with torch.no_grad():
                 alone = self.model(self.model.values, take(inputs, slice(0, 1)))
                 self.model.require_points_apart(outputs.detach(), alone)
-            found = wrong_layers(self.model, recording, self._in_layers, self._build_streamed(inputs))
-            if not found.shown:
-                return found.wrong | bypassed(self.model, recording)
+            wrong, shown = self._check(inputs, recording, whole=False)
+            if not shown:
+                return wrong | bypassed(self.model, recording)
             if path is None:
-                return found.wrong
-            paths[path] = frozenset(found.wrong)
-        return paths[path]
+                return wrong
+            self._paths[path] = frozenset(wrong)
+        return self._paths[path]
+
+    def _check(self, inputs: Any, recording: Recording, whole: bool) -> Checked:
+        """Find the layers that are wrong in products with J (`whole`), or with one random column per point.
+
+        The column is random, since a check with zero residuals would show nothing.
+        """
+        others, reference = tuple(self.plan.others), self._build_streamed(inputs)
+        reference.record()  # a root needs the outputs, too
+        rest = Streamed(self.model, inputs, others) if others else None
+        root = IDENTITY if whole else random_root(num_points(inputs), self._num_outputs, self.model.theta)
+        engine = Layerwise(self.model, recording, rest, LEAST_CHUNK, root)
+        return mismatches(engine, reference if whole else RootJacobian(reference, root), self._in_layers)
 
     @property
     def _in_layers(self) -> list[str]:
         """The names of parameters with a layer rule."""
-        return [name for name in self._served if name not in self.plan.others]
+        served = (name for names in self._owned.values() for name in names.values())
+        return sorted({name for name in served if name not in self.plan.others})
 
     def try_keeping(self) -> Plan:
         """Return the plan after trying whether and how a recorded pass may be kept; a single product needs no trial."""
         with self.model.lock:
             if not self.plan.routes.tried and self._choice != "streamed":
                 names, plan = self.model.selection.names, self.plan
-                self._proof.routes[names] = try_recording(self._routes_of(names), self.model, self._few, names)
+                self._routes[names] = try_recording(self._routes_of(names), self.model, self._few, names)
                 rest = None if plan.rest is None else self._routes_of(tuple(plan.others))
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
@@ -168,13 +175,9 @@ class Engines:
             return self._prove_layerwise(inputs, room, root)
         if kind == "formed":
             return KeptRows(self.model, inputs, self.forward_points, root)
-        engine = self._autodiff(kind, inputs, room)
+        names = self.model.selection.names
+        engine = self._build_recorded(inputs, names) if kind == "recorded" else self._build_streamed(inputs)
         return RootJacobian(engine, root) if root is not IDENTITY else engine
-
-    def _autodiff(self, kind: EngineKind, inputs: Any, room: int) -> Streamed | Recorded:
-        if kind == "recorded":
-            return self._build_recorded(inputs, self.model.selection.names)
-        return self._build_streamed(inputs, room)
 
     def _prove_layerwise(self, inputs: Any, room: int, root: Root) -> Engine:
         """Return the layerwise engine without the layers that prove wrong; a streamed engine if none is left.
@@ -182,7 +185,7 @@ class Engines:
         If layers that were proven run differently in this batch, autodiff computes products from now on, but not rows:
         these are computed for fewer points at a time, so that Kronecker factors do not depend on earlier calls.
         """
-        self._prove_on_few(inputs, whole=root is IDENTITY)
+        self.prove(inputs, whole=root is IDENTITY)
         if self.plan.is_last_layer and root is IDENTITY and (found := self._build_last_layer(inputs)):
             return found
         if self.plan.layers:
@@ -193,32 +196,10 @@ class Engines:
             self.plan = self._make_plan()
         return self.build("streamed", inputs, room, root)
 
-    def _prove_on_few(self, inputs: Any, whole: bool) -> None:
-        """Check on some points that the rules multiply by J (`whole`), or by J and some columns, as autograd does.
-
-        The column is random: with zero residuals a check would show nothing.
-        """
-
-        def check(few: Any, recording: Recording) -> Checked:
-            names, others = self.model.selection.names, tuple(self.plan.others)
-            rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
-            reference: Streamed | RootJacobian = Streamed(self.model, few, names, self._routes_of(names).pushes)
-            root = IDENTITY
-            if not whole:
-                root = random_root(num_points(few), self._num_outputs, self.model.theta)
-                reference = RootJacobian(reference, root)
-            return mismatches(Layerwise(self.model, recording, rest, LEAST_CHUNK, root), reference)
-
-        self._prove(inputs, WHOLE if whole else COLUMNS, check)
-
     def checked_others(self, inputs: Any) -> tuple[str, ...]:
         """Return the parameters without a layer rule, with those whose rows prove to be wrong on some points."""
-
-        def check(few: Any, recording: Recording) -> Checked:
-            return wrong_layers(self.model, recording, self._in_layers, self._build_streamed(few))
-
         with self.model.lock:
-            self._prove(inputs, ROWS, check)
+            self.prove(inputs, whole=False)
             return tuple(self.plan.others)
 
     def agree(self, inputs: Any, gather: Callable[[tuple[str, ...]], list[tuple[str, ...]]]) -> None:
@@ -227,49 +208,46 @@ class Engines:
         `gather` returns the result of each process. Otherwise sums by layers would be over different layers on each.
         """
         with self.model.lock:
-            self._prove_on_few(inputs, whole=True)
+            self.prove(inputs, whole=True)
             while len(set(found := gather(tuple(self.plan.others)))) > 1:
                 self._reject({name for others in found for name in others} - self.plan.others.keys(), WRONG)
 
-    def _prove(self, inputs: Any, what: str, check: Callable[[Any, Recording], Checked]) -> None:
-        """Leave to autodiff the layers that a check rejects, at least one a time; note what was checked.
+    def prove(self, inputs: Any, whole: bool) -> None:
+        """Check layers on some points, and leave to autodiff those that are wrong, at least one a time.
 
         A layer that is right at single points stays: with several points their order or the layer's calls may change,
         and `record` finds the batches in which this happens. A pass at points without a gradient proves nothing: there
         the graph tells which layers are left out by a path.
         """
         count = min(CHECKED_POINTS, num_points(inputs))
-        while self.plan.layers and not self._proof.checked & {WHOLE, what}:
+        while self.plan.layers and not self._checked & {True, whole}:
             alone = [take(inputs, slice(i, i + 1)) for i in range(count)]
-            wrong = self._wrong_at([take(inputs, slice(0, count))], check) and self._wrong_at(alone, check)
+            wrong = self._wrong_at([take(inputs, slice(0, count))], whole) and self._wrong_at(alone, whole)
             if wrong is None:
-                self._proof.checked.add(what)
+                self._checked.add(whole)
             else:
                 names, why = wrong
                 # Without a wrong layer, the part by autodiff is wrong beside the layers: then it computes everything.
                 self._reject(names & {*self._in_layers} or self._in_layers, why)
 
-    def _wrong_at(
-        self, parts: Sequence[Any], check: Callable[[Any, Recording], Checked]
-    ) -> tuple[Set[str], str] | None:
-        """Return the parameters whose layers a check rejects at some points, and why; note the paths that are right."""
+    def _wrong_at(self, parts: Sequence[Any], whole: bool) -> tuple[Set[str], str] | None:
+        """Return the parameters whose layers are wrong at some points, and why; note the paths that are right."""
         for few in parts:
             recording = record(self.model, few, self._owners(self.plan.others))
             if recording[2]:
                 return recording[2], NO_LAYER
-            wrong, shown = check(few, recording)
+            wrong, shown = self._check(few, recording, whole)
             if not shown:
                 wrong |= bypassed(self.model, recording)
             if wrong:
                 return wrong, WRONG
             if shown and (path := path_of(self.model, recording)) is not None:
-                self._proof.paths[path] = frozenset()
+                self._paths[path] = frozenset()
         return None
 
     def _reject(self, names: Iterable[str], why: str) -> None:
         """Leave these parameters to autodiff from now on."""
-        self._proof = forget(self._proof)
-        self._proof.rejected |= dict.fromkeys(names, why)
+        self._rejected = self._rejected | dict.fromkeys(names, why)
         self.plan = self._make_plan()
 
     @property
@@ -281,10 +259,9 @@ class Engines:
         made = self._routes_of(self.model.selection.names).made_bytes
         return 0 if self.model.theta.is_cuda else max(FORWARD_POINTS, MAPPED_BYTES // max(1, made))
 
-    def _build_streamed(self, inputs: Any, room: int = 0) -> Streamed:
-        routes = self._routes_of(self.model.selection.names)
-        roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
-        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy, self.forward_points)
+    def _build_streamed(self, inputs: Any) -> Streamed:
+        names = self.model.selection.names
+        return Streamed(self.model, inputs, names, self._routes_of(names).pushes, self.forward_points)
 
     def _build_recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
         """Return the engine that keeps a recorded pass, once a batch has proved it right; otherwise a streamed one."""
@@ -296,10 +273,9 @@ class Engines:
                     self._recorded_verified.add(names)
                     return engine
             # The batch shows the fault: from now on, use routes found on this batch, without the one that failed.
-            found = find_routes(self.model, inputs, names)
-            again = found.recordable and found.replayed is routes.replayed
-            self._proof = forget(self._proof)
-            self._proof.routes[names] = dataclasses.replace(found, recordable=False) if again else found
+            anew = try_recording(find_routes(self.model, inputs, names), self.model, inputs, names)
+            again = anew.recordable and anew.replayed is routes.replayed
+            self._routes[names] = dataclasses.replace(anew, recordable=False) if again else anew
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
@@ -327,11 +303,10 @@ class Engines:
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """Return the routes for some of the selected parameters: those for all, or better ones for these alone."""
-        known = self._proof.routes
-        found = known.get(names) or known[self.model.selection.names]
-        if found.pushes == "rows" and names not in known:
-            found = known[names] = find_routes(self.model, self._few, names)
-        return found
+        routes = self._routes.get(names) or self._routes[self.model.selection.names]
+        if routes.pushes == "rows" and names not in self._routes:
+            routes = self._routes[names] = find_routes(self.model, self._few, names)
+        return routes
 
     def _owners(self, left_out: Mapping[str, str]) -> Owners:
         """Return layers and their parameters among those that are left to the layer rules."""
@@ -343,7 +318,7 @@ class Engines:
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
         """Return the plan for layers that made these calls at the first points; without calls, make them."""
         # Rows and factors come from the rules with every engine, so that no result depends on the engine.
-        rejected, names = self._proof.rejected, self.model.selection.names
+        rejected, names = self._rejected, self.model.selection.names
         if calls is None:
             calls = record(self.model, self._few, self._owners(rejected))[1]
         calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]

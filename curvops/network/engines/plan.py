@@ -4,29 +4,22 @@ Unit: one loss gradient of the batch, 3 F multiply-adds if a forward pass takes 
 
 - streamed: a JVP and a VJP, each with its own forward pass, 2 gradients per vector; nothing to build;
 - recorded: the same without the forward passes, 4/3 (5/3 if J v comes from a double backward pass). To build: a forward
-  pass, one with tangents, and a product that checks it. The count is 4 F less two input gradients of the first layer;
-  these passes cannot give an exact GGN for less (docs/engines.md);
+  pass, one with tangents, and a product that checks it;
 - layerwise: two products per layer, 2/3 in all, and the stored numbers are read once in each direction. To build: a
-  forward pass, C backward passes and the layer Jacobians. Layers without a rule add a recorded product.
+  forward pass and C backward passes. Layers without a rule add a recorded product;
+- formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
+  build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
 
 For a Fisher from residuals the layerwise engine stores one row per sample and point instead of C (`for_rows`): building
 it takes 2/3 of a gradient for any C, and it pays from the first product.
 
-A layer that feeds the last one keeps slopes instead of δ, and multiplies by the last layer's weight, C multiply-adds a
-unit in each direction.
-
-What else a product takes is told by the device's `Rates`. Numbers that are only read (δ, layer Jacobians) cost
-`Rates.read` multiply-adds each, however many vectors share the reading. Each visit of a layer costs `Rates.visit`
-multiply-adds, whatever the layer's size: one visit per vector by autodiff, one per block by the layerwise engine. These
-visits are most of the cost of small networks, and on a GPU of all but large ones.
-
-- formed: the rows of J, if parameters have no layer rule: a product reads C·D numbers a point in each direction. To
-  build: a forward pass and C backward passes for each point alone. It pays if outputs are few.
+To these counts the device's `Rates` add the time of reading stored numbers, which all vectors of a block share, and of
+visiting a layer, whatever its size: once per vector by autodiff, once per block by the layerwise engine. Visits are
+most of the cost of small networks, and on a GPU of all but large ones.
 
 The rule expects as many further vectors, in blocks as wide, as it has seen since an engine was last replaced. This is
-the ski-rental bound: the cost is never more than twice the best one, and a solver whose block narrows does not make two
-engines alternate. After the first product it expects at least `SOLVER` vectors: a second product means a solver, and
-engines that are built early pay most.
+the ski-rental bound: the cost is never more than twice the best one. After the first product it expects at least
+`SOLVER` vectors: a second product means a solver, and engines that are built early pay most.
 """
 
 from __future__ import annotations
@@ -47,11 +40,15 @@ from curvops.summary import Table, Tabular
 EngineKind = Literal["streamed", "recorded", "layerwise", "formed"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
 SOLVER = 8
-STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
-RECORDING = 7 / 3
-THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75, "formed": 0.25}
-"""How often a product visits the layers, as measured, in units of the recorded engine's visits."""
-THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
+STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 3.0, 4 / 3, 5 / 3, 7 / 3
+VISITS: dict[EngineKind, tuple[float, float]] = {
+    "streamed": (3.0, 0.0),
+    "recorded": (1.0, 8.0),
+    "layerwise": (0.75, 6.0),
+    "formed": (0.25, 0.0),
+}
+"""How often a product visits the layers, and building the engine (for formed rows besides the passes of each point), as
+measured, in units of a product by the recorded engine."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,31 @@ each."""
 def rates_of(device: torch.device) -> Rates:
     """Return the rates by which the rule weighs the costs of products on this device."""
     return CPU if device.type == "cpu" else GPU
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """What the layerwise engine keeps of a layer, per point, and the multiply-adds of a product in each direction.
+
+    A product reads `read` numbers besides the `inputs` a: δ, slopes or the layer's Jacobian; none for the last layer.
+    """
+
+    what: str
+    read: int
+    inputs: int
+    multiply_adds: int
+
+
+def kept_layer(layer: Layer, columns: int) -> KeptLayer:
+    """Return what is kept of a layer, for this number of rows per point."""
+    out, work = layer.output[1:].numel(), layer.multiply_adds
+    if layer.is_last:
+        return KeptLayer("a", 0, layer.inputs, work)
+    if layer.feeds_last:  # products go through the last layer's weight
+        return KeptLayer("a and slopes", out, layer.inputs, columns * out + work)
+    if layer.as_rows(columns):
+        return KeptLayer("Jacobian rows", columns * layer.size, 0, columns * layer.size)
+    return KeptLayer("a and δ", columns * out, layer.inputs, columns * out + work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,20 +129,20 @@ class Plan(Tabular):
         return max(of_layers, self.routes.multiply_adds) if self.others else of_layers
 
     @cached_property
+    def kept_layers(self) -> tuple[KeptLayer, ...]:
+        """What the layerwise engine keeps of each layer."""
+        return tuple(kept_layer(layer, self.num_outputs) for layer in self.layers)
+
+    @cached_property
     def layerwise_bytes(self) -> int:
         """The bytes per point that the layerwise engine keeps."""
-        kept = sum(self._bytes(layer) for layer in self.layers)
-        return kept + (self.rest.recorded_bytes if self.rest is not None and self.rest.recordable else 0)
+        numbers = sum(kept.read + kept.inputs for kept in self.kept_layers)
+        return numbers * self.itemsize + (self.rest.recorded_bytes if self.rest and self.rest.recordable else 0)
 
     @cached_property
     def sensitivity_bytes(self) -> int:
         """The bytes per point of δ, the sensitivities of all layers, for one column."""
         return sum(layer.output[1:].numel() for layer in self.layers) * self.itemsize
-
-    @property
-    def recorded_bytes(self) -> int:
-        """The bytes per point that the recorded autodiff engine keeps."""
-        return self.routes.recorded_bytes
 
     def for_rows(self, rows: int) -> Plan:
         """Return the plan of Lᵀ J, with this number of rows per point instead of the outputs; L is the last δ."""
@@ -131,7 +153,7 @@ class Plan(Tabular):
         """Return the bytes per point that an engine keeps."""
         if kind == "formed":
             return self.num_outputs * self.size * self.itemsize
-        return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
+        return {"streamed": 0, "recorded": self.routes.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
     @cached_property
     def most_bytes(self) -> int:
@@ -175,7 +197,7 @@ class Plan(Tabular):
             return 2 * self.num_outputs * self.size * (1 + self.rates.read / columns) / (3 * max(1, self.forward))
         if kind != "layerwise":
             return self._autodiff(self.routes, columns, kept=kind == "recorded")
-        work = sum(self._product(layer) + self.rates.read * self._read(layer) / columns for layer in self.layers)
+        work = sum(kept.multiply_adds + self.rates.read * kept.read / columns for kept in self.kept_layers)
         rest = 0.0 if self.rest is None else self._autodiff(self.rest, columns, kept=self.rest.recordable)
         return 2 * work / (3 * max(1, self.forward)) + rest
 
@@ -192,10 +214,8 @@ class Plan(Tabular):
             return (1 + 2 * self.num_outputs) / 3
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
-        rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
         backward = 0 if all(layer.is_last or layer.feeds_last for layer in self.layers) else self.num_outputs
-        passes = (1 + backward) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
-        return passes + (RECORDING if self.records(kind) else 0.0)
+        return (1 + backward) / 3 + (RECORDING if self.records(kind) else 0.0)
 
     def choose(self, built: EngineKind, asked: Mapping[int, int], columns: int, points: int, free: int) -> EngineKind:
         """Return the engine for a block of `columns` on a batch of `points`, if `free` bytes are left.
@@ -205,65 +225,43 @@ class Plan(Tabular):
         allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
         if self.prefers_layerwise and "layerwise" in allowed:
             return "layerwise"
-
         expected = Counter(asked)
         expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
 
         def cost(kind: EngineKind) -> float:
             total = 0.0 if kind == built else self.cost_to_build(kind, points)
             for width, count in expected.items():
-                shared = width if kind == "layerwise" else 1
-                fixed = self.overhead(THROUGH[kind], points) / shared
+                visits = VISITS[kind][0] / (width if kind == "layerwise" else 1)
                 if kind == "layerwise" and self.rest is not None:
-                    fixed += self.overhead(THROUGH["recorded"], points)
-                total += count * (self.per_vector(kind, width) + fixed)
+                    visits += VISITS["recorded"][0]
+                total += count * (self.per_vector(kind, width) + self.overhead(visits, points))
             return round(total, 9)  # rounded, so that ties go to the first kind, which keeps least
 
         return min(allowed, key=cost)
 
     def cost_to_build(self, kind: EngineKind, points: int) -> float:
         """Return `build` with the visits of layers; for rows, the passes of each point visit them anew."""
-        through = points * (1 + self.num_outputs / 2) if kind == "formed" else THROUGH_TO_BUILD[kind]
-        return self.build(kind) + self.overhead(through, points)
+        alone = points * (1 + self.num_outputs / 2) if kind == "formed" else 0.0
+        return self.build(kind) + self.overhead(VISITS[kind][1] + alone, points)
 
-    def overhead(self, through: float, points: int) -> float:
+    def overhead(self, visits: float, points: int) -> float:
         """Return the cost of that many visits of all layers, in gradients of a batch, whatever the layers' sizes."""
-        visits = len(self.layers) + len({name.rpartition(".")[0] for name in self.others})
-        return through * self.rates.visit * visits / (3 * max(1, self.forward * points))
-
-    def _as_rows(self, layer: Layer) -> bool:
-        return not (layer.is_last or layer.feeds_last) and layer.as_rows(self.num_outputs)
-
-    def _bytes(self, layer: Layer) -> int:
-        numbers = self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
-        return numbers * self.itemsize
-
-    def _read(self, layer: Layer) -> int:
-        """Return the numbers per point that a product reads: δ, slopes or the layer's Jacobian; none for the last."""
-        if layer.is_last:
-            return 0
-        if layer.feeds_last:
-            return layer.output[1:].numel()
-        return self.num_outputs * (layer.size if self._as_rows(layer) else layer.output[1:].numel())
-
-    def _product(self, layer: Layer) -> int:
-        through = self.num_outputs * layer.output[1:].numel() if layer.feeds_last else self._read(layer)
-        return through + (0 if self._as_rows(layer) else layer.multiply_adds)
+        layers = len(self.layers) + len({name.rpartition(".")[0] for name in self.others})
+        return visits * self.rates.visit * layers / (3 * max(1, self.forward * points))
 
     __repr__ = Tabular.as_text
 
     def _tables(self) -> list[Table]:
         rows: list[tuple[str, ...]] = []
+        instead = "a layer ran differently in a batch" if self.unlike else "by the engine option"
         layerwise = "layerwise" in self.candidates()
-        for layer in self.layers:
-            if not layerwise:
-                why = "a layer ran differently in a batch" if self.unlike else "by the engine option"
-                rows.append((layer.path or "(model)", f"{layer.size:,}", f"autodiff: {why}", "", ""))
-                continue
-            cost = 2 * (self._product(layer) + self.rates.read * self._read(layer)) / (3 * max(1, self.forward))
-            kept = "Jacobian rows" if self._as_rows(layer) else "a and slopes" if layer.feeds_last else "a and δ"
-            kept = "a" if layer.is_last else kept
-            rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{self._bytes(layer):,}", f"{cost:.2f}"))
+        for layer, kept in zip(self.layers, self.kept_layers):
+            what, size, cost = f"autodiff: {instead}", "", ""
+            if layerwise:
+                work = kept.multiply_adds + self.rates.read * kept.read
+                what, cost = kept.what, f"{2 * work / (3 * max(1, self.forward)):.2f}"
+                size = f"{(kept.read + kept.inputs) * self.itemsize:,}"
+            rows.append((layer.path or "(model)", f"{layer.size:,}", what, size, cost))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
         head = ("layer", "parameters", "kept as", "bytes per point", "gradients per product")
         return [Table(head, rows, self._remarks())]

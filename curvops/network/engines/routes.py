@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +27,8 @@ from curvops.network.engines.autodiff import (
     count_saved,
     record_graph,
     record_replay,
-    replay_bytes,
 )
-from curvops.network.engines.replay import Replay, tensors_in
+from curvops.network.engines.replay import tensors_in
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
@@ -43,8 +43,8 @@ class Routes:
     `replayed` says whether a stored linearisation replays forward mode, `recordable` whether it may be stored at all
     (rows are computed anew at each product). Until recording has been `tried`, both are assumed, with the bytes of the
     graph alone. `made_bytes` are those of the results of all operations of a pass, `multiply_adds` (per point) those of
-    its matrix products and convolutions. `shared_bytes` is what a streamed pass of both modes keeps, 0 if there is no
-    such pass. `why` is the reason why only rows remain, without forward mode and double backward.
+    its matrix products and convolutions. `why` is the reason why only rows remain, without forward mode and double
+    backward.
     """
 
     pushes: Pushes
@@ -54,7 +54,6 @@ class Routes:
     recorded_bytes: int
     made_bytes: int
     multiply_adds: int
-    shared_bytes: int = 0
     why: str = ""
     tried: bool = True
 
@@ -72,7 +71,8 @@ class Reference:
         self.model, self.inputs, self.names = model, inputs, tuple(names)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
+            with Operations() as self.operations:
+                graph, saved = count_saved(model, inputs, lambda: record_graph(model, inputs, names))
         generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
         self.u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
         # Far beyond the range in which a backward pass may clip, and exact in floating point.
@@ -105,10 +105,6 @@ class Reference:
         """Return whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for a route's J v, to the accuracy that the model's own rounding allows."""
         return is_adjoint(push, self.u, self.v, self.pulled, self.generator)
 
-    def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
-        """Return whether another route's Jᵀu equals this one."""
-        return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
-
     def _require_points_apart(self, generator: torch.Generator) -> None:
         """Raise ValueError unless Jᵀu is a sum over points; a custom backward may break this."""
         alone: list[Blocks] = []
@@ -116,7 +112,7 @@ class Reference:
             graph = record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names)
             alone.append(graph.pull(self.u[:, n : n + 1], keep=False))
         total = {name: torch.stack([pulled[name] for pulled in alone]).sum(0) for name in self.names}
-        if not self.is_pull(total):
+        if not all(_close(total[name], expected) for name, expected in self.pulled.items()):
             streamed = Streamed(self.model, self.inputs, self.names)
             noise = rounding(lambda block: streamed.pull(block[""]), {"": self.u}, self.pulled, generator)
             pairs = self.pulled.items()
@@ -132,46 +128,43 @@ class Reference:
             )
 
 
-def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
+def find_routes(model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     """Return the fastest routes to J v that are right for these parameters at these points.
 
-    With `keep`, a recorded pass is tried, too, which about doubles the cost. Raises ValueError if the model has no
-    derivatives that an engine could use.
+    Raises ValueError if the model has no derivatives that an engine could use.
     """
     reference = Reference(model, inputs, names)
-    seen = _operations_of(model, inputs, names)
+    seen, saved = reference.operations, reference.saved_bytes
     made, work = (total // num_points(inputs) for total in (seen.nbytes, seen.multiply_adds))
     # Forward mode is wrong for a padding row, which later batches may contain even if this one does not.
-    if not seen.looks_up_padding and _forward_mode_works(reference):
-        saved, shared = reference.saved_bytes, _shared_bytes(reference)
-        routes = Routes("forward mode", True, True, saved, saved, made, work, shared, tried=False)
-        return _try_replay(routes, reference, record_replay(model, inputs, names)) if keep else routes
+    if not seen.looks_up_padding and _try(lambda: reference.is_adjoint(Streamed(model, inputs, names).push)):
+        return Routes("forward mode", True, True, saved, saved, made, work, tried=False)
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
-    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, made, work, why=why)
+    return Routes(pushes, False, not why, saved, 3 * saved, made, work, why=why)
 
 
 def try_recording(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     """Return these routes after trying, at these points, whether a pass can be recorded."""
     if routes.tried:
         return routes
-    replay = record_replay(model, inputs, names)  # before the reference, whose vectors take memory, too
-    return _try_replay(routes, Reference(model, inputs, names), replay)
+    for replay in dict.fromkeys((record_replay(model, inputs, names), None)):
+        engine = Recorded(model, inputs, names, replay)
+        # Twice: a replay that changes its constants would be right only once.
+        if _try(partial(proves_itself, engine, times=2)):
+            size = -(-engine.nbytes // num_points(inputs))
+            return replace(routes, replayed=replay is not None, recorded_bytes=size, tried=True)
+        del engine
+    return replace(routes, replayed=False, recordable=False, tried=True)
 
 
-def _try_replay(routes: Routes, reference: Reference, replay: Replay | None) -> Routes:
-    found = 0 if replay is None else _replay_bytes(reference, replay)
-    recordable = found > 0 or not _lacks_double_backward(reference)
-    kept = routes.saved_bytes + found if found > 0 else 3 * routes.saved_bytes
-    return replace(routes, replayed=found > 0, recordable=recordable, recorded_bytes=kept, tried=True)
-
-
-def proves_itself(engine: Recorded) -> bool:
+def proves_itself(engine: Recorded, times: int = 1) -> bool:
     """Return whether an engine's pushes are the adjoint of its pulls at its own points. Costs one product."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = _randn_like(engine.outputs.unsqueeze(0), generator)
     pulled = engine.pull(u)
-    return is_adjoint(engine.push, u, _sharp(pulled, generator), pulled, generator)
+    v = _sharp(pulled, generator)
+    return all(is_adjoint(engine.push, u, v, pulled, generator) for _ in range(times))
 
 
 def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torch.Generator) -> bool:
@@ -181,34 +174,6 @@ def is_adjoint(push: Push, u: Tensor, v: Blocks, pulled: Blocks, generator: torc
         return True
     noise = rounding(lambda block: {"": push(block)}, v, {"": pushed}, generator)[""]
     return adjoint(pushed, u, v, pulled, noise)
-
-
-def _forward_mode_works(reference: Reference) -> bool:
-    """Return whether forward-mode products exist at these points, and are right."""
-    streamed = Streamed(reference.model, reference.inputs, reference.names)
-    return bool(_try(lambda: reference.is_adjoint(streamed.push)))
-
-
-def _shared_bytes(reference: Reference) -> int:
-    """Return the bytes per point that one pass of both modes keeps, 0 if it is wrong (some functions have none)."""
-    model, inputs = reference.model, reference.inputs
-    streamed = Streamed(model, inputs, reference.names, roomy=True)
-
-    def right() -> bool:
-        return reference.is_adjoint(streamed.push) and reference.is_pull(streamed.pull(reference.u))
-
-    works, saved = _try(lambda: count_saved(model, inputs, right, reference.v.values())) or (False, 0)
-    return max(1, saved // num_points(inputs)) if works else 0
-
-
-def _replay_bytes(reference: Reference, replay: Replay) -> int:
-    """Return the bytes per point that a replay keeps besides the graph, at least 1; 0 if the replay is wrong."""
-    model, inputs, names = reference.model, reference.inputs, reference.names
-    recorded = Recorded(model, inputs, names, replay)
-    # Twice: a replay that changes its constants would be right only once.
-    if not all(_try(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
-        return 0
-    return max(1, -(-replay_bytes(replay, model, inputs) // num_points(inputs)))
 
 
 def _lacks_double_backward(reference: Reference) -> str:
@@ -302,15 +267,6 @@ def _close(value: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool
 
 def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-
-
-def _operations_of(model: Model, inputs: Any, names: Sequence[str]) -> Operations:
-    """Return the operations of one forward pass with the graph of these parameters."""
-    operations = Operations()
-    with operations, model.differentiating():
-        values = model.values
-        model({**values, **{name: values[name].detach().requires_grad_() for name in names}}, inputs)
-    return operations
 
 
 def has_custom_functions(outputs: Tensor) -> bool:

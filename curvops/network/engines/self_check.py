@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from curvops.network.data.batches import Batch
-from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.layerwise import Layerwise, Recording, sensitivities
+from curvops.network.engines.layerwise import Layerwise, Recording
 from curvops.network.engines.routes import allowance, rounding, tolerance
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.output_fisher import Root, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
+
+MOVING = {
+    *("Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexReduce", "Gather", "Take", "Sort"),
+    *("Scatter", "ScatterAdd", "ScatterReduce", "MaskedSelect", "MaskedScatter"),
+}
+"""Operations that may reorder points, depending on the numbers they are given."""
 
 
 @runtime_checkable
@@ -34,25 +39,29 @@ class Checked(NamedTuple):
     shown: bool
 
 
-def mismatches(engine: Layerwise, reference: Transpose) -> Checked:
-    """Find the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+def mismatches(engine: Layerwise, reference: Transpose, names: Iterable[str] = ()) -> Checked:
+    """Find the parameters for which Jᵀu differs from autograd's, or J from the adjoint of Jᵀ.
+
+    The random u of each point multiplies its rows alone, which shows that the rows are its own. `names` are the
+    parameters that need a gradient to show it.
+    """
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
     u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
-    bad, shown = _differing(engine.pull(u), u, reference, generator)
+    bad, expected = _differing(engine.pull(u), u, reference, generator)
     for part in engine.parts:
-        names = part.layer.names
+        of_layer = part.layer.names
         tangents = {
             name: torch.randn(1, *part.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
-            for local, name in names.items()
+            for local, name in of_layer.items()
         }
         pushed = part.push(tangents)
         pulled = part.pull(pushed)  # not relative to u: ⟨u, Jv⟩ may be small by chance and hide a wrong push
         left = pushed.square().sum()
-        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
+        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in of_layer.items()]).sum()
         if not bool((left - right).abs() <= tolerance(u.dtype) * left):
-            bad |= set(names.values())
-    return Checked(bad, shown)
+            bad |= set(of_layer.values())
+    return Checked(bad, all(bool(expected[name].any()) for name in names))
 
 
 def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
@@ -60,29 +69,6 @@ def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
     generator = torch.Generator(device=like.device).manual_seed(0)
     draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
     return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
-
-
-def wrong_layers(model: Model, recording: Recording, names: Iterable[str], reference: Streamed) -> Checked:
-    """Find the parameters among these whose layers do not give autograd's Jᵀu for a random u. Two backward passes.
-
-    Each point's part of u has a factor that is applied to the rows alone, which shows that the rows are its own.
-    """
-    outputs, calls, misfits = recording
-    generator = torch.Generator(device=outputs.device).manual_seed(0)
-    u = torch.randn(1, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
-    factors = torch.randn(len(outputs), 1, dtype=u.dtype, device=u.device, generator=generator)
-    with torch.no_grad():
-        deltas = model.holding(model.leaves(), lambda: sensitivities(model, outputs, calls, u))
-        values = model.values
-        ours: Blocks = {name: torch.zeros_like(values[name]).unsqueeze(0) for name in names}
-        for call, delta in zip(calls, deltas):
-            if delta is not None:
-                layer, kept = call.layer, call.kept.detach()
-                scaled = delta * factors.view(-1, *[1] * (delta.ndim - 1))
-                for local, gradient in layer.rule.pull(layer.module, kept, scaled, tuple(layer.names)).items():
-                    ours[layer.names[local]] = ours[layer.names[local]] + gradient
-    bad, shown = _differing(ours, u * factors, reference, generator)
-    return Checked(misfits | bad, shown)
 
 
 def bypassed(model: Model, recording: Recording) -> set[str]:
@@ -111,8 +97,8 @@ def bypassed(model: Model, recording: Recording) -> set[str]:
     return found & {name for call in calls for name in call.layer.names.values()}
 
 
-def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> Checked:
-    """Find the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
+def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.Generator) -> tuple[set[str], Blocks]:
+    """Find the gradients Jᵀu that differ from autograd's by more than the model rounds; return autograd's, too."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()
     tol = tolerance(u.dtype)
@@ -121,4 +107,57 @@ def _differing(ours: Blocks, u: Tensor, reference: Transpose, generator: torch.G
     if bad:
         noise = rounding(lambda block: reference.pull(block[""]), {"": u}, expected, generator)
         bad = {name for name in bad if not bool(differences[name] <= allowance(expected[name], noise[name]))}
-    return Checked(bad, all(bool(value.any()) for value in expected.values()))
+    return bad, expected
+
+
+def _operations(outputs: Tensor, numbers: dict[Any, int]) -> Iterator[tuple[Any, list[tuple[int | None, int]]]]:
+    """Yield each operation behind the outputs, with the numbers of its parents and the places of their results.
+
+    `numbers` is filled with the operations in the order in which they are yielded.
+    """
+    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    numbers.update((node, i) for i, node in enumerate(order))
+    for node in order:  # the list grows
+        edges = []
+        for parent, place in node.next_functions:
+            if parent is not None and parent not in numbers:
+                numbers[parent] = len(order)
+                order.append(parent)
+            edges.append((None if parent is None else numbers[parent], place))
+        yield node, edges
+
+
+def path_of(model: Model, recording: Recording) -> int | None:
+    """Return a number that is equal for passes with the same operations and calls of layers, at any number of points.
+
+    It determines whether layer rules are right: which paths lead from the outputs to a parameter, and which of them
+    lead through the call of a layer. Return None if an operation may move points, as a sort does.
+    """
+    outputs, calls, _ = recording
+    n = len(outputs)
+    found: list[Hashable] = [n == 1]
+    numbers: dict[Any, int] = {}
+    for node, edges in _operations(outputs, numbers):
+        if not edges:
+            variable = getattr(node, "variable", None)
+            found.append(None if variable is None else model.place_of(variable))
+            continue
+        name = node.name()
+        if name.partition("Backward")[0] in MOVING and _moves_points(node, n):
+            return None
+        found += [name, *edges]
+    found += [(call.layer.path, numbers.get(call.edge.node), call.edge.output_nr) for call in calls]
+    return hash(tuple(found))
+
+
+def _moves_points(node: Any, n: int) -> bool:
+    """Return whether an indexing operation may move points, unless it acts within each of the n leading points."""
+    shape = node._input_metadata[0].shape
+    if len(shape) == 0 or shape[0] != n:
+        return True
+    indices = getattr(node, "_saved_indices", None)
+    if indices is not None:
+        first = indices[0]
+        return first is not None and not torch.equal(first.flatten(), torch.arange(n, device=first.device))
+    dim = getattr(node, "_saved_dim", 0)
+    return dim == 0 or dim == 2**64 - len(shape)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,8 +62,7 @@ class FromDistribution(ByAutograd):
     def distribution(self, f: Outputs) -> Distribution:
         """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row per point."""
         try:
-            with _validating():
-                found = self.function(f)
+            found = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{self!r} could not make a distribution from outputs of shape {tuple(f.shape)}: {error} Check how it "
@@ -126,11 +124,8 @@ class FromDistribution(ByAutograd):
         return self._score(self.distribution(f), f, y)
 
     def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
-        base = _base(found)
         try:
-            if not base._validate_args:  # torch.compile turns it off for the whole process, see `_validating`
-                base._validate_sample(y)
-            log_p = base.log_prob(y)
+            log_p = _base(found).log_prob(y)
         except NotImplementedError as error:
             raise TypeError(
                 f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "
@@ -193,17 +188,6 @@ class FromDistribution(ByAutograd):
                 f"output Fisher (log p has a kink, or its support depends on the outputs). {MONTE_CARLO}."
             )
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
-
-
-@contextmanager
-def _validating() -> Iterator[None]:
-    """Turn on torch's checks of a distribution's parameters, which torch.compile turns off for the whole process."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(True)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _base(found: Distribution) -> Distribution:

@@ -57,11 +57,6 @@ class Likelihood(ABC):
                     setattr(cls, name, getattr(Likelihood, name))
 
     @property
-    def always_curved(self) -> bool:
-        """Whether H is certain to be positive at some outputs, whatever the targets, so that this need not be tried."""
-        return False
-
-    @property
     def kind(self) -> str:
         """The name of the distribution."""
         return type(self).__name__
@@ -151,10 +146,6 @@ class Likelihood(ABC):
         Without ``num_outputs`` (C is known only after a forward pass) nothing that depends on C is checked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
-
-    def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Raise an error if the outputs and targets of the first points do not fit each other."""
-        self.log_prob(f, y)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"] | None:
         """Return a mask of the points (for sequences: positions) that count; None if all do.

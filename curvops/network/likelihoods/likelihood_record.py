@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from curvops.fingerprints import fingerprint, in_single
-from curvops.network.likelihoods.bernoulli import Bernoulli
-from curvops.network.likelihoods.bradley_terry import BradleyTerry
-from curvops.network.likelihoods.categorical import Categorical
+from curvops.network.likelihoods.categorical import BradleyTerry, Categorical
 from curvops.network.likelihoods.gaussian import Gaussian
-from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from curvops.network.likelihoods.independent import Bernoulli, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.poisson import Poisson
 from curvops.network.likelihoods.sequences import Sequences
 
 STORED: dict[str, type[Likelihood]] = {

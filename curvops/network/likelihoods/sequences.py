@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.layout import misplaced
+from curvops.network.data.inputs import misplaced
 from curvops.network.likelihoods.likelihood import HessianParts, Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
@@ -136,9 +136,6 @@ class Sequences(Likelihood):
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in total): {error}") from error
-
-    def check_scores(self, f: Outputs, y: Tensor) -> None:
-        self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""

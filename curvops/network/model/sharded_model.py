@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvops.distributed_types import is_dtensor, is_fully_sharded
 from curvops.network.data.inputs import Inputs
-from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.model import Model, check_deterministic_modules, form_of, places, require_all_finite
@@ -106,8 +105,7 @@ class ShardedModel(Model):
             )
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        run = self._with_stand_ins(run)
-        with self.at_snapshot(), own_randomness(self._flat.device):
+        with self.at_snapshot(), self._standing_in():
             return run()
 
     @contextlib.contextmanager
@@ -178,8 +176,6 @@ class ShardedModel(Model):
         ours = dist.get_process_group_ranks(self.ranks.group)
         meshes = {}
         for name, tensor in tensors.items():
-            if tensor.is_meta:
-                raise ValueError(f"parameter {name!r} is on the meta device: give the model its weights first.")
             if not is_dtensor(tensor):
                 continue
             mesh, kinds = tensor.device_mesh, [type(placement).__name__ for placement in tensor.placements]

@@ -1,4 +1,4 @@
-"""Parameters that a model shares among processes: how to recognise them, and how they lie on the ranks."""
+"""The places on the ranks of parameters that a model shares among processes, and of vectors over them."""
 
 from __future__ import annotations
 
@@ -10,50 +10,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvops.distributed_types import even_share, is_dtensor, is_fsdp, is_fully_sharded
+from curvops.distributed_types import even_share, is_dtensor
 from curvops.network.model.parameters import Blocks, FlatLayout
 from curvops.process_group import Ranks
-
-
-def unsharded_class(kind: type) -> type:
-    """Return the class that a module had before `fully_shard`, which derives a new one from it."""
-    marked = len(kind.__bases__) == 2 and is_fsdp(kind.__bases__[0], "FSDPModule")
-    return kind.__bases__[1] if marked else kind
-
-
-def has_hooks(part: Any) -> bool:
-    """Return whether a module has hooks of its forward pass, other than those of `fully_shard`."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    own = part._get_fsdp_state() if hooks and is_fully_sharded(part) else None
-    return any(own is None or getattr(hook, "__self__", None) is not own for hook in hooks)
-
-
-def require_whole(source: Any) -> None:
-    """Raise ValueError if a model's parameters are shared among processes."""
-    if isinstance(source, nn.Module):
-        for path, part in source.named_modules():
-            where = f"the module {path!r}" if path else "the model"
-            if any(is_fsdp(kind, "FullyShardedDataParallel") for kind in type(part).__mro__):
-                raise ValueError(
-                    f"{where} is a FullyShardedDataParallel, which keeps the parameters of all its layers as one "
-                    "vector: linearise the module inside, on each process, with a shard of the data and process_group=."
-                )
-            if is_fully_sharded(part):
-                raise ValueError(
-                    f"{where} is sharded by fully_shard, so that each process holds a part of each parameter: give "
-                    "co.linearize the model itself, or an unsharded copy of it."
-                )
-        named: Mapping[str, Any] = {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    else:
-        named = source[1] if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping) else {}
-    held = [name for name, tensor in named.items() if is_dtensor(tensor)]
-    if held:
-        raise ValueError(
-            f"parameter {held[0]!r} is a DTensor, and each process of its mesh holds a part of it: linearise a model "
-            "of whole tensors (tensor.full_tensor()), on each process, with a shard of the data and process_group=."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +35,7 @@ class ShardedParameters:
         """Return the layout of these DTensors."""
         dims = tuple(tensor.placements[0].dim for tensor in tensors.values())
         mesh = next(iter(tensors.values())).device_mesh
-        found = cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
-        for name, tensor in tensors.items():
-            dim = found._dim[name]
-            expected = even_share(tensor.shape[dim], ranks.size, ranks.rank)
-            if tensor.to_local().shape[dim] != len(expected):
-                raise ValueError(
-                    f"parameter {name!r} has {tuple(tensor.to_local().shape)} on {ranks.names}, but fully_shard puts "
-                    f"{len(expected)} along dimension {dim}: shard the model by fully_shard."
-                )
-        return found
+        return cls(ranks, mesh, FlatLayout(tuple(tensors), tuple(tensor.shape for tensor in tensors.values())), dims)
 
     @cached_property
     def _dim(self) -> dict[str, int]:

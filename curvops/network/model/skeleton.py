@@ -1,35 +1,24 @@
 """A copy of a module with its own settings, which later changes to the user's module do not affect.
 
-Parameters and buffers are shared, since every call replaces them by those of the snapshot. Everything else that a
-forward pass may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the
-order of submodules, and objects composed of these (configurations). Other objects are shared.
+Parameters and buffers are shared, since every call replaces them by those of the snapshot. Everything else is copied as
+`copy.deepcopy` does: flags, numbers, lists, other tensors, hooks, configurations. What it cannot copy is shared.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import operator
 import warnings
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
-from copy import copy
-from enum import Enum
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy, deepcopy
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec
 
-NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
-UNCHANGING = (type, Enum, int, float, complex, str, bytes, fx.Graph, fx.Node, TreeSpec)
-"""Values of these types and of their subclasses are shared."""
-CONTAINERS = (list, tuple, set, frozenset, deque)
-DEEPEST = 4
-"""The largest depth of nested objects and containers in a configuration."""
 HeldTensor = tuple[Any, Any, Tensor]
 """A container or `Attributes`, the key or position there, and the tensor that it holds."""
 Entries = list[tuple[Any, Any]]
@@ -49,15 +38,15 @@ def entries_of(container: Any) -> Any:
 
 def containers_in(module: nn.Module) -> list[Any]:
     """Return the attributes of all modules, and the lists and mappings among them and inside each other."""
-    found: list[Any] = [Attributes(part) for part in module.modules()]
+    containers: list[Any] = [Attributes(part) for part in module.modules()]
     seen = set[int]()
-    for container in found:  # the list grows
+    for container in containers:  # the list grows
         entries = entries_of(container)
-        parts = list(entries if isinstance(entries, list) else entries.values())
-        new = [part for part in parts if type(part) in (dict, OrderedDict, list) and id(part) not in seen]
+        values = list(entries if isinstance(entries, list) else entries.values())
+        new = [value for value in values if type(value) in (dict, OrderedDict, list) and id(value) not in seen]
         seen.update(map(id, new))
-        found += new
-    return found
+        containers += new
+    return containers
 
 
 def state_of(containers: Iterable[Any]) -> Entries:
@@ -85,135 +74,103 @@ def restore(state: Entries) -> None:
 def _are_same(entries: Any, before: Any) -> bool:
     if isinstance(entries, list):
         return len(entries) == len(before) and all(map(operator.is_, entries, before))
-    return entries.keys() == before.keys() and all(value is before[key] for key, value in entries.items())
+    return entries.keys() == before.keys() and all(map(operator.is_, entries.values(), map(before.get, entries)))
 
 
 def skeleton_of(module: nn.Module) -> tuple[nn.Module, list[HeldTensor]]:
     """Return a copy of the module with its own settings and shared parameters and buffers, to be called instead.
 
-    Also return the places outside `_parameters` and `_buffers` that hold those tensors: entries of lists and mappings,
-    and attributes of other objects.
+    Also return the places outside `_parameters` and `_buffers` that hold those tensors: attributes of modules, and
+    entries of lists and mappings among these. A pass that reads them from other objects is refused, see `TensorUse`.
     """
-    held = [t for part in module.modules() for t in (*part._parameters.values(), *part._buffers.values())]
-    copier = _Copier(held)
-    found: nn.Module = copier.of(module)
-    own = {id(named) for part in found.modules() for named in (part._parameters, part._buffers)}
-    return found, [place for place in copier.places if id(place[0]) not in own]
+    held = {
+        id(tensor): tensor
+        for part in module.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+        if tensor is not None
+    }
+    memo: dict[int, Any] = {**held}
+    memo[id(memo)] = []  # where deepcopy keeps alive what it has copied
+    shells: list[tuple[nn.Module, nn.Module]] = []
+    for part in module.modules():
+        if id(part) in memo:
+            continue  # inside a TorchScript module
+        if isinstance(part, torch.jit.ScriptModule):
+            memo.update(zip(map(id, part.modules()), _script(part).modules()))
+        else:
+            memo[id(part)] = shell = part.__class__.__new__(part.__class__)
+            shells.append((part, shell))
+    with _DetachedCopies():
+        for part, shell in shells:
+            for function in _functions_in(part):
+                memo[id(function)] = _over_copies(function, memo)
+            shell.__dict__.update({name: _copied(value, memo) for name, value in vars(part).items()})
+            if isinstance(part, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
+                type(shell).forward = type(part).forward
+            if "_orig_mod" in part._modules:
+                shell.__dict__["forward"] = shell._modules["_orig_mod"]
+            shell.__dict__["_compiled_call_impl"] = None  # compiled for the original
+    other = memo[id(module)]
+    named = {id(tensors) for part in other.modules() for tensors in (part._parameters, part._buffers)}
+    places: list[HeldTensor] = []
+    for container in containers_in(other):
+        entries = entries_of(container)
+        if id(entries) not in named:
+            pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
+            places += [(container, key, entry) for key, entry in pairs if id(entry) in held]
+    return other, places
 
 
-class _Copier:
-    """A copier that copies each object once, so that shared and circular references are preserved."""
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, or what can be copied of it: a lock, say, is shared."""
+    size = len(memo)
+    try:
+        return deepcopy(value, memo)
+    except Exception:
+        while len(memo) > size:  # copies that were begun
+            memo.popitem()
+        return copy(value) if isinstance(value, dict | list) else value
 
-    def __init__(self, held: Iterable[Tensor | None]) -> None:
-        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held if tensor is not None}
-        self.held = frozenset(self.memo)
-        self.places: list[HeldTensor] = []
-        self.alive: list[Any] = []  # otherwise the id of a temporary object could be reused
 
-    def of(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in NUMBERS or isinstance(value, UNCHANGING):
-            return value
-        if kind in (dict, OrderedDict) and not value:  # most of a module's attributes are empty mappings of hooks
-            return kind()
-        known = self.memo.get(id(value))
-        if known is None:
-            self.alive.append(value)
-            self.memo[id(value)] = value  # in case the object is shared or refers to itself
-            self.memo[id(value)] = known = self._copy(value)
-        return known
+class _DetachedCopies(TorchFunctionMode):
+    """A mode in which tensors in a graph, such as cached features, can be copied, too."""
 
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return _script(value) if isinstance(value, torch.jit.ScriptModule) else self._module(value)
-        if isinstance(value, Tensor):
-            return value.detach().clone()
-        if isinstance(value, Mapping | list | set | frozenset | deque):
-            return self._container(value)
-        if isinstance(value, tuple):
-            return self._tuple(value)
-        if isinstance(value, MethodType):
-            return MethodType(value.__func__, self.of(value.__self__))
-        if isinstance(value, functools.partial):
-            return functools.partial(self.of(value.func), *map(self.of, value.args), **self.of(value.keywords))
-        if isinstance(value, FunctionType):
-            return self._function(value)
-        if hasattr(value, "__array_interface__") or isinstance(value, array | bytearray):
-            return copy(value)
-        return self._object(value) if _is_plain(value, DEEPEST) else value
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach().clone() if func is Tensor.__deepcopy__ else func(*args, **kwargs or {})
 
-    def _module(self, module: nn.Module) -> nn.Module:
-        other = self._object(module)
-        if isinstance(module, fx.GraphModule):  # its class was made for it alone, and `recompile` changes that class
-            type(other).forward = type(module).forward
-        if getattr(other, "_compiled_call_impl", None) is not None:
-            other.__dict__["_compiled_call_impl"] = None  # compiled for the original
-        if "_orig_mod" in other._modules:
-            other.__dict__["forward"] = other._modules["_orig_mod"]
-        return other
 
-    def _object(self, value: Any) -> Any:
-        """Return an object of the same class with copies of the attributes."""
-        try:
-            other: Any = value.__class__.__new__(value.__class__)
-        except TypeError:  # its constructor needs arguments
-            return value
-        self.memo[id(value)] = other
-        self._fill(other, value)
-        return other
+def _functions_in(part: nn.Module) -> Iterator[FunctionType]:
+    """Yield the functions among the attributes and the hooks of a module."""
+    for value in vars(part).values():
+        for entry in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(entry, FunctionType):
+                yield entry
 
-    def _fill(self, other: Any, value: Any) -> None:
-        """Copy this object's attributes to the other one."""
-        for name, part in _slots(value).items():
-            object.__setattr__(other, name, self.of(part))  # the object may be frozen
-        if hasattr(value, "__dict__"):
-            parts = vars(value).items()
-            other.__dict__.update({name: part if type(part) in NUMBERS else self.of(part) for name, part in parts})
-            self._note_places(Attributes(other), parts)
 
-    def _note_places(self, container: Any, parts: Iterable[tuple[Any, Any]]) -> None:
-        self.places += [(container, key, part) for key, part in parts if id(part) in self.held]
+def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """Return a function that refers to the copies of the modules in its closure and among its global names."""
+    cells = function.__closure__ or ()
+    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    ours = {name: memo[id(part)] for name, part in named.items() if id(part) in memo}
+    closed = tuple(CellType(_copy_in(cell, memo)) if _copy_in(cell, memo) is not None else cell for cell in cells)
+    if not ours and closed == cells:
+        return function
+    spaces = {**function.__globals__, **ours} if ours else function.__globals__
+    other = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, closed)
+    other.__kwdefaults__ = function.__kwdefaults__
+    other.__dict__.update(function.__dict__)
+    return other
 
-    def _container(self, value: Any) -> Any:
-        try:
-            other = copy(value)
-        except TypeError:  # a read-only view of a mapping
-            return value
-        self.memo[id(value)] = other
-        if isinstance(value, Mapping) and hasattr(other, "__setitem__"):
-            for key, part in value.items():
-                other[key] = self.of(part)
-            self._note_places(other, other.items())
-        elif isinstance(value, list | deque):
-            for i, part in enumerate(value):
-                other[i] = self.of(part)
-            self._note_places(other, enumerate(other))
-        return other
 
-    def _tuple(self, value: tuple[Any, ...]) -> Any:
-        parts = [self.of(part) for part in value]
-        if all(new is old for new, old in zip(parts, value)):
-            return value
-        try:
-            other = tuple.__new__(type(value), parts)
-        except TypeError:  # a class written in C, such as the result of torch.max
-            return type(value)(parts)
-        self._fill(other, value)
-        return other
-
-    def _function(self, function: FunctionType) -> FunctionType:
-        """Return a function that refers to copies of the modules in its closure and among its global names."""
-        cells = function.__closure__ or ()
-        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        ours = {name: self.of(part) for name, part in named.items() if isinstance(part, nn.Module)}
-        closed = tuple(CellType(self.of(c.cell_contents)) if _holds_module(c) else c for c in cells)
-        if not ours and all(new is old for new, old in zip(closed, cells)):
-            return function
-        spaces = {**function.__globals__, **ours} if ours else function.__globals__
-        other = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, closed)
-        other.__kwdefaults__ = function.__kwdefaults__
-        other.__dict__.update(function.__dict__)
-        return other
+def _copy_in(cell: CellType, memo: Mapping[int, Any]) -> Any:
+    """Return the copy of the module, or of its method, that a closure's cell holds; None if it holds neither."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, memo[id(value.__self__)]) if id(value.__self__) in memo else None
+    return memo.get(id(value)) if isinstance(value, nn.Module) else None
 
 
 def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
@@ -224,55 +181,12 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         torch.jit.save(module, file)
         file.seek(0)
         other: torch.jit.ScriptModule = torch.jit.load(file)
-    pairs: list[tuple[Any, Any]] = []
     for mine, theirs in zip(other.modules(), module.modules()):
-        pairs += [(mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)]
-    for named, tensors in pairs:
-        for name, tensor in tensors.items():
-            named[name] = tensor
+        for name, tensor in theirs._parameters.items():
+            mine._parameters[name] = tensor
+        for name, tensor in theirs._buffers.items():
+            mine._buffers[name] = tensor
     return other
-
-
-def _holds_module(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, nn.Module | MethodType)
-    except ValueError:  # not assigned yet
-        return False
-
-
-def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether an object consists of values that can be copied: its attributes, and nothing else."""
-    kind = type(value)
-    if kind in NUMBERS or isinstance(value, (*UNCHANGING, Tensor, nn.Module)) or hasattr(value, "__array_interface__"):
-        return True
-    if depth == 0:
-        return False
-    if isinstance(value, Mapping):
-        return all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
-    if isinstance(value, CONTAINERS):
-        return all(_is_plain(part, depth - 1) for part in value)
-    if kind is not SimpleNamespace and not all(_is_pythons(kind, name) for name in ("__reduce__", "__reduce_ex__")):
-        return False  # a class written in C with its own way of pickling
-    if hasattr(kind, "__getnewargs__"):  # made from arguments, and perhaps one object for each, as in SymPy
-        return False
-    attributes = _slots(value) | getattr(value, "__dict__", {})
-    own = bool(attributes) or hasattr(value, "__dict__")
-    return own and all(_is_plain(part, depth - 1) for part in attributes.values())
-
-
-def _is_pythons(kind: type, name: str) -> bool:
-    method = getattr(kind, name)
-    return method is getattr(object, name) or isinstance(method, FunctionType)
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object that are in slots, by name."""
-    found: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        if "__slots__" in vars(kind):
-            names = (name for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType))
-            found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return found
 
 
 class TensorUse(TorchFunctionMode):

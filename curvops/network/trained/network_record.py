@@ -16,12 +16,11 @@ from torch import Tensor
 from curvops.checks import check_limits
 from curvops.fingerprints import fingerprint
 from curvops.network.data.batches import AbsentBatches, Batches, DataPrints, as_source
-from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
-from curvops.network.data.layout import Layout
+from curvops.network.data.inputs import Inputs, Layout, as_inputs, num_points, take
 from curvops.network.likelihoods import FromLoss, as_likelihood
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
@@ -95,7 +94,7 @@ def recorded_network(
     probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
     if data is None:
         sizes, dtype = (known["largest_batch"],), _dtype(known)
-        prints = DataPrints(known.get("contents", known["fingerprint"]), known["fingerprint"])
+        prints = DataPrints(known["contents"], known["fingerprint"])
         source: Batches | AbsentBatches = AbsentBatches(tried, known["points"], sizes, prints, dtype, known["weighted"])
     else:
         source = _same_data(known, data, probability, layout, network)
@@ -143,13 +142,7 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         raise ValueError(
             f"the data have {batches.num_data:,} points, but those of the saved posterior were {known['points']:,}."
         )
-    by_batches = "contents" not in known  # saved by an earlier version
-    if by_batches and batches.print_of_batches != known["fingerprint"]:
-        raise ValueError(
-            "the data are not those of the saved posterior: they have other values, or come in another order or in "
-            f"other batches (the largest had {known['largest_batch']:,} points)."
-        )
-    if not by_batches and batches.prints.contents != known["contents"]:
+    if batches.prints.contents != known["contents"]:
         raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
 

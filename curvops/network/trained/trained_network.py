@@ -21,19 +21,20 @@ from curvops.network.data.inputs import Inputs, as_inputs, components, copy, in_
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
-from curvops.network.likelihoods.residual_noise import estimated_noise, needs_noise, sums_of_squares
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
+from curvops.network.walks.batch_map import BatchMap, linear
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import BatchMap, Passes, accumulate, linear
+from curvops.network.walks.passes import Passes, accumulate
 from curvops.network.walks.row_squares import sum_squares
 from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.process_group import Ranks, warn_without_group

@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvops.network.data.inputs import take
 from curvops.network.engines.engine import LEAST_CHUNK
 from curvops.network.engines.layerwise import Layerwise, Recording, never_ran, owners_of, record
-from curvops.network.engines.proofs import path_of
-from curvops.network.engines.self_check import mismatches
+from curvops.network.engines.self_check import mismatches, path_of
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.parameters import Blocks
 from curvops.network.model.sharded_model import ShardedModel

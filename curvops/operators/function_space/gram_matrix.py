@@ -1,17 +1,24 @@
 """The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer, each in its cheapest form.
 
 A weight with inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t. Two of them have the inner
-product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large
-(`gram_cost.py`).
+product Σ_tu (δ_t·δ'_u)(a_t·a'_u), which takes less work than the rows do if positions are few and the layer is large.
+Two points whose rows are Σ_t δ_t ⊗ a_t, with t positions, p × q weights and C columns each, take
+
+- by rows: C²pq multiply-adds, after each row has been formed once, in tpq;
+- by pairs of positions, Σ_tu (δ_t·δ'_u)(a_t·a'_u): t²q + C²t²p, and passes over C²t² numbers;
+- by images, Σ_t δ_t·(Σ_u (a_t·a'_u) δ'_u): t²q + Ct²p + C²tp, and passes over Ctp numbers.
+
+Matrix products of a few columns run more slowly than large ones, which constants take into account.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,16 +26,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.symmetry import mirror
-from curvops.network import Group, Layer, Passes
-from curvops.operators.function_space.gram_cost import (
-    HELD_OF_SOME,
-    OTHERS,
-    WORK,
-    RowForm,
-    Sizes,
-    layer_sets,
-    work_of_pixels,
-)
+from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.function_space.row_products import (
     Sides,
     add_gram,
@@ -184,15 +182,11 @@ def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tens
     if form == "rows" or any(scales[name].ndim for name in group.names):
         add_row_products(target, one, one if same else other, scale, most_bytes)
         return
-    factors, each = scale[0, 0], most_bytes // 4  # for a on each side, while one is made contiguous, and for products
-    if _sizes(one, other).by_pixels:
-        gather = partial(_of_patches, layer, factors[-1] if "bias" in layer.names else None)
-        one, other, factors = one.of_pixels(gather), other.of_pixels(gather), factors[:1]
-    else:
-        one = one.held(each, contiguous=True)
-        other = one if same else other.held(each, contiguous=True)
+    each = most_bytes // 4  # for a on each side, while one is made contiguous, and for products
+    one = one.held(each, contiguous=True)
+    other = one if same else other.held(each, contiguous=True)
     add = _add_by_images if form == "images" else _add_by_pairs
-    add(target, one, other, factors, each, same)
+    add(target, one, other, scale[0, 0], each, same)
 
 
 def sides_of(group: Group) -> Sides | None:
@@ -203,23 +197,13 @@ def sides_of(group: Group) -> Sides | None:
     left = part.left()
     if left is None:
         return None
-    pixels = part.layer.rule.pixels(part.layer.module, part.kept)
-    return Sides(left, lambda points: part.at(points).right(), part.layer.width, pixels)
+    return Sides(left, lambda points: part.at(points).right(), part.layer.width)
 
 
 def form_of(one: Sides, other: Sides) -> RowForm:
     """Return the form that takes least work if the scales are constant on each tensor."""
-    return _sizes(one, other).form(len(one.left), len(other.left))
-
-
-def _sizes(one: Sides, other: Sides) -> Sizes:
-    (_, r, g, t, p), (_, s, _, u, _) = one.left.shape, other.left.shape
-    sizes = Sizes(g, t, u, p, one.width, r, s)
-    if one.pixels is None or other.pixels is None:
-        return sizes
-    *x, c = one.pixels.shape[2:]
-    y = other.pixels.shape[2:-1].numel()
-    return sizes._replace(pixels=work_of_pixels(math.prod(x), y, c, one.width, len(x)))
+    (n, r, g, t, p), (m, s, _, u, _) = one.left.shape, other.left.shape
+    return Sizes(g, t, u, p, one.width, r, s).form(n, m)
 
 
 def _add_by_all_rows(
@@ -248,22 +232,13 @@ def flat_rows(rows: Tensor) -> Float[Tensor, "nr p"]:
     return rows.reshape(rows.shape[0] * rows.shape[1], -1)
 
 
-def _of_patches(layer: Layer, bias: Tensor | None, products: Tensor) -> Tensor:
-    """Return the inner products of patches, and of the ones for the bias, from those of their pixels."""
-    found: Tensor = layer.rule.patch_products(layer.module, products)
-    return found if bias is None else found + bias
-
-
 def _by_position(a: Float[Tensor, "n g *x q"]) -> Float[Tensor, "g *x n q"]:
     """Return a with points last, so that passes over its products run over contiguous numbers."""
     return a.movedim(0, -2).contiguous()
 
 
-def _inner_products(
-    a: Float[Tensor, "*x n q"], b: Float[Tensor, "*y m q"], gather: Callable[[Tensor], Tensor] | None
-) -> Float[Tensor, "*t n *u m"]:
-    products = (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
-    return products if gather is None else gather(products)
+def _inner_products(a: Float[Tensor, "t n q"], b: Float[Tensor, "u m q"]) -> Float[Tensor, "t n u m"]:
+    return (a.flatten(0, -2) @ b.flatten(0, -2).mT).view(*a.shape[:-1], *b.shape[:-1])
 
 
 def _add_by_pairs(
@@ -287,7 +262,7 @@ def _add_by_pairs(
                 d = one.left[some, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 e = other.left[against, :, i].permute(2, 1, 0, 3).flatten(0, 2)
                 outer = (d @ e.mT).view(t, r, points, u, s, others)
-                outer.mul_(_inner_products(a[i], b[i], one.gather).reshape(t, 1, points, u, 1, others))
+                outer.mul_(_inner_products(a[i], b[i]).reshape(t, 1, points, u, 1, others))
                 here += outer.view(here.shape) if single else outer.sum((0, 3))
 
 
@@ -310,7 +285,7 @@ def _add_by_images(
             against = slice(column, min(m, column + across))
             b, others = _by_position(other.right(against)), other.left[against].mT
             for i in range(g):
-                products = _inner_products(b[i], a[i], one.gather).flatten(0, -2).mT.contiguous()
+                products = _inner_products(b[i], a[i]).flatten(0, -2).mT.contiguous()
                 weights = products.view(-1, u, len(others), t).transpose(1, 2)
                 _add_images(
                     target[some.start * r : some.stop * r, column * s : against.stop * s],
@@ -342,3 +317,122 @@ def _add_images(
             out = images[: some.shape[0] * some.shape[1] * weight.shape[-1]].view(*some.shape[:2], -1)
             image = torch.bmm(some, weight[first:], out=out).view(len(some) * s, -1)
             target[k * r : (k + 1) * r, first * s :].addmm_(left[k, :, block].flatten(1), image.mT)
+
+
+RowForm = Literal["rows", "pairs", "images"]
+
+PASS, TOUCHED = 1.5, 90.0
+"""Thirds of a gradient in the time of a pass for δ; multiply-adds in that of what a gradient does per layer output."""
+PRODUCT = 1.35
+"""Multiply-adds of a gradient in the time of one of a matrix product: 1.0 to 1.6, by processor and network."""
+FORMING, FORMED = 2.0, 80.0
+"""Multiply-adds of large matrix products in the time of one that forms rows, and of the passes over one number."""
+PAIRED = 200.0
+"""Multiply-adds in the time of the passes over one product of two sensitivities."""
+IMAGED, IMAGE = 1.6, 240.0
+"""Multiply-adds in the time of one that makes an image of δ', and of what each of its columns takes beside these."""
+HELD, HELD_OF_SOME, OTHERS, WORK = 5 / 8, 3 / 8, 1 / 4, 3 / 8
+"""Shares of the memory: for rows of all points, or of some points and of others beside them; for their products."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of one layer's rows on both sides: g groups, t and u positions, p × q weights, r and s columns."""
+
+    g: int
+    t: int
+    u: int
+    p: int
+    q: int
+    r: int
+    s: int
+
+    def work(self, n: int, m: int) -> dict[RowForm, float]:
+        """Return the multiply-adds, or their time's worth, of the rows of n points with those of m by each form."""
+        g, t, u, p, q, r, s = self
+        inner = n * m * t * u * q
+        return {
+            "rows": g * p * q * (n * m * r * s + n * r * (FORMING * t + FORMED) + m * s * (FORMING * u + FORMED)),
+            "pairs": g * (inner + n * m * t * u * r * s * (p + PAIRED)),
+            "images": g * (inner + n * m * s * p * (t * (IMAGED * u + r) + IMAGE)),
+        }
+
+    def form(self, n: int, m: int) -> RowForm:
+        """Return the form that takes least; with one position each, images of δ' are of no use."""
+        work = self.work(n, m)
+        return min(("rows", "pairs") if self.t * self.u == 1 else work, key=work.__getitem__)
+
+
+def gram_cost(plan: Plan, points: int) -> float:
+    """Return how many gradients of the data J Jᵀ costs, under a prior that is constant on each tensor.
+
+    It counts the passes for δ, once for each set of layers or panel of points, and the products. Parameters without a
+    layer rule take passes over each point alone instead. The result is ∞ if the work of a gradient is unknown.
+    """
+    if not plan.forward:
+        return math.inf
+    columns, room = plan.num_outputs, plan.memory_budget // 2
+    ruled = {name: layer.shape_of(local).numel() for layer in plan.layers for local, name in layer.names.items()}
+    others = plan.size - sum(ruled.values())
+    sets, share = layer_sets(plan, points, room)
+    walks, together = float(len(sets)), points
+    if share == HELD_OF_SOME:
+        held = (columns * others + sum(_numbers(layer, columns) for layer in plan.layers)) * plan.itemsize * points
+        panels = min(points, math.ceil(held / max(1, share * room)))  # a point at a time if there is room for none
+        walks, together = (panels + 1) / 2, math.ceil(points / panels)
+    pairs = sum(_least(layer, columns, together) for layer in plan.layers) * (points / together) ** 2 / 2
+    pairs += others * (columns * points) ** 2 / 2
+    gradient = points * (3 * plan.forward + TOUCHED * sum(layer.output[1:].numel() for layer in plan.layers))
+    each = PASS * (1 + columns) / 3
+    if plan.others:
+        each += plan.cost_to_build("formed", points) / (1 + plan.overhead(1.0, points))
+    return walks * each + PRODUCT * pairs / gradient
+
+
+def layer_sets(plan: Plan, points: int, most_bytes: int) -> tuple[list[Collection[str] | None], float]:
+    """Return the parameters whose rows are held together, walk by walk (None: all), and the share of memory for them.
+
+    The rows of all points are held if those of each layer fit. Otherwise some points are held at a time, and their rows
+    are formed again for each pair of such panels.
+    """
+    layers = _tied(plan.layers)
+    sizes = [sum(_numbers(layer, plan.num_outputs) for layer in some) * plan.itemsize * points for some in layers]
+    most = HELD * most_bytes
+    if plan.others or max(sizes, default=0) > most:
+        return [None], HELD_OF_SOME
+    if sum(sizes) <= most:
+        return [None], HELD
+    found: list[set[str]] = [set()]
+    held = 0.0
+    for some, size in zip(layers, sizes):
+        if held + size > most:
+            found.append(set())
+            held = 0.0
+        held += size
+        found[-1].update(name for layer in some for name in layer.names.values())
+    return [*found], HELD
+
+
+def _tied(layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Return the layers in lists, of which no two share a parameter."""
+    found: list[list[Layer]] = []
+    for layer in layers:
+        names = set(layer.names.values())
+        mine = [some for some in found if any(names & set(other.names.values()) for other in some)]
+        found = [some for some in found if not any(some is one for one in mine)]
+        found.append([*(other for some in mine for other in some), layer])
+    return found
+
+
+def _numbers(layer: Layer, columns: int) -> int:
+    """Return the numbers per point that are held of a layer: its rows, or a and δ."""
+    return columns * layer.size if layer.as_rows(columns) else columns * layer.output[1:].numel() + layer.inputs
+
+
+def _least(layer: Layer, columns: int, points: int) -> float:
+    """Return the multiply-adds of one layer for all pairs of points."""
+    positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
+    if layer.as_rows(columns) or not positions:
+        return float(columns * (points**2 * columns * layer.size + 2 * points * layer.multiply_adds))
+    groups = getattr(layer.module, "groups", 1)
+    sizes = Sizes(groups, positions, positions, layer.height // groups, layer.width, columns, columns)
+    return sizes.work(points, points)[sizes.form(points, points)]

@@ -22,14 +22,14 @@ from curvops.errors import NotSolvedError
 from curvops.linalg import Diagonal, Estimate, Reason, cg, draw
 from curvops.linalg.core.memory import PRODUCT_VECTORS, hold
 from curvops.linalg.core.results import Reasoned, Solution
-from curvops.linalg.core.solve_routes import METHODS, SKETCHED, directions_pay
+from curvops.linalg.core.solve_routes import CLOSED_FORM, METHODS, SKETCHED, directions_pay
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.solvers.systems import join_solutions
-from curvops.posterior.core.priors import PrecisionTerms
+from curvops.posterior.core.terms import PrecisionTerms
 from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
-from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
 from curvops.summary import Summarised
 
@@ -94,10 +94,18 @@ def draw_deviations(
         kind = type(terms.curvature).__name__
         raise ValueError(f"method={asked!r} does not fit {kind} + prior: {why_not}; use method='cg'.")
     P = for_columns(terms, k) if route.name == "formed matrix" else terms.precision
-    systems = Systems(terms, noise, range(k), route.name, P)
     named = asked or next(name for name, served in METHODS.items() if route.name in served)
-    chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
-    found = _solve(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
+    x0 = x0 if x0 is None or root == 1 else x0 / root
+    if current() and carries_graph(P.representation()):
+        raise ValueError(
+            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
+            "out checkpoint."
+        )
+    if named == CLOSED_FORM:
+        found = _by_closed_form(terms, P, k, noise, x0, rtol)
+    else:
+        chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
+        found = _solve(Systems(terms, noise, range(k), route.name, P), chosen, x0, rtol)
     draws, history = found.x.mT, found.history
     drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
     if not found.accepted:
@@ -108,13 +116,6 @@ def draw_deviations(
 def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
     """Solve for draws at temperature 1, as many at once as fit into memory; failures are returned as reasons."""
     carried = carries_graph(systems.precision.representation())
-    if current() and carried:
-        raise ValueError(
-            "a checkpoint saves no gradient, but the prior precision or the noise requires one: detach it, or leave "
-            "out checkpoint."
-        )
-    if chosen == "closed form":
-        return _exact(systems, x0, rtol)
     width, beside = systems.at_a_time
     if current() or width >= systems.count or carried:
         return _solve_together(systems, chosen, x0, rtol)
@@ -141,14 +142,13 @@ def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: floa
         return _in_function_space(systems, x0, rtol)
 
 
-def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+def _by_closed_form(terms: PrecisionTerms, P: Any, k: int, noise: Noise, x0: Tensor | None, rtol: float) -> Solution:
     """Draw by the closed form's own root of P⁻¹, which loses fewer digits than a perturbation and a solve."""
     if x0 is not None:
         raise ValueError("x0 is the start of an iteration, and a closed form has none: leave x0 out.")
-    k, generator = systems.count, systems.noise.generator(systems.like.device)
-    drawn = draw(systems.precision.inverse(rtol), k, generator, systems.memories)
+    draws = draw(P.inverse(rtol), k, noise.generator(P.device), frozenset((terms.lin.memory,)))
     none = torch.zeros(k, dtype=torch.float64)
-    return Solution(drawn, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
+    return Solution(draws, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
 
 
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:

@@ -18,7 +18,7 @@ from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
-from curvops.posterior.core.priors import PrecisionTerms, Prior
+from curvops.posterior.core.terms import PrecisionTerms, Prior
 
 DRAWN_TOGETHER = 8
 """How many draws of a matrix without a square root are made at once, whatever the memory."""
@@ -47,7 +47,7 @@ class Noise:
         seed = PointNormals.drawn(generator).seed
         if lin.ranks is not None:
             lin.ranks.require_equal({SEED: seed})
-        return cls(seed, count, lin.num_parameters, lin.num_data, lin.data.prints.order)
+        return cls(seed, count, len(lin.theta), lin.num_data, lin.data.prints.order)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError if the noise belongs to another problem, or to fewer draws."""

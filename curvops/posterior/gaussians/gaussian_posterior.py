@@ -21,8 +21,9 @@ from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.operators.base import as_part
 from curvops.linalg.operators.draws import draw
-from curvops.network import accumulate
+from curvops.network import accumulate, record_of_network
 from curvops.operators import Linearization
+from curvops.operators.operator_record import record_of_operator
 from curvops.posterior.core.arguments import (
     check_linearization,
     check_operator,
@@ -31,10 +32,13 @@ from curvops.posterior.core.arguments import (
 )
 from curvops.posterior.draws.deviations import Deviations, trace
 from curvops.posterior.gaussians import continual
-from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, record_of_gaussian
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 
+KIND = "posterior"
+"""The kind of a posterior's folder."""
+OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
+"""Versions of the schema; a version is raised when an older program would misread it."""
 INTERNAL = ("cache", "prior", "prior_error", "prior_for", "terms")
 """Names of a posterior that other functions of the library use, and that `dir` does not show."""
 
@@ -310,4 +314,10 @@ class GaussianPosterior(GaussianWeights):
         return super().prior_for(lin, form, rank, generator)
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
-        return OF_GAUSSIANS, record_of_gaussian(self.lin, self.covariance, self.precision, inputs)
+        """Return the operators; if one is the lazy inverse of the other, only the other is recorded."""
+        operators = (("covariance", self.covariance, self.precision), ("precision", self.precision, self.covariance))
+        record: dict[str, Any] = {"linearization": record_of_network(self.lin, inputs)}
+        for name, operator, other in operators:
+            is_lazy = isinstance(operator, Inverse) and operator.base is other
+            record[name] = None if is_lazy else record_of_operator(operator, self.lin, f"the {name}")
+        return OF_GAUSSIANS, record

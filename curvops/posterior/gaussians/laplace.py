@@ -5,6 +5,7 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,21 +23,21 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.linalg.operators.base import as_part
+from curvops.network import record_of_network
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
+from curvops.operators.operator_record import record_of_operator, record_of_value
 from curvops.posterior.core.arguments import (
     check_linearization,
     checked_count,
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import PrecisionTerms, Prior
+from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
 from curvops.posterior.draws.deviations import Deviations, draw_deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
-from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
-from curvops.posterior.gaussians.posterior_record import OF_LAPLACE, record_of_posterior
+from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
     add_data,
     as_prior,
@@ -45,13 +46,11 @@ from curvops.posterior.gaussians.updating import (
     replace_noise,
     replace_prior,
 )
-from curvops.posterior.log_evidence.determinants import count_parameters, log_determinant
-from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
+from curvops.posterior.log_evidence.evidence import Evidence, count_parameters, find_evidence, log_determinant
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
-from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
-from curvops.posterior.solves.mode_check import warn_of_mode
+from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode
 from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 
@@ -226,15 +225,17 @@ class Laplace(GaussianWeights):
                 self.lin.facts() | problem_of(self.precision) | self.lin.order | {"the temperature": self.temperature}
             )
 
-        kept = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
+        run = begin("deviations", checkpoint, problem, self.mean.device, True, self.lin.ranks)
         noise = Noise.draw(self.lin, k, generator) if noise is None else noise
-        self.cache.keep_in(kept)
-        if kept.done:
-            return kept.result(Deviations)
-        known = kept.attach("noise", lambda: noise)
-        noise = noise if known is None else from_record(Noise, known)
-        kept.save(dict, now=True)
-        return kept.finish(draw_deviations(self.terms, self.temperature, k, noise, method, start, float(rtol)))
+        draw = partial(draw_deviations, self.terms, self.temperature, k, method=method, x0=start, rtol=float(rtol))
+        if not run:
+            return draw(noise)
+        self.cache.keep_in(run)
+        if run.done:
+            return run.result(Deviations)
+        saved = run.attach("noise", lambda: noise)
+        run.save(dict, now=True)
+        return run.finish(draw(noise if saved is None else from_record(Noise, saved)))
 
     @resumable
     def linear_mode(
@@ -310,9 +311,10 @@ class Laplace(GaussianWeights):
         self.cache.require_gradients()
         return DrawnOutputs(self.lin, weights)
 
-    def _learned(self) -> list[Tensor]:
-        A, tensors = self.terms.A, [tensor for _, tensor in self.cache._learned()]
-        return [tensor.detach() for tensor in (*tensors, *([] if A is None else [A])) if tensor.requires_grad]
+    @property
+    def _is_learned(self) -> bool:
+        A = self.terms.A
+        return (A is not None and A.requires_grad) or any(t.requires_grad for _, t in self.cache.hyperparameters)
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws
@@ -321,8 +323,28 @@ class Laplace(GaussianWeights):
         self.cache.require_gradients()
         return log_determinant(self.terms, rtol, generator)
 
+    @torch.no_grad()
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
-        return OF_LAPLACE, record_of_posterior(self, inputs)
+        lin, prior, cache = self.lin, self.prior, self.cache
+        likelihood = cache.known("log likelihood")
+        if likelihood is None and not isinstance(cache.data, str):
+            # If the data can no longer be read, a file without it is better than none.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                likelihood = cache.log_likelihood().detach()
+        return OF_LAPLACE, {
+            "linearization": record_of_network(lin, inputs),
+            "curvature": record_of_operator(self.curvature, lin),
+            "prior": {
+                "class": type(prior).__name__,
+                "precision": record_of_value(prior.precision, lin, "the prior precision"),
+                "mean": prior.mean.detach(),
+                "chosen_by": prior.chosen_by,
+            },
+            "prior_error": record_of_value(self.prior_error, lin),
+            "temperature": self.temperature,
+            "log_likelihood": likelihood,
+            "gradient": cache.known("gradient"),
+        }
 
     def log_evidence(
         self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"

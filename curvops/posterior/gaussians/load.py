@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
+from torch import Tensor
 
 from curvops import storage
 from curvops.argument_types import Data, LikelihoodChoice, Network, Points
 from curvops.checks import check_flag
 from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
-from curvops.operators.operator_record import operator_of_record, record_of_operator
+from curvops.operators.operator_record import operator_of_record, record_of_operator, value_of_record
 from curvops.posterior.core.arguments import check_operator
-from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, Prior
+from curvops.posterior.gaussians.gaussian_posterior import KIND, OF_GAUSSIANS, VERSIONS, GaussianPosterior
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, read_gaussian, read_parts
 from curvops.progress import Progress
 
 OPERATOR, OF_OPERATORS = "operator", 1
 """The kind of an operator's folder, and the version of its schema."""
+PRIORS = {kind.__name__: kind for kind in (KroneckerPrior, Prior)}
 
 
 def save(
@@ -126,5 +129,22 @@ def load(
     version, record = storage.load(path, KIND, max(VERSIONS))
     lin = network(record["linearization"])
     if version == OF_GAUSSIANS:
-        return GaussianPosterior.of(lin, **read_gaussian(record, lin))
-    return Laplace(lin, **read_parts(record, lin))
+        saved = {name: record[name] for name in ("covariance", "precision") if record[name] is not None}
+        return GaussianPosterior.of(lin, **{name: operator_of_record(each, lin) for name, each in saved.items()})
+    return _read_laplace(record, lin)
+
+
+def _read_laplace(record: Mapping[str, Any], lin: Linearization) -> Laplace:
+    device, saved = lin.theta.device, record["prior"]
+    curvature, precision = operator_of_record(record["curvature"], lin), value_of_record(saved["precision"], lin)
+    check_operator("the saved curvature", curvature, lin.model)
+    if not isinstance(precision, Tensor):
+        check_operator("the saved prior precision", precision, lin.model)
+    cache = CurvatureCache(lin, curvature, checks_mode=False)  # the data may be absent
+    for name, tensor in (("log likelihood", record["log_likelihood"]), ("gradient", record["gradient"])):
+        if tensor is not None:
+            cache.put(name, tensor.to(device))
+    # Folders of version 0.2 do not say what chose the precision.
+    prior = PRIORS[saved["class"]](precision, saved["mean"].to(device), saved.get("chosen_by", ""))
+    error = value_of_record(record["prior_error"], lin)
+    return Laplace(lin, curvature, prior, cache, record["temperature"], error)

@@ -27,7 +27,7 @@ from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
 from curvops.posterior.core.arguments import check_linearization
-from curvops.posterior.core.priors import read_prior
+from curvops.posterior.core.terms import read_prior
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.solves.precision import for_columns
 

@@ -17,8 +17,7 @@ from curvops.network import Model, mean_squares, needs_noise
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_curvature
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import KroneckerPrior, PrecisionTerms, Prior, read_prior
+from curvops.posterior.core.terms import CurvatureCache, KroneckerPrior, PrecisionTerms, Prior, read_prior
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.leave_one_out import with_left_out_noise

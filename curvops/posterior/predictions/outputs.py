@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,15 +25,18 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import carries_graph
-from curvops.linalg import Dense, LowRank
-from curvops.network import PointNormals, saved_bytes
+from curvops.linalg import Dense, LowRank, Operator
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.memory import holding, solve_width
+from curvops.linalg.core.vectors import unit_block
+from curvops.linalg.operators.algebra import Product
+from curvops.network import LEAST_ROOM, JacobianRows, PointNormals, saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
+from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior.predictions.covariance import JointCovariance, Kept, PointCovariance, SampledCovariance
-from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
-from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_numbers
+from curvops.posterior.predictions.answers import ErrorOfMean, Uncertainty, decompose_numbers, error_of_mean
 
 OUTPUT_DRAWS = 1000
 """The number of draws of the outputs at each point for averages over them, if no samples are given."""
@@ -125,26 +128,28 @@ class NormalOutputs(OutputDistribution):
 
     def covariance(self, together: int | None = 1) -> LinearOperator:
         """Return T J P⁻¹ Jᵀ, which is computed on first use."""
-        if together not in self._covariances:
-            self._covariances[together] = self._covariance(self.jacobian, together)
-        return self._covariances[together]
-
-    def _covariance(self, jacobian: Jacobian, together: int | None) -> LinearOperator:
+        if together in self._covariances:
+            return self._covariances[together]
+        jacobian = self.jacobian
         rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
         self.require_whole_groups(rows // C, together)
-        if not rows:
-            shape = (0, 0) if together is None else (0, together * C, together * C)
-            return Dense(self.lin.theta.new_zeros(shape), psd=True)
         inverse = self.inverse_for(rows, self.rtol)
         if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise, but covariances "
                 "have a gradient in only one of them. Detach one."
             )
-        if together is None:
+        covariance: LinearOperator
+        if not rows:
+            shape = (0, 0) if together is None else (0, together * C, together * C)
+            covariance = Dense(self.lin.theta.new_zeros(shape), psd=True)
+        elif together is None:
             weighted = inverse if self.temperature == 1 else inverse * self.temperature
-            return JointCovariance(jacobian, weighted, jacobian.mT)
-        return PointCovariance(jacobian, inverse, together * C, Kept(), self.temperature)
+            covariance = JointCovariance(jacobian, weighted, jacobian.mT)
+        else:
+            covariance = PointCovariance(jacobian, inverse, together * C, self.temperature)
+        self._covariances[together] = covariance
+        return covariance
 
     def draws(self, normals: PointNormals | None, start: int = 0) -> Iterator[Float[Tensor, "k n C"]]:
         """Yield draws from each point's own covariance."""
@@ -252,3 +257,257 @@ def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | N
 
 def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tensor]:
     return torch.func.vmap(lin.unflatten_weights)(samples)
+
+
+BLOCK = 128
+"""The number of rows of J that are solved for at a time, if memory has room for them."""
+BLOCK_NUMBERS = 2**18
+"""The most numbers in a block of rows of few weights: each solve has its own fixed cost."""
+FEW = 64
+"""Up to this many outputs per point, variances are read from the blocks, which cost little more."""
+
+
+class PointBlocks(Operator):
+    """A C × C covariance for each of N points, (N, C, C), without covariances between points.
+
+    Variances do not need the blocks, which are formed when entries off the diagonal are used.
+    """
+
+    psd = True
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Return all blocks."""
+        raise NotImplementedError
+
+    def _require_room(self, memory_budget: int) -> None:
+        """Raise ValueError if the blocks take more than the budget."""
+        needed = self.shape.numel() * self.dtype.itemsize
+        if needed > max(memory_budget, LEAST_ROOM):
+            n, c = self.shape[:2]
+            raise ValueError(
+                f"the {c:,} × {c:,} covariances of {n:,} points need {needed:,} bytes, and the memory budget is "
+                f"{memory_budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
+                "uncertainty and log_likelihood can use draws of the weights instead, samples=post.sample(k). Or pass "
+                "fewer points at a time, or a larger memory_budget to co.linearize."
+            )
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.blocks() @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._matmul(rhs)
+
+    def to_dense(self) -> Tensor:
+        """Return all blocks."""
+        return self.blocks()
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return Dense(self.blocks())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.blocks()[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Dense(self.blocks())._expand_batch(batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return Dense(self.blocks())._unsqueeze_batch(dim)
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return Dense(self.blocks())._permute_batch(*dims)
+
+
+class SampledCovariance(PointBlocks):
+    """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
+
+    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int) -> None:
+        super().__init__(pushed, memory_budget=memory_budget)
+
+    @property
+    def pushed(self) -> Tensor:
+        """The pushed deviations J z_k, (N, C, k)."""
+        return self._args[0]
+
+    def _size(self) -> torch.Size:
+        n, c, _ = self.pushed.shape
+        return torch.Size((n, c, c))
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        self._require_room(self._kwargs["memory_budget"])
+        return self.pushed @ self.pushed.mT / self.pushed.shape[-1]
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
+
+    def _diagonal(self) -> Tensor:
+        return self.pushed.square().mean(-1)
+
+
+def with_graph(
+    jacobian: Jacobian,
+    by_structure: Callable[[JacobianRows], Tensor | None],
+    by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
+) -> Tensor:
+    """Compute a covariance with its gradient in the inputs, from the structure of P or by solves for the rows of J."""
+
+    def compute(rows: JacobianRows) -> Tensor:
+        found = by_structure(rows)
+        return by_solves(torch.cat(list(rows.selected_rows()))) if found is None else found
+
+    result: Tensor = jacobian.graph.by_rows(compute, jacobian.passes.chunk_bytes)
+    return result
+
+
+@torch.no_grad()
+def solve_rows(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
+    """Solve with P for the rows, which count as constants."""
+    width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
+    with holding(jacobian, beside):
+        return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
+
+
+def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"], diagonals: bool = False) -> Tensor:
+    """Return J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
+    found = (rows * solutions).sum(-1) if diagonals else rows @ solutions.mT
+    return found + (found if diagonals else found.mT) - found.detach()
+
+
+class PointCovariance(PointBlocks):
+    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one per point: (N, C, C); points are treated as independent.
+
+    With more rows per block (`outputs`), a block is the joint covariance of several points. The first use solves N·C
+    systems with P, in blocks (none for a structured P, see `operators.point_covariance`). The result takes N·C²
+    numbers, or N·C for variances alone, and is kept unless a gradient in the prior precision or the likelihood's
+    hyperparameters is required.
+    """
+
+    def __init__(
+        self,
+        jacobian: Jacobian,
+        inverse: LinearOperator,
+        outputs: int,
+        temperature: float = 1.0,
+        cache: Cache | None = None,
+    ) -> None:
+        cache = Cache() if cache is None else cache
+        super().__init__(jacobian, inverse, outputs=outputs, temperature=temperature, cache=cache)
+
+    def _size(self) -> torch.Size:
+        c: int = self._kwargs["outputs"]
+        return torch.Size((self._args[0].shape[-2] // c, c, c))
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Return all blocks, which the first call computes."""
+        self._require_room(self._args[0].passes.memory_budget)
+        return self._get_or_compute("blocks")
+
+    def _diagonal(self) -> Tensor:
+        cache: Cache = self._kwargs["cache"]
+        if self.shape[-1] <= FEW or cache.get("blocks", self.representation()) is not None:
+            return self.blocks().diagonal(dim1=-2, dim2=-1)
+        return self._get_or_compute("variances")
+
+    def _get_or_compute(self, name: str) -> Tensor:
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute(name, self.representation(), partial(self._compute, name == "variances"))
+
+    def _compute(self, diagonals: bool) -> Tensor:
+        """Compute the blocks, or their diagonals alone, from the structure of P or by solves for the rows of J."""
+        jacobian, inverse = self._args
+        c = self.shape[-1]
+        if jacobian.is_recorded:
+            found: Tensor | None = with_graph(
+                jacobian,
+                lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
+                lambda R: quadratic(
+                    R.unflatten(0, (-1, c)), solve_rows(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
+                ),
+            )
+        else:
+            recorded = carries_graph(self.representation())
+            found = None if recorded else point_covariances(jacobian, inverse, c, diagonals)
+        if found is None:
+            together = max(1, c // jacobian.passes.engines.plan.num_outputs)
+            parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time(together), together))
+            found = torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
+        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
+
+    def _points_at_a_time(self, together: int) -> int:
+        """Return the number of points that make one block of rows, fewer if memory is short; at least `together`."""
+        jacobian, _ = self._args
+        rows = jacobian.passes.engines.plan.num_outputs
+        block = max(BLOCK, BLOCK_NUMBERS // jacobian.shape[-1])
+        points = solve_width(jacobian, max(block, rows * together))[0] // rows
+        return max(1, points // together) * together
+
+    def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
+        """Compute the blocks of some points: solve for their rows of J and multiply the results with them.
+
+        If the rows of one point do not fit into memory, or a gradient is recorded, the rows come from products with
+        unit vectors, and the solutions are pushed through J again.
+        """
+        inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
+        if (formed := _from_rows(jacobian, inverse)) is not None:
+            points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
+            return points @ solved.mT
+        differentiated = carries_graph(self.representation())
+        width, beside = solve_width(jacobian, rows)
+        found = []
+        for start in range(0, rows, width):
+            units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
+            with holding(jacobian, beside), torch.set_grad_enabled(differentiated):
+                found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
+        block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
+        return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
+    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None if `_beside_rows` is None."""
+    if (beside := _beside_rows(jacobian, inverse)) is None:
+        return None
+    with holding(jacobian, beside), torch.no_grad():
+        formed = jacobian.formed()
+        return formed, inverse._matmul(formed)
+
+
+def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
+    """Return the bytes to hold in addition to all rows of J.
+
+    Returns None if memory has no room for the rows, a parameter has no layer rule, or a gradient is recorded.
+    """
+    rows = jacobian.shape[-2]
+    width, beside = solve_width(jacobian, rows)
+    held = (*jacobian.representation(), *inverse.representation())
+    return None if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others else beside
+
+
+class JointCovariance(Product):
+    """The covariance J W Jᵀ over all outputs of all points together, (N·C, N·C), formed on demand."""
+
+    def to_dense(self) -> Tensor:
+        """Form the matrix; raise ValueError if it exceeds the memory budget."""
+        jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
+        if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
+            raise ValueError(
+                f"the joint covariance of {self.shape[-1]:,} outputs needs {needed:,} bytes, and the memory budget is "
+                f"{jacobian.passes.memory_budget:,}. Use joint draws, post.functions(x, k), the lazy low rank of "
+                "samples=post.sample(k), independent points (joint=False), fewer points, or a larger memory_budget of "
+                "co.linearize."
+            )
+        weighted = self.factors[1]
+        if jacobian.is_recorded:
+            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solve_rows(jacobian, weighted, R)))
+        if (beside := _beside_rows(jacobian, weighted)) is not None:
+            with holding(jacobian, beside):
+                together = point_covariances(jacobian, weighted, self.shape[-1])
+            if together is not None:
+                return together[0]
+        if (found := _from_rows(jacobian, weighted)) is not None:
+            return found[0].mT @ found[1]
+        return super().to_dense()
+
+    def _diagonal(self) -> Tensor:
+        return self.to_dense().diagonal() if self.factors[0].is_recorded else super()._diagonal()

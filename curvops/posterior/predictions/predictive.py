@@ -24,7 +24,14 @@ from curvops.network import PointNormals
 from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import checked_count, checked_draws
-from curvops.posterior.predictions import held_out, links
+from curvops.posterior.predictions import answers
+from curvops.posterior.predictions.answers import (
+    LABELS,
+    NUMBERS,
+    Uncertainty,
+    decompose_labels,
+    join_uncertainties,
+)
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.predictions.outputs import (
     DrawnOutputs,
@@ -35,13 +42,6 @@ from curvops.posterior.predictions.outputs import (
     normals_for,
 )
 from curvops.posterior.predictions.split_points import SplitPoints, split_points
-from curvops.posterior.predictions.uncertainty import (
-    LABELS,
-    NUMBERS,
-    Uncertainty,
-    decompose_labels,
-    join_uncertainties,
-)
 from curvops.summary import name_of
 
 WEIGHT_DRAWS = 100
@@ -80,9 +80,10 @@ class Predictive(ABC):
     def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
         """Return the outputs at draws of the weights."""
 
-    def _learned(self) -> list[Tensor]:
-        """Return the tensors, such as a noise that is being learned, whose present values the outputs follow."""
-        return []
+    @property
+    def _is_learned(self) -> bool:
+        """Whether the outputs follow a tensor, such as a noise, that requires a gradient and may change."""
+        return False
 
     def at(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None, gather: bool = False
@@ -278,8 +279,9 @@ class Predictions:
 
     The answers are those of the posterior's methods of the same names, where their arguments are described. What they
     have in common is computed once and kept as long as this object: the outputs, the covariances of the points, and
-    with `samples` the products J z_k. Exact covariances that have a gradient, in x or in a hyperparameter, are computed
-    for each answer. Results share memory with this object: copy them before changing them in place.
+    with `samples` the products J z_k. Exact covariances that have a gradient in x are computed for each answer, and so
+    is everything while the prior precision or the noise is being learned. Results share memory with this object: copy
+    them before changing them in place.
 
     Examples:
         >>> at = post.at(x)
@@ -294,8 +296,6 @@ class Predictions:
     gather: bool
     _outputs: OutputDistribution = field(repr=False)
     _shared: dict[tuple[bool, bool], Any] = field(init=False, repr=False, default_factory=dict)
-    _followed: list[Tensor] = field(init=False, repr=False, default_factory=list)
-    """The values of learned tensors to which what is shared belongs."""
 
     def predict(self, joint: bool = False, noise: bool = False, groups: int | None = None) -> MultivariateNormal:
         """Return the distribution of the linearised network's outputs; see `predict` of the posterior."""
@@ -348,17 +348,18 @@ class Predictions:
     def probabilities(self, link: str = "probit", generator: torch.Generator | None = None) -> Float[Tensor, "N C"]:
         """Return class probabilities; see `probabilities` of the posterior."""
         likelihood = self.posterior._target()
-        links.check_link(link, likelihood)
+        answers.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if link == "network" else self._outputs
         normals = normals_for(outputs, generator) if link == "mc" else None
         outputs, split = self._split(outputs, f"probabilities, link={link!r}", normals)
         if isinstance(outputs, DrawnOutputs) and link == "network":
-            found = links.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
+            found = answers.average(likelihood.mean, network_outputs(outputs.lin, split.x, outputs.weights))
         elif link == "mc":
             drawn = outputs.draws(normals, split.start)
-            found = torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
+            found = torch.cat([answers.average(likelihood.mean, draws) for draws in drawn])
         else:
-            found = links.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, outputs.covariance())
+            covariance = outputs.covariance()
+            found = answers.normal_probabilities(link, likelihood, lambda: outputs.linear_mean, covariance)
         return split.given(found)
 
     def uncertainty(self, generator: torch.Generator | None = None) -> Uncertainty:
@@ -388,10 +389,10 @@ class Predictions:
         if by_probit and joint:
             raise ValueError("link='probit' scores each point; pairs of points, joint=True, need link='mc'.")
         if by_probit:
-            links.check_link(link, likelihood)
+            answers.check_link(link, likelihood)
         outputs = self._outputs_by_weights(generator) if joint else self._outputs
         normals = None if by_probit or isinstance(likelihood, Gaussian) else normals_for(outputs, generator)
-        targets_of = partial(held_out.targets_by_position, outputs.lin, self.x, y)
+        targets_of = partial(answers.targets_by_position, outputs.lin, self.x, y)
         call = f"the log-likelihood, joint={joint}, link={link!r}"
         outputs, split = self._split(outputs, call, normals, joint and self.gather, targets_of)
         targets = split.targets
@@ -399,16 +400,16 @@ class Predictions:
         if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if by_probit:
-            logits = links.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
+            logits = answers.probit_logits(likelihood, lambda: outputs.linear_mean, outputs.covariance())
             return split.of(Estimate.exact(likelihood.log_prob(logits, targets)))
         if isinstance(outputs, NormalOutputs) and isinstance(likelihood, Gaussian):
             mean, covariance = outputs.moments()
             noisy = covariance.add_diagonal(likelihood.noise.to(mean).expand(mean.shape[-1]))
-            return split.of(Estimate.exact(held_out.gaussian_log_density(mean, noisy.to_dense(), targets)))
-        log_p = held_out.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
+            return split.of(Estimate.exact(answers.gaussian_log_density(mean, noisy.to_dense(), targets)))
+        log_p = answers.log_likelihoods(likelihood, outputs.draws(normals, split.start), targets)
         if joint:
-            return held_out.dyadic_score(log_p, generator, outputs.error)
-        return split.of(held_out.log_mean_exp(log_p, outputs.error))
+            return answers.dyadic_score(log_p, generator, outputs.error)
+        return split.of(answers.log_mean_exp(log_p, outputs.error))
 
     def _outputs_by_weights(self, generator: torch.Generator | None) -> OutputDistribution:
         """Return the outputs at the draws of the weights, made for one answer if there are none."""
@@ -426,13 +427,9 @@ class Predictions:
     ) -> tuple[SomeOutputs, SplitPoints]:
         """Return the outputs at this rank's points, and how points are split; `all_points` if all are needed together.
 
-        The same outputs serve later questions while gradients are recorded, or while they are not, until a learned
-        tensor changes.
+        The same outputs serve later questions while gradients are recorded, or while they are not, unless a tensor is
+        being learned.
         """
-        learned = self.posterior._learned()
-        if len(learned) != len(self._followed) or not all(map(torch.equal, learned, self._followed)):
-            self._followed[:] = [tensor.clone() for tensor in learned]
-            self._shared.clear()
         told = call if normals is None else f"{call}, seed={normals.seed}"
         told += ", again" if self._shared else ""  # ranks must agree on which products are known
 
@@ -444,6 +441,6 @@ class Predictions:
         if outputs is not self._outputs:
             return outputs.at(split.x, self.rtol), split
         key = split.is_whole, torch.is_grad_enabled()
-        if key not in self._shared:
+        if key not in self._shared or self.posterior._is_learned:
             self._shared[key] = outputs.at(split.x, self.rtol)
         return self._shared[key], split

@@ -20,12 +20,13 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checks import carries_graph, check_flag
+from curvops.checks import check_flag
 from curvops.errors import RanksDifferError
 from curvops.fingerprints import fingerprint
+from curvops.linalg.core.cache import Cache
 from curvops.network.data.inputs import components, map_inputs, num_points
 from curvops.operators import Linearization
-from curvops.posterior.predictions.covariance import Kept, PointBlocks
+from curvops.posterior.predictions.outputs import PointBlocks
 from curvops.process_group import Ranks
 
 R = TypeVar("R")
@@ -82,7 +83,7 @@ class SplitPoints:
 
     def covariance(self, found: LinearOperator, size: int) -> LinearOperator:
         """Return the covariances of the points asked for, `size` blocks (or rows, if joint), computed on first use."""
-        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, kept=Kept())
+        return found if self._is_done else CovarianceOverRanks(found, split=self, size=size, cache=Cache())
 
 
 class CovarianceOverRanks(PointBlocks):
@@ -91,8 +92,8 @@ class CovarianceOverRanks(PointBlocks):
     All ranks must use them in the same order.
     """
 
-    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, kept: Kept) -> None:
-        super().__init__(base, split=split, size=size, kept=kept)
+    def __init__(self, base: LinearOperator, *, split: SplitPoints, size: int, cache: Cache) -> None:
+        super().__init__(base, split=split, size=size, cache=cache)
 
     def _size(self) -> torch.Size:
         base, size = self._args[0], self._kwargs["size"]
@@ -106,12 +107,10 @@ class CovarianceOverRanks(PointBlocks):
         return self._known("variances", lambda base: base.diagonal(dim1=-2, dim2=-1))
 
     def _known(self, name: str, compute: Callable[[LinearOperator], Tensor]) -> Tensor:
-        base, kept = self._args[0], self._kwargs["kept"]
-        if carries_graph(base.representation()):
-            return self._asked(compute(base))
+        base = self._args[0]
 
-        found: Tensor = kept.get(name, lambda: self._asked(compute(base)))
-        return found
+        cache: Cache = self._kwargs["cache"]
+        return cache.get_or_compute(name, base.representation(), lambda: self._asked(compute(base)))
 
     def _asked(self, found: Tensor) -> Tensor:
         split = self._kwargs["split"]

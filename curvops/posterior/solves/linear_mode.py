@@ -20,6 +20,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import current, digest
+from curvops.errors import ModeWarning, warn
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import holding, vector_bytes
@@ -29,27 +30,10 @@ from curvops.linalg.core.vectors import describe, inner, norm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.ggn import DisplacedGGN
-from curvops.posterior.core.curvature_cache import CurvatureCache
-from curvops.posterior.core.priors import PrecisionTerms, Prior
-from curvops.posterior.solves.newton import ROUNDINGS, Point, minimise
+from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
+from curvops.posterior.solves.function_space import REMEDIES, ROUNDINGS, Point, minimise
 from curvops.posterior.solves.precision import preconditioner, solving_kernel
 from curvops.summary import Summarised
-
-REMEDIES = {
-    Reason.ITERATION_LIMIT: (
-        "The iterations of an inner solve were spent before its tolerance was reached. A larger prior precision, "
-        "weights nearer to a mode, or float64 make it shorter."
-    ),
-    Reason.STAGNATION: (
-        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, "
-        "improves the conditioning; a curvature made from random draws must give the same product each time."
-    ),
-    Reason.NOT_POSITIVE_DEFINITE: (
-        "Curvature plus prior is not positive definite. Use a larger prior precision, or co.GGN as curvature."
-    ),
-    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Use a larger prior precision, or float64.",
-}
-"""The remedies for solves inside posteriors and their tuning, where callers cannot pass options to the solvers."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,6 +63,8 @@ class LinearMode(Summarised):
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
 
 
+MOST_DUAL_STEPS = 50
+"""The most steps of Newton's method in function space, to a start for that in weight space."""
 NEWTON_VECTORS = 8
 """Vectors of the size of the weights in a step, beside those of its solve: two points, and what the next is made of."""
 
@@ -170,8 +156,8 @@ def find_mode(
     if kept.state is not None:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
     elif (kernel := solving_kernel(terms)) is not None:
-        near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
-        delta, matvecs = near - theta, products + 2
+        near = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol, MOST_DUAL_STEPS)
+        delta, matvecs = near.theta - theta, near.matvecs + 3
         del near
     else:
         delta = torch.zeros_like(theta) if start is None else start - theta
@@ -234,3 +220,59 @@ def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> 
     delta = theta - cache.lin.theta
     parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in cache.known_data("the log evidence")]
     return cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()
+
+
+TOLERATED = 1.0
+"""Nats by which an evidence may be too low before there is a warning: a factor e in the probability of the data."""
+MOST_STEPS = 1000
+
+
+@torch.no_grad()
+def nats_below_mode(terms: PrecisionTerms, enough: float) -> tuple[float, float]:
+    """Return bounds of ½ gᵀP⁻¹g, the gain of the log posterior's quadratic model from θ* to its mode; NaN without data.
+
+    Costs a gradient, and a solve unless the prior alone bounds the result by `enough`. Conjugate gradients approach it
+    from below, and what their residual r leaves is at most ½ rᵀA⁻¹r, since P is A plus a curvature. Under a prior
+    that is an operator the upper bound is an estimate.
+    """
+    of_data, A = terms.cache.gradient(), terms.A
+    if of_data is None:
+        return math.nan, math.nan
+    gradient = of_data + terms.prior.gradient(terms.lin.theta)
+    bound = nats_of_prior(terms.prior, gradient)
+    if bound <= enough:
+        return 0.0, bound
+    rtol = 1e-3 if A is None else min(0.1, math.sqrt(0.1 * enough / bound))
+    M = None if terms.closed_form is None else terms.precision.preconditioner(1)
+    found = cg(terms.precision, gradient, preconditioner=M, rtol=rtol, maxiter=MOST_STEPS)
+    lower = 0.5 * float(inner(gradient.unsqueeze(1), found.x.unsqueeze(1)))
+    if A is None:
+        return lower, lower
+    residual = found.relative_residuals.to(gradient.device) * norm(gradient.unsqueeze(1))
+    return lower, min(bound, lower + 0.5 * float((residual.square() / A.min()).sum()))
+
+
+def nats_of_prior(prior: Prior, gradient: Float[Tensor, " D"]) -> float:
+    """Return ½ gᵀA⁻¹g, an upper bound of the nats to the mode; ∞ for a prior that is an operator."""
+    A = prior.diagonal
+    return math.inf if A is None else 0.5 * float((gradient.double().square() / A.detach().double()).sum())
+
+
+def in_words(nats: float) -> str:
+    """Return a number of nats with two digits, and no exponent."""
+    return f"{nats:.1f}" if nats < 10 else f"{nats:,.0f}"
+
+
+def warn_of_mode(post: Any) -> None:
+    """Warn once for a linearisation and a curvature if the evidence at these weights is too low by `TOLERATED`."""
+    if not post.cache.checks_mode or not (nats := nats_below_mode(post.terms, TOLERATED)[0]) > TOLERATED:
+        return
+    post.cache.checks_mode = False
+    warn(
+        f"the log evidence is about {in_words(nats)} nats too low, because the weights are not a mode of the posterior "
+        "under this prior: training under another prior or with AdamW, early stopping and the kinks of a ReLU leave "
+        "them elsewhere. A prior chosen by it may harm predictions. Either train on to a mode under this prior, "
+        "co.fit_mode(model, data, likelihood, prior_precision); or take the evidence at the mode of the linearised "
+        'network, mode="linear"; or choose the prior by held-out data, co.evidence.validate.',
+        ModeWarning,
+    )

@@ -20,6 +20,9 @@ from curvops.linalg import Damped, lanczos
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.solve_routes import (
+    CLOSED_FORM,
+    METHODS,
+    PRODUCTS_A_SOLVE,
     SKETCH_SERVES,
     UNEVEN,
     Posterior,
@@ -34,8 +37,8 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.posterior.core.priors import PrecisionTerms
-from curvops.posterior.solves.formed_kernel import FormedKernel
+from curvops.posterior.core.terms import PrecisionTerms
+from curvops.posterior.solves.function_space import FunctionSpace
 
 LOOKED_AT = 20
 """The number of products spent on the search for a negative eigenvalue of a curvature that may have one."""
@@ -80,8 +83,11 @@ def _to_be_solved(terms: PrecisionTerms, columns: int, asked: str | None = None)
 def route_of(terms: PrecisionTerms, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
     """Return the route of a system, or None and the reason if the requested method is not possible.
 
-    J Jᵀ is formed here if it may be used: only its eigenvalues show whether it can be.
+    A closed form comes first for every method that allows it; the other facts are then skipped. J Jᵀ is formed here if
+    it may be used: only its eigenvalues show whether it can be.
     """
+    if terms.closed_form is not None and (asked is None or CLOSED_FORM in METHODS[asked]):
+        return Route(CLOSED_FORM, 0, 0), ""
     system = _to_be_solved(terms, columns, asked)
     found = routes(system)
     first = chosen(found)
@@ -115,13 +121,15 @@ def for_columns(terms: PrecisionTerms, columns: int, further: bool = False) -> A
     A formed operand is used for all priors that are numbers or vectors. With `further`, these columns add to those of
     earlier calls; draws, which must be the same for the same seed, are counted separately.
     """
-    cache, P = terms.cache, terms.precision
-    if not System(rows=len(terms.lin.theta), further=further).may_be_formed:  # the other facts cost something
+    cache, P, rows = terms.cache, terms.precision, len(terms.lin.theta)
+    if terms.closed_form is not None or not System(rows=rows, further=further).may_be_formed:
         return P
     with cache.lock:
         if further:
             columns += cache.known("columns") or 0
             cache.put("columns", columns)
+        if PRODUCTS_A_SOLVE * columns < rows:  # the other facts cost something
+            return P
         first = chosen(routes(replace(_to_be_solved(terms, columns, "cg"), further=further)))
         if first is None or first.name != "formed matrix":
             return P
@@ -141,7 +149,7 @@ def inverse_for_rows(terms: PrecisionTerms, rows: int, rtol: float | None) -> Li
     return inverse
 
 
-def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
+def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
     """Return J Jᵀ of the training points if the routes for determinants, or for this system, include it.
 
     This does not depend on earlier calls, so that equal seeds continue to give equal draws. A run with a checkpoint
@@ -154,12 +162,12 @@ def formed_kernel(terms: PrecisionTerms, system: System | None = None) -> Formed
     if not any(route.name == "formed kernel" and route.possible for route in found):
         return None
     with cache.lock:
-        kernel = cache.get("kernel", lambda: FormedKernel(cache.lin, cache.of_data))
+        kernel = cache.get("kernel", lambda: FunctionSpace(cache.lin, cache.of_data))
         kernel.keep()
         return kernel
 
 
-def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FormedKernel | None:
+def solving_kernel(terms: PrecisionTerms, system: System | None = None) -> FunctionSpace | None:
     """Return `formed_kernel` if its rounding is small enough to solve under this prior."""
     found = formed_kernel(terms, system)
     return found if found is not None and found.resolves(float(terms.prior.precision.detach())) else None

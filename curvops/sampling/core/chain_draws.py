@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.sampling.core.spread import Spread
 from curvops.sampling.core.state import State
 from curvops.sampling.core.structure import Structure
@@ -76,45 +76,33 @@ def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 
         ValueError: tensors have different numbers of chains or draws, or too few of them, or draws are not finite.
     """
     if isinstance(draws, Chain) and draws.spread is not None:
-        raise ValueError(
-            f"{name} hold only the chains of {draws.spread.ranks.names}, {len(draws.theta)} of {draws.spread.chains}: "
-            "run chains(..., gather=True), use random_projections, or pass chain.params for these chains alone."
-        )
+        raise ValueError(f"{name} hold the chains of this rank alone: run chains(..., gather=True).")
     draws = getattr(draws, "params", draws)  # of the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
-    if not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"{name} must be {{name: tensor (chain, draw, ...)}} or one such tensor, got {type(draws).__name__}."
-        )
+    check_kind(name, tensors, Mapping, "{name: tensor (chain, draw, ...)} or one such tensor")
     if not tensors:
         raise ValueError(f"{name} hold no parameter; pass at least one tensor.")
-    size: torch.Size | None = None
     for key, tensor in tensors.items():
-        size = _checked(f"{name}[{key!r}]" if tensors is draws else name, tensor, size)
-    assert size is not None
-    if size[0] < chains or size[1] < each:
+        _check(f"{name}[{key!r}]" if tensors is draws else name, tensor)
+    sizes = {tensor.shape[:2] for tensor in tensors.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"{name} have unequal numbers of chains and draws: {sorted(map(tuple, sizes))}.")
+    ((k, n),) = sizes
+    if k < chains or n < each:
         raise ValueError(
-            f"{name} are {size[0]} chain{'s' * (size[0] > 1)} of {size[1]} draw{'s' * (size[1] > 1)}; this needs "
-            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (Pass a single chain without a "
-            "dimension for chains as tensor.unsqueeze(0).)"
+            f"{name} are (chains, draws) = ({k}, {n}); this needs {chains} or more chains, of {each} or more draws. "
+            "(Pass a single chain without a dimension for chains as tensor.unsqueeze(0).)"
         )
     return dict(tensors)
 
 
-def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
-    """Return (chains, draws) of one tensor, after checks."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor (chain, draw, ...), got {type(tensor).__name__}.")
+def _check(name: str, tensor: Any) -> None:
+    """Raise TypeError or ValueError unless this is a tensor (chain, draw, ...) of finite floating-point numbers."""
+    check_kind(name, tensor, Tensor, "a tensor (chain, draw, ...)")
     if tensor.ndim < 2 or 0 in tensor.shape:
         raise ValueError(f"{name} must have leading dimensions (chain, draw) and an entry, got {tuple(tensor.shape)}.")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} holds {tensor.dtype}; draws of weights are floating-point numbers.")
-    if size is not None and tensor.shape[:2] != size:
-        raise ValueError(
-            f"{name} has {tuple(tensor.shape[:2])} chains and draws, but the tensors before it {tuple(size)}: all "
-            "parameters are drawn together."
-        )
     if not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).reshape(*tensor.shape[:2], -1).any(2).sum())
+        bad = int((~tensor.isfinite()).flatten(2).any(2).sum()) if tensor.ndim > 2 else int((~tensor.isfinite()).sum())
         raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; use a smaller step size.")
-    return tensor.shape[:2]

@@ -81,14 +81,9 @@ class Evaluation:
     def _fall_back(self, error: Exception) -> None:
         """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
         if "running_mean" in str(error):
-            raise ValueError(
-                "the model normalises by batch statistics in train mode, so the chains would share its running means: "
-                "call model.eval(), or use a normalisation over single points."
-            ) from error
+            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
         if self.vectorized:
-            raise ValueError(
-                f"vectorized=True, but torch.vmap cannot run log_posterior: {error}. Leave vectorized out to loop."
-            ) from error
+            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
         warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
             "To choose this from the start, pass chains(..., vectorized=False).",
@@ -106,19 +101,13 @@ class Evaluation:
         if self._split is not None and not value.requires_grad:
             return value, torch.zeros_like(theta)
         if not value.requires_grad:
-            raise ValueError(
-                "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
-                "the params that it receives (torch.func.functional_call for a module)."
-            )
+            raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
         gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
         if self._split is not None:  # the prior depends on all of them
             gradients = tuple(torch.zeros_like(l) if g is None else g for l, g in zip(leaves, gradients))
         missing = [name for name, each in zip(structure.names, gradients) if each is None]
         if missing:
-            raise ValueError(
-                f"log_posterior does not depend on {', '.join(missing)}: leave them out of params, or give them a "
-                "prior."
-            )
+            raise ValueError(f"log_posterior does not depend on {', '.join(missing)}: leave them out of params.")
         return value.detach(), structure.concatenate([each for each in gradients if each is not None], theta.ndim - 1)
 
     def _call(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
@@ -136,15 +125,10 @@ class Evaluation:
 
 def checked_value(value: Any) -> Tensor:
     """Return the value of `log_posterior`; raise TypeError or ValueError unless it is one real number."""
-    if isinstance(value, tuple):
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(
-            f"log_posterior returned a tuple of {len(value)}; it must return only the number, the mean log-likelihood "
-            "of the batch + log prior / N."
-        )
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"log_posterior must return a real floating-point tensor of shape (), got {value!r}.")
-    if value.ndim:
-        raise ValueError(
-            f"log_posterior must return one number, got shape {tuple(value.shape)}: take the mean over the batch."
+            f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, got "
+            f"{kind}: take the mean over the batch."
         )
     return value

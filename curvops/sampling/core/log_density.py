@@ -14,19 +14,19 @@ from torch import Tensor
 
 from curvops.argument_types import GivenBatch, LikelihoodChoice, Network, ParameterChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import identify
-from curvops.checks import checked_whole
+from curvops.checks import check_like, check_shape, checked_whole
 from curvops.network import Batch, Model
 from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.shard import Shard
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
-from curvops.network.likelihoods.residual_noise import needs_noise
-from curvops.network.likelihoods.torch_losses import interpretation_of
+from curvops.network.likelihoods.conversions import interpretation_of
+from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.network.trained.first_points import few_of, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization, ShardedLinearization
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
@@ -75,7 +75,7 @@ class LogPosterior:
         return f"LogPosterior({len(self.model.theta)} weights, {self.data_size} points, prior {self.prior.printed})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engines": []}  # they refer to classes weakly
+        return self.__dict__ | {"_engines": []}  # they hold a pass
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -155,21 +155,14 @@ class LogPosterior:
             return n, batch
         held = self.shard.num_own
         if n != held:
-            raise ValueError(
-                f"this batch has {n} of the {held} points of this rank ({self.shard.ranks.names}). Over a process "
-                "group each rank passes all of its shard, [(X, y)], or minibatches that are drawn from the points of "
-                "all ranks, co.sampling.minibatches(log_posterior, (X, y), size)."
-            )
+            raise ValueError(f"this batch has {n} of the {held} points of this rank: see co.sampling.minibatches.")
         return self.data_size, batch
 
     def require_all_data(self, batch: GivenBatch) -> None:
         """Raise ValueError unless the batch contains all N points, which samplers that accept or reject need."""
         n = self.num_points(batch)
         if n != self.data_size:
-            raise ValueError(
-                f"this batch has {n} of the {self.data_size} points: samplers that accept or reject need all data at "
-                "each step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
-            )
+            raise ValueError(f"this batch has {n} of the {self.data_size} points: pass all, [(X, y)], or use sgld.")
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −½ (θ − m)ᵀA(θ − m), the log prior up to a constant."""
@@ -252,10 +245,7 @@ class LogPosterior:
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
         """Return the likelihood, the network at these weights, and the form of its batches."""
         if self.shard is not None:
-            raise ValueError(
-                "a log posterior over a process group linearises no batches, because each rank has only a part of "
-                "them: linearise all data, co.linearize(model, shard, likelihood, process_group=group)."
-            )
+            raise ValueError("over a process group no batch is linearised: use co.linearize(..., process_group=).")
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
@@ -277,18 +267,9 @@ class LogPosterior:
     def _values(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         names = self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
         if not isinstance(params, Mapping) or set(params) != set(names):
-            given = list(params) if isinstance(params, Mapping) else type(params).__name__
-            raise ValueError(
-                f"params must have the names {list(names)}, got {given}: start from log_posterior.params, or select "
-                "other parameters when it is built."
-            )
-        theta = self.model.theta
+            raise ValueError(f"params must have the names {list(names)}: start from log_posterior.params.")
         for name, value in params.items():
-            if (value.dtype, value.device) != (theta.dtype, theta.device):
-                raise ValueError(
-                    f"params[{name!r}] is {value.dtype} on {value.device}, but the model was {theta.dtype} on "
-                    f"{theta.device} when this was built: start from log_posterior.params, or build it again."
-                )
+            check_like(f"params[{name!r}]", value, self.model.theta, "the model")
         return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
 
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
@@ -350,10 +331,7 @@ def log_posterior(
         torch.Size([])
     """
     if isinstance(model, ShardedLinearization):
-        raise TypeError(
-            "model got ShardedLinearization: a sampler holds all parameters on each rank, so pass an unsharded copy of "
-            "the model."
-        )
+        raise TypeError("a sampler holds all parameters on each rank: pass an unsharded copy of the model.")
     if isinstance(model, Linearization):
         given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in given.items() if value is not None]
@@ -367,10 +345,7 @@ def log_posterior(
         known, weighted = [model.likelihood], model.data.weighted
         return LogPosterior(model.model, prior, model.num_data, weighted, likelihood, known, shard=shard)
     if isinstance(parameters, str) and parameters == "last_layer":
-        raise ValueError(
-            'parameters="last_layer" is found by running the model on data: pass log_posterior a linearisation, '
-            'co.linearize(model, data, likelihood, "last_layer").'
-        )
+        raise ValueError('for parameters="last_layer" pass co.linearize(model, data, likelihood, "last_layer").')
     if likelihood is None:
         raise ValueError("likelihood is missing: pass one of co.likelihoods, a torch loss, or 'classification'.")
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
@@ -396,11 +371,7 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
     named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
     if list(named) == [SUBNETWORK] and SUBNETWORK not in selection.names and isinstance(named[SUBNETWORK], Tensor):
         vectors = named[SUBNETWORK]
-        if vectors.shape[leading:] != (lin.num_parameters,):
-            raise ValueError(
-                f"{what} without names must be vectors of the {lin.num_parameters} weights in the order of "
-                f"lin.flatten, got {tuple(vectors.shape)}."
-            )
+        check_shape(what, vectors, (*vectors.shape[:leading], lin.num_parameters))
         return vectors.clone()
     if set(named) != set(selection.names) or selection.index is not None:
         wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)
@@ -409,11 +380,7 @@ def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Flo
             "parameters that were sampled, parameters=[...]."
         )
     for name, shape in zip(selection.names, selection.shapes):
-        if named[name].shape[leading:] != shape:
-            raise ValueError(
-                f"{what}[{name!r}] has shape {tuple(named[name].shape[leading:])}, but in the network it is "
-                f"{tuple(shape)}: the draws belong to another network."
-            )
+        check_shape(f"{what}[{name!r}]", named[name], (*named[name].shape[:leading], *shape))
     return selection.concatenate([named[name] for name in selection.names], leading)
 
 
@@ -425,10 +392,7 @@ def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
     positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
     order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()
     mean = state.theta[order]
-    if lin.theta.dtype != mean.dtype or lin.theta.device != mean.device:
-        raise ValueError(
-            f"the state is {mean.dtype} on {mean.device}, linearisation {lin.theta.dtype} on {lin.theta.device}."
-        )
+    check_like("the linearisation", lin.theta, mean, "the state")
     if not torch.equal(lin.theta, mean):
         raise ValueError(
             f"the linearisation has other weights than the mean (they differ by up to "

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checks import checked_number
+from curvops.checks import check_kind, check_like, check_shape, checked_number
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -60,19 +60,11 @@ class OperatorMetric(Isotropic):
 
     def check(self, structure: Structure, theta: Tensor) -> None:
         kind, d = type(self.D).__name__, structure.size
-        if tuple(self.D.shape) != (d, d):
-            raise ValueError(f"preconditioner {kind} is {tuple(self.D.shape)}; these params have {d} entries.")
-        if self.D.dtype != theta.dtype or self.D.device != theta.device:
-            raise ValueError(
-                f"preconditioner {kind} is {self.D.dtype} on {self.D.device}, but params are {theta.dtype} on "
-                f"{theta.device}; convert it with .to(...)."
-            )
+        check_shape(f"preconditioner {kind}", self.D, (d, d))
+        check_like(f"preconditioner {kind}", self.D, theta, "params")
         space = spaces_of(self.D)[0]
         if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
-            raise ValueError(
-                f"preconditioner {kind} has parameters in the order {list(space.names)}, but params in the order "
-                f"{list(structure.names)}: use the same parameters in the same order."
-            )
+            raise ValueError(f"preconditioner {kind} and params have the parameters in different orders.")
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:
@@ -119,15 +111,7 @@ def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
         return Isotropic(checked_number(name, given))
     if isinstance(given, Tensor) and given.ndim == 1:
         given = Diagonal(given.detach().clone())
-    if not isinstance(given, Operator):
-        hint = " Wrap a matrix as co.linalg.Dense(matrix, psd=True)." if isinstance(given, Tensor) else ""
-        raise TypeError(
-            f"{name} must be None, a number, a vector (d,) or an operator (d, d) of curvops, such as "
-            f"co.KFAC(lin).add_diagonal(prior).inverse(), got {type(given).__name__}.{hint}"
-        )
+    check_kind(name, given, Operator, "a number, a vector or an operator, such as co.linalg.Dense(matrix, psd=True)")
     if not is_psd(given):
-        raise ValueError(
-            f"{name} {type(given).__name__} is not known to be positive semidefinite, and it needs a square root. "
-            "Pass co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
-        )
+        raise ValueError(f"{name} must be positive semidefinite: pass co.linalg.Dense(matrix, psd=True).")
     return OperatorMetric(D=given)

@@ -57,8 +57,7 @@ class RobbinsMonro:
         checked_number("b", self.b)
         if not 0.5 < checked_number("gamma", self.gamma) <= 1:
             raise ValueError(
-                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞; above 1, "
-                "the steps themselves do not."
+                f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below, the squared steps add up to ∞."
             )
 
     def __call__(self, step: int) -> float:

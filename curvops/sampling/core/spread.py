@@ -44,7 +44,4 @@ class Spread:
         """Raise ValueError if the ranks that share the data are those that share the chains."""
         both = set(dist.get_process_group_ranks(self.ranks.group)) & set(dist.get_process_group_ranks(other.group))
         if len(both) > 1:
-            raise ValueError(
-                "the ranks of process_group share the data of log_posterior, so each of them runs all chains: leave "
-                "process_group out; or build log_posterior from all data in each process, and spread the chains."
-            )
+            raise ValueError("the ranks of process_group share the data of log_posterior: leave process_group out.")

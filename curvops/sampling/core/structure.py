@@ -11,6 +11,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from curvops.checks import check_kind, check_like
 from curvops.network.model.parameters import FlatLayout
 
 
@@ -47,22 +48,13 @@ def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     leaves: dict[str, Tensor] = {}
     for path, leaf in found:
         name = f"params{pytree.keystr(path)}"
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} is {type(leaf).__name__}; params must be a tree (dict, tuple, …) of tensors.")
+        check_kind(name, leaf, Tensor, "a tensor: params are a tree (dict, tuple, …) of tensors")
         if not leaf.is_floating_point():
-            raise TypeError(
-                f"{name} is {leaf.dtype}, but only real floating-point tensors can be sampled. Leave it out of "
-                "params, and keep it inside log_posterior."
-            )
+            raise TypeError(f"{name} is {leaf.dtype}, which cannot be sampled: keep it inside log_posterior.")
         leaves[name] = leaf.detach()
     first_name, first = next(iter(leaves.items()))
     for name, leaf in leaves.items():
-        for what in ("dtype", "device"):
-            if getattr(leaf, what) != getattr(first, what):
-                raise ValueError(
-                    f"{first_name} is {getattr(first, what)} and {name} {getattr(leaf, what)}, but params form one "
-                    "vector: convert them."
-                )
+        check_like(name, leaf, first, first_name)
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf.")
     structure = Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec)
@@ -77,18 +69,13 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
     """
     if len(starts) != chains:
         raise ValueError(
-            f"a list must have one start for each of the {chains} chains, but this one has {len(starts)}. Pass "
-            "parameters that are themselves a list as a tuple."
+            f"the list has {len(starts)} starts for {chains} chains: pass params that are a list as a tuple."
         )
     rows, structures = zip(*[flatten(start) for start in starts])
     first = structures[0]
     for i, other in enumerate(structures):
         if (other.spec, other.shapes) != (first.spec, first.shapes):
             raise ValueError(f"start {i} has {_describe(other)}, start 0 {_describe(first)}: all chains need the same.")
-        if (rows[i].dtype, rows[i].device) != (rows[0].dtype, rows[0].device):
-            raise ValueError(
-                f"start {i} is {rows[i].dtype} on {rows[i].device}, start 0 {rows[0].dtype} on {rows[0].device}."
-            )
     return torch.stack(rows), first
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
-from curvops.checks import check_flag, check_generator, checked_whole
+from curvops.checks import check_flag, check_generator, check_kind, checked_whole
 from curvops.errors import DivergenceError
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
@@ -208,16 +208,11 @@ class Transition(Summarised, ABC):
         )
 
     def _check_state(self, state: Any) -> None:
-        if type(state) is not self.state_type:
-            raise TypeError(
-                f"state must come from init of this sampler ({self.state_type.__name__}), got {type(state).__name__}."
-            )
+        check_kind("state", state, self.state_type, f"a {self.state_type.__name__}, from init of this sampler")
+        chains = tuple(state.theta.shape[:-1])
         wanted = () if self.chains is None else (self.chains,)
-        if tuple(state.theta.shape[:-1]) != wanted:
-            raise ValueError(
-                f"the state has chains {tuple(state.theta.shape[:-1])}, but this sampler runs {wanted}: make it with "
-                "init of this sampler."
-            )
+        if chains != wanted:
+            raise ValueError(f"the state has chains {chains}, not {wanted}: make it with init of this sampler.")
 
 
 def _named_chains(bad: Tensor) -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Density, Draws, GivenBatch
-from curvops.checks import checked_number
+from curvops.checks import check_kind, checked_number
 from curvops.linalg import Estimate
 from curvops.sampling.core.chain_draws import Chain, checked_draws
 from curvops.sampling.core.evaluation import Evaluation
@@ -62,11 +62,7 @@ def stein_discrepancy(draws: Draws, scores: Any, scale: float | str = 1.0) -> Es
     """
     points, slopes = checked_draws(draws), checked_draws(scores, "scores")
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):
-        raise ValueError(
-            "scores must have the names and the shapes of the draws: "
-            f"{ {name: tuple(tensor.shape) for name, tensor in points.items()} }, got "
-            f"{ {name: tuple(tensor.shape) for name, tensor in slopes.items()} }."
-        )
+        raise ValueError("scores must have the names and the shapes of the draws.")
     products, dimension = _products(points, slopes)
     if len(products[0]) < 4:
         raise ValueError(f"there are {len(products[0])} draws, but the standard error of a U-statistic needs four.")
@@ -175,15 +171,10 @@ def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], 
         >>> co.sampling.diagnostics.scores(density, chain, [(x, y)])["0.bias"].shape
         torch.Size([1, 5, 3])
     """
-    if not isinstance(log_posterior, LogPosterior):
-        raise TypeError(
-            "scores needs co.sampling.log_posterior(...), which carries N and the sizes of batches, got "
-            f"{type(log_posterior).__name__}; for your own density pass its gradients to stein_discrepancy."
-        )
-    if not isinstance(chain, Chain):
-        raise TypeError(f"scores needs the chain that co.sampling.run returned, got {type(chain).__name__}.")
-    if isinstance(batches, Tensor | tuple) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches must be a list of batches, [(X, y)] for all data, got {type(batches).__name__}.")
+    check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...), which carries N")
+    check_kind("chain", chain, Chain, "the chain that co.sampling.run returned")
+    if isinstance(batches, Tensor | tuple):
+        raise TypeError(f"batches must be a list of batches, [(X, y)] for all data, got a {type(batches).__name__}.")
     rows = chain.theta.flatten(0, 1)
     density, total, count = Evaluation(log_posterior), torch.zeros_like(rows), 0
     for batch in batches:
@@ -191,10 +182,5 @@ def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], 
         total += points * density.gradient(rows, chain.structure, batch)[1]
         count += points
     if count != log_posterior.data_size and not part:
-        raise ValueError(
-            f"the batches have {count} of {log_posterior.data_size} points: pass all of them, or part=True for "
-            "scores of some, scaled to all."
-        )
-    if not count:
-        raise ValueError("batches is empty: pass at least one batch.")
+        raise ValueError(f"the batches have {count} of {log_posterior.data_size} points: pass all, or part=True.")
     return chain.structure.unflatten((total * (log_posterior.data_size / count)).view_as(chain.theta))

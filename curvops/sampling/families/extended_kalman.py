@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import StepSizes
-from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.checks import check_choice, check_kind, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
@@ -84,10 +84,7 @@ class ExtendedKalmanFilter(Transition):
         prior = self._target.prior
         if prior.diagonal is None:
             if self.form != "dense":
-                raise ValueError(
-                    f"form={self.form!r} starts from a prior precision that is a number, a vector or a mapping, but "
-                    f"that of log_posterior is an operator, {type(prior.precision).__name__}: use form='dense'."
-                )
+                raise ValueError("this form needs a prior precision that is a number or a vector: use form='dense'.")
             assert isinstance(prior.precision, Operator)
             return {"matrix": prior.precision.to_dense().clone()}
         diagonal = prior.diagonal.detach().expand_as(theta).clone()
@@ -98,10 +95,7 @@ class ExtendedKalmanFilter(Transition):
     def _check_state(self, state: Any) -> None:
         super()._check_state(state)
         if sorted(state.precision) != FORMS[self.form]:
-            raise ValueError(
-                f"the state is of another form: its precision consists of {sorted(state.precision)}, that of "
-                f"form={self.form!r} of {FORMS[self.form]}. Make a state with init of this filter, at state.params."
-            )
+            raise ValueError(f"the state has another form than {self.form!r}: make it with init of this filter.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
@@ -253,16 +247,9 @@ def ekf(
     """
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
-    if not isinstance(log_posterior, LogPosterior):
-        raise TypeError(
-            "ekf needs co.sampling.log_posterior(model, likelihood, ...), whose network it linearises, got "
-            f"{type(log_posterior).__name__}."
-        )
+    check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(model, likelihood, ...)")
     if log_posterior.ranks is not None:
-        raise ValueError(
-            "ekf is not for a log posterior over a process group: its steps need the curvature of each batch, which is "
-            "not added up over the ranks. Filter all data in each process, or use co.laplace(lin), whose curvature is."
-        )
+        raise ValueError("ekf is not for a log posterior over a process group: filter all data in each process.")
     if rank is not None and form != "low_rank_diagonal":
         raise ValueError(f"rank={rank!r} needs form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(

@@ -113,12 +113,8 @@ class Variational(Optimizer):
 
     def _check_state(self, state: Any) -> None:
         super()._check_state(state)
-        if self.family.shapes(state.structure) != {name: tuple(part.shape) for name, part in state.spread.items()}:
-            raise ValueError(
-                f"the state is of another family of normal distributions, or of another rank, than the sampler's "
-                f"{type(self.family).__name__}: it holds {', '.join(list(state.spread)[:4])}. Make a state with "
-                "init of this sampler, at state.params."
-            )
+        if self.family.shapes(state.structure) != {name: tuple(spread.shape) for name, spread in state.spread.items()}:
+            raise ValueError("the state has another family or rank: make it with init of this sampler.")
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
         numbers = self.family.noise(state.structure, self.draws, state.theta, noise)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.checks import checked_number
+from curvops.checks import check_kind, checked_number
 from curvops.network import Blocks, Model
 from curvops.network.data.batches import parts_of
 from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
@@ -141,8 +141,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
     """
     found: dict[str, float] = {}
     module: Any = unwrap(model)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function pass a mapping.")
+    check_kind("model", module, nn.Module, "an nn.Module; for a function pass a mapping as prior_precision")
     sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
     known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
     biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
@@ -159,10 +158,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         else:
             others.append(name)
     if others:
-        raise ValueError(
-            f"{others} belong to no linear or convolutional layer, so their fan-in is unknown: pass prior_precision as "
-            "a mapping {glob: number} that names each parameter, including these."
-        )
+        raise ValueError(f"the fan-in of {others} is unknown: pass prior_precision as a mapping {{glob: number}}.")
     return found
 
 

@@ -11,13 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import Draws
-from curvops.checks import check_accuracy, check_choice
+from curvops.checks import check_accuracy, check_choice, check_like
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization, checked_count
+from curvops.posterior.predictions.answers import Uncertainty, decompose_drawn_numbers
 from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_drawn_numbers
 from curvops.sampling.core.chain_draws import checked_draws
 from curvops.sampling.core.log_density import as_vectors
 from curvops.sampling.diagnostics.projected_chains import effective_size
@@ -144,7 +144,6 @@ def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
     """Return the draws as rows in the order of the selection, and the number of chains."""
     checked = checked_draws(draws)
     first = next(iter(checked.values()))
-    if first.dtype != lin.theta.dtype:
-        raise ValueError(f"draws are {first.dtype}, but weights {lin.theta.dtype}; convert them with .to(lin.theta).")
+    check_like("draws", first, lin.theta, "weights")
     rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
     return rows.flatten(0, 1).to(lin.theta.device), len(first)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 
 class Feed:
@@ -54,10 +54,7 @@ class Feed:
         if self._spec is None:
             self._spec = spec
         elif spec != self._spec:
-            raise ValueError(
-                f"batch {self._index} has another structure than the first: {_describe(spec)} after "
-                f"{_describe(self._spec)}. All batches must contain the same items."
-            )
+            raise ValueError(f"batch {self._index} has another structure than the first: {_describe(spec)}.")
 
     def _open_pass(self) -> Iterator[Any]:
         """Begin a pass at the batch where the last run stopped."""
@@ -78,31 +75,18 @@ def require_repeatable(batches: Any) -> None:
     """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
         raise ValueError(
-            "a checkpoint needs the same batches again, but this DataLoader shuffles with torch's default generator: "
-            "build it with generator=torch.Generator().manual_seed(0)."
+            "a checkpoint needs the same batches again: build the DataLoader with generator=torch.Generator()."
         )
 
 
 def _checked(batches: Any) -> Iterable[Any] | None:
-    if batches is None:
-        return None
-    if isinstance(batches, Iterator):
+    """Return the batches; raise TypeError unless they can be read again in every pass."""
+    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(item, Tensor) for item in batches)
+    if isinstance(batches, Iterator | Tensor | str) or pair or not (batches is None or isinstance(batches, Iterable)):
         raise TypeError(
-            f"batches are read again in every pass, but a {type(batches).__name__} can be read only once: pass a list "
-            "of batches or a DataLoader."
+            "batches must be a list of batches, [(inputs, targets)] if each step uses all data, or a DataLoader, got "
+            f"{type(batches).__name__}. Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
         )
-    if isinstance(batches, Tensor) or (
-        isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(part, Tensor) for part in batches)
-    ):
-        raise TypeError(
-            "batches is a tensor or one pair (inputs, targets): pass an iterable of batches, [(inputs, targets)] if "
-            "each step uses all data."
-        )
-    if isinstance(batches, str) or not isinstance(batches, Iterable):
-        hint = " Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)." * isinstance(
-            batches, Dataset
-        )
-        raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.{hint}")
     return batches
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from curvops.argument_types import Data
-from curvops.checks import checked_whole, drawn_seed
+from curvops.checks import check_kind, checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
 from curvops.sampling.core.log_density import LogPosterior, Share
 
@@ -77,11 +77,7 @@ def minibatches(
         >>> co.sampling.run(co.sampling.sgld(density, 1e-3), density.params, batches, steps=5).theta.shape
         torch.Size([1, 5, 17])
     """
-    if not isinstance(log_posterior, LogPosterior):
-        raise TypeError(
-            "minibatches needs co.sampling.log_posterior(...), which has the points of all ranks, got "
-            f"{type(log_posterior).__name__}; for your own density pass a DataLoader."
-        )
+    check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...)")
     shard, count = log_posterior.shard, log_posterior.data_size
     size = checked_whole("size", size)
     if size > count:

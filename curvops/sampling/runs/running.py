@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvops.argument_types import GivenBatch, SamplingMethod
 from curvops.checkpoint import Checkpoint, Place, begin, identify, resumable, seed_of
-from curvops.checks import check_flag, check_generator, checked_number, checked_whole
+from curvops.checks import check_flag, check_generator, check_kind, checked_number, checked_whole
 from curvops.process_group import Ranks
 from curvops.progress import Progress, check_progress, progress_bar
 from curvops.records import from_record
@@ -82,8 +82,7 @@ def run(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=20, warmup=5, thin=2).theta.shape
         torch.Size([1, 10, 17])
     """
-    if not isinstance(sampler, Transition):
-        raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
     if thin > steps:
         raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
@@ -199,10 +198,7 @@ def _take_steps(
                     adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
                 batch = feed.next()
                 if sampler.metropolis and feed.position["index"] > 1:
-                    raise ValueError(
-                        "a pass gives more than one batch: samplers that accept or reject need all data in each "
-                        "step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
-                    )
+                    raise ValueError("a pass gives several batches, but this sampler needs all data, [(X, y)].")
                 watch.before(reached.state, batch)
                 if noise is None:
                     state, info = adapted.update(reached.state, batch)
@@ -355,8 +351,7 @@ def chains(
         >>> co.sampling.run(sampler, density.params, [(x, y)], steps=5).theta.shape
         torch.Size([3, 5, 17])
     """
-    if not isinstance(sampler, Transition):
-        raise TypeError(f"chains needs a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    check_kind("sampler", sampler, Transition, "one of co.sampling (sgld, …)")
     if sampler.chains is not None:
         raise ValueError(f"the sampler already runs {sampler.chains} chains; pass the sampler of a single chain.")
     count = checked_whole("k", k, kind="a whole number of chains")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.argument_types import Density, StepSizes
 from curvops.linalg import Diagonal, Inverse
-from curvops.posterior.core.priors import Prior
+from curvops.posterior.core.terms import Prior
 from curvops.sampling.core.metric import as_metric
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.state import Info, NoiseSource, State
@@ -102,10 +102,7 @@ def pcn(
     """
     prior = getattr(log_posterior, "prior", None)
     if covariance is None and not isinstance(prior, Prior):
-        raise ValueError(
-            "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior if there is one. "
-            "Pass a number, a vector (d,) or an operator."
-        )
+        raise ValueError("covariance is missing: pass a number, a vector (d,) or an operator.")
     if covariance is None:
         assert isinstance(prior, Prior)
         A = prior.precision

@@ -74,8 +74,5 @@ def sgld(
 def deviation(variance: float, beta: float) -> float:
     """Return the standard deviation of the injected noise; raise ValueError if the gradient's own noise exceeds it."""
     if variance < 0:
-        raise ValueError(
-            f"beta={beta:g}: the gradient's noise alone exceeds what this step size and temperature inject; use a "
-            "smaller beta or step_size."
-        )
+        raise ValueError(f"beta={beta:g}: the gradient's noise exceeds what this step injects: use a smaller beta.")
     return variance**0.5

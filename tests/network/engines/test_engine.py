@@ -69,7 +69,7 @@ def test_large_blocks_are_filled_as_gradients_are_found(name: str, way: str, mon
         assert agree(pull(passes, U), J.mT @ U)
         with torch.no_grad():
             (_, batch), *_ = passes.each(k)
-            product = batch.sandwich(V, lambda u, points: u)
+            product = batch.pull(batch.push(V))
         assert agree(product, J.mT @ (J @ V))
         assert found and found[-1].data_ptr() == product.data_ptr()
 
@@ -142,7 +142,7 @@ def test_a_budget_that_holds_one_batch_of_two() -> None:
     plenty = Passes(Model(model), batches(inputs), "autodiff", PLENTY)
     push(plenty, columns(reference("mlp").shape[1], 9))
     assert plenty.plan.in_use == {"recorded": 2}  # only now is it known what a replay keeps
-    needed = plenty.plan.recorded_bytes
+    needed = plenty.plan.routes.recorded_bytes
     passes = Passes(Model(model), batches(inputs), "autodiff", int(3.5 * needed))
     J = reference("mlp")
     V = columns(J.shape[1], 3)

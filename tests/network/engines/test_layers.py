@@ -211,25 +211,6 @@ def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
                 close(rows[local], expected[local])
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if not without_matrices(name)])
-def test_inner_products_of_patches_are_sums_of_those_of_pixels(name: str) -> None:
-    """With the points themselves and with larger ones, group by group; other layers have no patches."""
-    layer, (inputs, *others), _ = build(name)
-    rule = the_rule(layer)
-    kept = rule.keep(layer, inputs, *others)
-    if not name.startswith("conv"):
-        assert rule.pixels(layer, kept) is None
-        return
-    larger = torch.randn(3, inputs.shape[1], *(length + 3 for length in inputs.shape[2:]), dtype=torch.float64)
-    for other in (kept, rule.keep(layer, larger)):
-        x, y = (rule.pixels(layer, tensor) for tensor in (kept, other))
-        a, b = (rule.right(layer, tensor, ("weight",)) for tensor in (kept, other))
-        for i in range(a.shape[1]):
-            products = torch.tensordot(x[:, i].movedim(0, -2), y[:, i].movedim(0, -2), ([-1], [-1]))
-            found = rule.patch_products(layer, products).reshape(a.shape[2], len(a), b.shape[2], len(b))
-            close(found, torch.einsum("ntq,muq->tnum", a[:, i], b[:, i]))
-
-
 def test_curvature_of_a_convolution_that_was_changed_is_that_of_one_made_so() -> None:
     """Products, diagonal and KFAC ended in errors of shapes: they read the padding of the constructor."""
     found = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -274,64 +272,6 @@ def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatc
         assert max(sizes) == widest
 
 
-SANDWICHED = (
-    "mlp cnn cnn_1d autoencoder resnet_groupnorm bilinear sequence_layernorm attention bag_sum tied_embedding "
-    "linear_twice shared_parameter prelu lstm dead_branch embedding_few_rows"
-)
-
-
-@pytest.mark.parametrize("name", SANDWICHED.split())
-def test_a_product_that_reads_each_sensitivity_once_is_that_of_both_directions(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layerwise, "CACHED_BYTES", 0)
-    J = reference(name)
-    v, root, seen = columns(J.shape[1], 1), torch.randn(5, len(J) // 5, 3).double(), []
-    H, start, total = root @ root.mT, 0, torch.zeros_like(v)
-
-    def weigh(u: Tensor, points: slice) -> Tensor:
-        seen.append(u.shape[1])
-        return torch.einsum("ncd,knd->knc", own[points], u)
-
-    passes = walk(name, "layerwise")
-    for _, product in passes.each(1):
-        own = H[start : start + len(product.outputs)]
-        with torch.no_grad():
-            total += product.sandwich(v, weigh)
-        start += len(own)
-    weighed = torch.block_diag(*H) @ (J @ v)
-    assert agree(total, J.mT @ weighed)
-    parts = {type(part) for _, engine in passes._kept.values() for part in engine.parts}
-    assert seen == ([1] * 5 if Factors in parts else [3, 2])
-
-
-@pytest.mark.parametrize("selected", [None, ["0.*"]])
-@pytest.mark.parametrize(("K", "at_once"), [(1, 1), (2, 1), (3, 6)])
-def test_sensitivities_are_read_once_while_vectors_are_few(
-    K: int, at_once: int, selected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each vector takes as many numbers as a row of δ, so with more than half as many vectors nothing is saved."""
-    monkeypatch.setattr(layerwise, "CACHED_BYTES", 8 * 5 * (5 + 4))  # of one point
-    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)
-    network = Model(nn.Sequential(*layers).double(), selected)
-    recording = record(network, torch.randn(6, 4).double(), owners_of(network))
-    engine = Layerwise(network, recording, None, PLENTY)
-    V, H, seen = columns(len(network.theta), K), torch.randn(6, 5, 5).double(), list[int]()
-
-    def weigh(u: Tensor, points: slice) -> Tensor:
-        seen.append(u.shape[1])
-        return torch.einsum("ncd,knd->knc", H[points], u)
-
-    given, split = V.clone(), network.selection.split(V)
-    found = network.selection.join(engine.sandwich(split, weigh))
-    both = network.selection.join(engine.pull(torch.einsum("ncd,knd->knc", H, engine.push(split))))
-    assert torch.equal(V, given)
-    assert agree(found, both, 1e-13)
-    assert set(seen) == {at_once} and sum(seen) == 6
-    J = engine.push(network.selection.split(torch.eye(len(network.theta)).double())).flatten(1).mT
-    assert agree(found, J.mT @ torch.block_diag(*H) @ J @ V)
-
-
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
     model, inputs = ZOO["cnn"].build()
     network = Model(model)
@@ -486,7 +426,7 @@ def test_a_last_layer_is_built_from_passes_over_some_points(name: str, monkeypat
     seen.clear()
     assert agree(push(passes, V), rows @ V) and seen == [2, 2, 1]
     assert agree(pull(passes, U), rows.mT @ U) and seen == [2, 2, 1]
-    ((_, built),) = passes._kept.values()
+    (built,) = passes.kept_engines
     assert isinstance(built, Layerwise) and built.features is not None
     assert agree(built.outputs, outputs, 1e-13) and built.features.layer.output[0] == 5
 
@@ -503,19 +443,3 @@ def test_a_layer_that_is_not_the_last_for_all_points_is_in_one_pass(monkeypatch:
     passes = Passes(Model(model, "head.*"), [(x, None)], "auto", PLENTY)
     V = columns(rows.shape[1], 2)
     assert agree(push(passes, V), rows @ V) and seen[-1] == 6
-
-
-def test_sensitivities_are_freed_once_they_are_copied():
-    earlier: list[weakref.ref[Tensor]] = []
-
-    def each() -> Iterator[list[Tensor | None]]:
-        for r in range(3):
-            assert not any(delta() is not None for delta in earlier)
-            row: list[Tensor | None] = [None if r < 2 else torch.ones(2, 1, 5), torch.full((2, 1, 4), r + 1.0)]
-            earlier.extend(weakref.ref(delta) for delta in row if delta is not None)
-            yield row
-
-    late, every = layerwise._gather(each(), [None, None], 3, graph=False)
-    assert late is not None and every is not None
-    assert torch.equal(every[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
-    assert torch.equal(late[0, :, 0], torch.tensor([0.0, 0.0, 1.0]))

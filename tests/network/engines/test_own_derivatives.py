@@ -147,22 +147,6 @@ def test_derivatives_of_the_models_own_where_the_caller_records_none(mode: Any) 
     assert not x.requires_grad
 
 
-def test_leaves_that_a_model_makes_do_not_distinguish_its_passes() -> None:
-    """Their memory is another one in every pass: networks of one structure were proven anew, each time."""
-    passes = [0]
-
-    def counted(body: Any, x: Tensor) -> Tensor:
-        passes[-1] += 1
-        return within(body, x)
-
-    data = torch.randn(N, D_IN).double(), torch.zeros(N, 3).double()
-    for _ in range(2):
-        co.linearize(Field(counted).double(), data, co.likelihoods.Gaussian(noise=1.0))
-        passes.append(0)
-    first, second, _ = passes
-    assert second < first
-
-
 def test_an_energy_without_a_graph_says_what_to_do() -> None:
     def detached(body: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():

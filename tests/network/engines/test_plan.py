@@ -11,7 +11,7 @@ from torch import nn
 
 import curvops.network.engines.plan as plan_module
 from benchmarks.gpu.counts import H100
-from curvops.network.engines.plan import Plan
+from curvops.network.engines.plan import Plan, Rates
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.network.products import PLENTY, columns, push, walk
@@ -64,7 +64,7 @@ def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
     passes = walk(name, kind, sizes=(5,))
     for _ in range(4):
         push(passes, columns(reference(name).shape[1], 3))
-    ((_, engine),) = passes._kept.values()
+    (engine,) = passes.kept_engines
     assert engine.kind == kind
     assert engine.nbytes <= 1.25 * 5 * passes.plan.bytes_needed(engine.kind)
 
@@ -137,7 +137,7 @@ def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
         assert passes.engines.plan.routes.tried is False
     assert counts["auto"] == counts["streamed"]
     assert passes.plan.routes.tried
-    assert passes.plan.recorded_bytes > passes.plan.routes.saved_bytes
+    assert passes.plan.routes.recorded_bytes > passes.plan.routes.saved_bytes
 
 
 def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fits() -> None:
@@ -161,13 +161,13 @@ def test_many_outputs_are_left_to_autodiff() -> None:
 
 
 @pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
+def undecided() -> Passes:
     """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
-    monkeypatch.setattr(plan_module, "CPU", plan_module.Rates(plan_module.CPU.read, 0.0))
     outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
     hidden = nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU()
     model = nn.Sequential(*hidden, nn.Linear(300, outputs)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
+    passes.engines.plan = dataclasses.replace(passes.engines.plan, rates=Rates(plan_module.CPU.read, visit=0.0))
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
     return passes
 
@@ -192,7 +192,7 @@ def test_an_engine_is_freed_before_another_takes_its_place(undecided: Passes, mo
     for _ in range(5):
         push(passes, columns(D, 1))
     assert passes.plan.in_use == {"recorded": 1}
-    before = weakref.ref(passes._kept[0][1])
+    before = weakref.ref(passes.kept_engines[0])
     alive: list[bool] = []
     monkeypatch.setattr(passes.engines, "build", lambda *given: alive.append(before() is not None) or build(*given))
     while not alive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.data.batches import Batch
-from curvops.network.engines import plan
+from curvops.network.engines.plan import Rates
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods import Gaussian
 from curvops.network.likelihoods.output_fisher import Empirical, Sampled
@@ -55,19 +56,17 @@ def test_a_reduced_walk_multiplies_with_its_rows(name: str, way: str) -> None:
     assert walk.plan.in_use == (expected if walk.plan.layers or way != "layerwise" else {"recorded": 2})
 
 
-def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_outputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plan, "CPU", plan.Rates(plan.CPU.read, 0.0))  # as of a large network
+def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_outputs() -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 500))
     x, draws = torch.randn(40, 20), torch.randn(1, 40, 500)
     whole = Passes(Model(model), labelled(x, torch.zeros(40), (40,)), memory_budget=PLENTY)
+    whole.engines.plan = dataclasses.replace(whole.plan, rates=Rates(read=12.0, visit=0.0))  # as of a large network
     walk, v = whole.with_root(Sampled(Gaussian(), draws)), torch.randn(whole.model.theta.numel(), 1)
     for passes in (whole, walk):
         push(passes, v)
     assert whole.plan.in_use == {} and walk.plan.in_use == {"layerwise": 1}
     assert walk.plan.layerwise_bytes == 4 * (20 + 30 + 30 + 30 + 30 + 500)
-    assert walk._kept[0][1].nbytes == 40 * walk.plan.layerwise_bytes
+    assert walk.kept_engines[0].nbytes == 40 * walk.plan.layerwise_bytes
 
 
 def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_input_and_sensitivities() -> None:
@@ -81,7 +80,7 @@ def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_inpu
     assert walk.plan.layerwise_bytes == 8 * (296 + 200 + 3)
     assert whole.plan.layerwise_bytes == 8 * (3 * 200 + 100 + 200)
     for passes in (whole, walk):
-        assert passes._kept[0][1].nbytes == 6 * passes.plan.layerwise_bytes
+        assert passes.kept_engines[0].nbytes == 6 * passes.plan.layerwise_bytes
 
 
 def test_walks_share_one_budget_and_give_it_back() -> None:
@@ -93,7 +92,7 @@ def test_walks_share_one_budget_and_give_it_back() -> None:
     push(whole, V)
     assert walk.plan.in_use == {"layerwise": 2}
     assert whole.plan.in_use.get("layerwise", 0) != 2  # the other has its share
-    kept = sum(engine.nbytes for passes in (whole, walk) for _, engine in passes._kept.values())
+    kept = sum(engine.nbytes for passes in (whole, walk) for engine in passes.kept_engines)
     assert kept <= whole.memory_budget
     del walk
     gc.collect()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.engines.autodiff import record_replay, replay_bytes
+from curvops.network.engines.autodiff import record_replay
 from curvops.network.engines.replay import Recorder, Replay
 from curvops.network.model.model import Model
 from tests.network.products import agree, columns
@@ -43,7 +43,7 @@ def test_it_keeps_the_inputs_of_products_and_of_activations_alone() -> None:
     model, _ = ZOO["mlp"].build()
     x = torch.randn(7, 4, dtype=torch.float64)
     network, replay = replayed(model, x)
-    assert replay is not None and replay_bytes(replay, network, x) == 7 * 8 * (6 + 5)
+    assert replay is not None and replay.nbytes([*network.tensors(), x]) == 7 * 8 * (6 + 5)
 
 
 def test_a_constant_that_is_overwritten_later_keeps_its_values() -> None:

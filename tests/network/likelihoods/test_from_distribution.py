@@ -243,18 +243,6 @@ def test_the_door_takes_a_function() -> None:
         as_likelihood(distributions.Bernoulli)
 
 
-def test_distributions_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile turns the checks of all distributions off."""
-    monkeypatch.setattr(Distribution, "_validate_args", False)
-    with pytest.raises(ValueError, match="(?s)could not make a distribution.*scales and rates must be positive"):
-        co.linearize(nn.Linear(2, C), (normal(5, 2).float(), REALS[:5].float()), lambda f: distributions.Normal(f, f))
-    assert not Distribution._validate_args
-    with pytest.raises(ValueError, match="support"):
-        co.linearize(
-            nn.Linear(2, C), (normal(5, 2).float(), -torch.ones(5)), lambda f: distributions.Poisson(f[:, 0].exp())
-        )
-
-
 def test_positions_of_a_sequence_are_scored_by_linearize() -> None:
     data = normal(5, 4, 2).float(), torch.zeros(5, 4)
     with pytest.raises(ValueError, match=r"a Normal over targets of shape \(8, 3\); given \(8,\)"):

@@ -1,7 +1,4 @@
-"""Likelihoods with a diagonal output Fisher, against torch's losses, distributions and autograd in float64.
-
-Tests `bernoulli.py`, `heteroscedastic.py`, `poisson.py`.
-"""
+"""Likelihoods with a diagonal output Fisher, against torch's losses, distributions and autograd in float64."""
 
 from __future__ import annotations
 

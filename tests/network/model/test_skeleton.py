@@ -160,11 +160,6 @@ class Half(Slotted):
         self.other = torch.ones(2)
 
 
-class Pair(tuple[Any, ...]):
-    def __new__(cls, first: float, second: list[float]) -> Any:
-        return super().__new__(cls, (first, second))
-
-
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any] | None]] = {
     "a number of a class of its own": (lambda: Ratio(2.0), float, None),
     "a set that cannot change": (lambda: frozenset({1, 2}), len, None),
@@ -176,7 +171,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[
     ),
     "a private slot": (Slotted, lambda a: a.inner[0], lambda a: a.inner.append(a.inner.pop() + 1)),
     "slots and attributes": (Half, lambda a: a.inner[0] * a.other[1], lambda a: a.other.add_(1)),
-    "a tuple with arguments of its own": (lambda: Pair(2.0, [3.0]), lambda a: a[1][0], lambda a: a[1].clear()),
     "an array": (lambda: array("d", [2.0]), lambda a: a[0], lambda a: a.pop()),
     "bytes": (lambda: bytearray(b"a"), lambda a: a[0] / 97, lambda a: a.clear()),
 }
@@ -231,7 +225,7 @@ class Held:
     """An object that is no module and holds a parameter."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight, self.more = weight, [{"weight": weight}]
+        self.weight = weight
 
 
 class Weight(nn.Module):
@@ -269,8 +263,6 @@ KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "a list": (lambda m: [m.fc.bias, m.weight], lambda m: m.kept[1]),
     "a mapping": (lambda m: {"w": m.weight}, lambda m: m.kept["w"]),
     "a mapping of lists": (lambda m: {"w": [{}, [m.weight]]}, lambda m: m.kept["w"][1][0]),
-    "an object": (lambda m: Held(m.weight), lambda m: m.kept.weight),
-    "inside an object": (lambda m: Held(m.weight), lambda m: m.kept.more[0]["weight"]),
     "an attribute that is no parameter": (
         lambda m: object.__setattr__(m, "plain", m.weight),
         lambda m: vars(m)["plain"],
@@ -357,6 +349,7 @@ class Outside:
 PAST: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "a global name": (lambda m: setattr(m, "fc", LAYER), lambda m: Outside.weight()),
     "a tuple": (lambda m: (m.fc.weight, 1), lambda m: m.kept[0]),
+    "an object": (lambda m: Held(m.fc.weight), lambda m: m.kept.weight),
     "an argument of a partial function": (lambda m: partial(torch.mul, m.fc.weight), lambda m: m.kept(2.0)),
 }
 

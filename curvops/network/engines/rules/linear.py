@@ -35,11 +35,12 @@ class LinearRule(Rule):
         if kept.ndim > 2:
             s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
         flat = s.reshape(-1, columns * out)
-        grads = {
-            "weight": lambda: (flat.mT @ a).view(columns, out, -1),
-            "bias": lambda: flat.sum(0).view(columns, out),
-        }
-        return {name: grads[name]() for name in names}
+        gradients: Local = {}
+        if "weight" in names:
+            gradients["weight"] = (flat.mT @ a).view(columns, out, -1)
+        if "bias" in names:
+            gradients["bias"] = flat.sum(0).view(columns, out)
+        return gradients
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(kept.shape[0], -1, kept.shape[-1])

@@ -61,11 +61,3 @@ class Rule(ABC):
         of the bias, (g·p).
         """
         raise NotImplementedError  # there is no left side
-
-    def pixels(self, layer: Any, kept: Tensor) -> Tensor | None:
-        """Return the input (n, g, *size, c) if the right side consists of patches of it, otherwise None."""
-        return None
-
-    def patch_products(self, layer: Any, products: Tensor) -> Tensor:
-        """Return inner products of patches, (*t, n, *u, m), from those of their pixels, (*size, n, *size', m)."""
-        raise NotImplementedError  # there are no patches

@@ -1,0 +1,138 @@
+"""The engines of a walk's batches: which kind each batch gets, and those that are kept within the memory budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import Counter
+from operator import itemgetter
+from typing import Any
+
+from curvops.network.data.inputs import copy, num_points
+from curvops.network.engines.engine import Engine, Engines
+from curvops.network.engines.plan import SOLVER, EngineKind, Plan
+from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root
+from curvops.network.model.model import Model
+from curvops.network.walks.budget import Budget
+
+MANY = 10_000
+"""The number of earlier products next to which those of a solve do not change an engine's share of the cost."""
+
+
+class EngineCache(ABC):
+    """The engines of some batches: chosen when they are built, by the plan's cost rule, and kept if the budget allows.
+
+    The kind of a batch's engine is chosen anew whenever twice as many vectors have come as at the last choice. Engines
+    multiply by J, or by Lᵀ J for the root L of a `fisher`. Those of walks that are `alike` on all ranks do not depend
+    on what a rank keeps of its shard, since their rounding differs.
+    """
+
+    def __init__(self, model: Model, memory: Budget, points: int, alike: bool, fisher: OutputFisher | None) -> None:
+        self.model, self.memory, self._points, self._alike, self._fisher = model, memory, points, alike, fisher
+        self.forget()
+
+    def forget(self) -> None:
+        """Start without engines, as after unpickling."""
+        self._kept: dict[int, tuple[Any, Engine]] = {}  # (label, engine) by the number of the batch
+        self._asked: Counter[int] = Counter()  # the vectors multiplied, by the width of their block
+        self._asked_when_chosen = 0
+        self._complete = False  # whether each batch has a kept engine
+        self.memory.register(self)
+
+    @property
+    @abstractmethod
+    def wanted_bytes(self) -> int:
+        """The bytes that engines for all points would take."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> Engines:
+        """The builder of the engines."""
+
+    @property
+    def kept_engines(self) -> list[Engine]:
+        """The engines that are kept now, in the order of their batches."""
+        return [engine for _, (_, engine) in sorted(self._kept.items(), key=itemgetter(0))]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the engines now in use for the batches."""
+        with self.model.lock:
+            self.engines.try_keeping()
+            kinds = [engine.kind for engine in self.kept_engines]
+            return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
+
+    @property
+    def _rule(self) -> Plan:
+        plan = self.engines.plan
+        return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the engines that are kept now."""
+        return sum([engine.nbytes for _, engine in list(self._kept.values())])
+
+    def shrink(self, most: int) -> None:
+        """Free engines of the last batches until at most this many bytes are kept."""
+        with self.model.lock:
+            while not self._alike and self._kept and self.kept_bytes > most:
+                self._kept.popitem()
+                self._complete = False
+
+    def expect_many(self) -> None:
+        """Choose engines as after `MANY` products, whatever came before."""
+        with self.model.lock:
+            self._asked = Counter({SOLVER: MANY})
+
+    def _chosen_engines(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+        """Return the kept engines of all batches; None if one is missing, or another kind would be better by now.
+
+        Whether it would is asked again whenever twice as many vectors have come as at the last time.
+        """
+        if not self._complete:
+            return None
+        kept = [self._kept[i] for i in range(len(self._kept))]
+        if self._asked.total() > 2 * self._asked_when_chosen:
+            self._asked_when_chosen = self._asked.total()
+            for _, engine in kept:
+                room = self._free() + engine.nbytes
+                if self._choose(engine.kind, asked, columns, engine.outputs.shape[0], room) != engine.kind:
+                    return None
+        return kept
+
+    def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
+        _, present = self._kept.get(index, (None, None))
+        built: EngineKind = present.kind if present is not None else "streamed"
+        room = self._free() + (present.nbytes if present is not None else 0)
+        kind = self._choose(built, asked, columns, num_points(inputs), room)
+        if present is not None and present.kind == kind:
+            return present
+        replaced, present = present is not None, None  # freed before the next one is built, as both may not fit
+        self._kept.pop(index, None)
+        if kind != "streamed":
+            inputs = copy(inputs)  # kept engines must not change with the user's tensors
+        root = IDENTITY if self._fisher is None else Root(self._fisher, label)
+        engine = self.engines.build(kind, inputs, room, root)
+        if engine.kind != "streamed" and engine.nbytes <= room:
+            self._kept[index] = (label, engine)
+            if replaced:
+                self._asked.clear()
+            self._asked_when_chosen = max(SOLVER, self._asked.total())
+        return engine
+
+    def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
+        """Choose an engine by the cost rule, again if it keeps a recorded pass that has not been tried yet.
+
+        Outputs alone are no reason to build an engine, unless its first pass is all that it needs.
+        """
+        rule = self._rule
+        if columns == 0 and not rule.prefers_layerwise:
+            return built
+        kind = rule.choose(built, asked, max(1, columns), points, room)
+        if rule.records(kind) and not rule.routes.tried:
+            self.engines.try_keeping()
+            kind = self._rule.choose(built, asked, max(1, columns), points, room)
+        return kind
+
+    def _free(self) -> int:
+        return self.memory.budget // 8 - self.kept_bytes if self._alike else self.memory.for_engines

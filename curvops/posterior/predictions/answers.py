@@ -1,0 +1,289 @@
+"""Answers from the outputs' moments or draws: class probabilities, the uncertainty of the target, test log-likelihoods.
+
+The uncertainty is decomposed into noise (aleatoric) and uncertainty about the weights (epistemic). For labels, with
+draws f_k of the outputs: the entropy of the mean is the total, and the mean of the entropies is the part that would
+remain if the weights were known (aleatoric). Their difference, the mutual information of target and weights, is the
+rest (epistemic; Depeweg et al. 2018). For numbers the same holds with variances, by the law of total variance, in
+closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import check_choice, shown
+from curvops.linalg import Estimate
+from curvops.metrics import divergences
+from curvops.network.data.inputs import as_inputs, num_points, tensor_of
+from curvops.network.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Sequences,
+)
+from curvops.operators import Linearization
+
+COPIES = 10
+"""The number of copies of its two points in each pair of the dyadic score."""
+
+
+ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
+"""A function from the series that is averaged over draws to the standard error of its mean."""
+
+
+def error_of_mean(series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
+    """Return the standard error of the mean over independent draws."""
+    k = len(series)
+    return series.std(0) / k**0.5 if k > 1 and series.numel() else torch.full_like(series[0], math.inf)
+
+
+def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean) -> Estimate:
+    """Return log mean_k exp(log_p) per point, with its standard error by the delta method."""
+    k = len(log_p)
+    value = log_p.logsumexp(0) - math.log(k)
+    return Estimate(value, error((log_p - value).exp()), k, 0)
+
+
+def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
+    """Return the targets of test data by position; raise TypeError or ValueError for unsuitable ones."""
+    y = tensor_of(y)
+    if not isinstance(y, Tensor) or not y.ndim:
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {shown(y)}.")
+    device, dtype = lin.theta.device, lin.theta.dtype
+    y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
+    points = num_points(as_inputs(x, device, dtype))
+    if len(y) != points:
+        raise ValueError(f"there are {points} inputs, but {len(y)} targets: pass one target per point.")
+    layout = lin.model.layout
+    y = y if layout is None else layout.targets(y)
+    lin.likelihood.check_targets(y, lin.num_outputs)
+    return y.flatten(0, 1) if isinstance(lin.likelihood, Sequences) else y
+
+
+def log_likelihoods(
+    likelihood: Likelihood, drawn: Iterable[Float[Tensor, "k n C"]], targets: Tensor
+) -> Float[Tensor, "k N"]:
+    """Yield log p(y | f_k) of each target under draws of the outputs, some points at a time."""
+    start, parts = 0, []
+    for draws in drawn:
+        some = targets[start : start + draws.shape[1]]
+        together = some.repeat(len(draws), *[1] * (some.ndim - 1))  # all draws in one call
+        parts.append(likelihood.log_prob(draws.flatten(0, 1), together).unflatten(0, draws.shape[:2]))
+        start += len(some)
+    return torch.cat(parts, 1)
+
+
+def draw_pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Draw ⌊n/2⌋ random pairs of points (2, m) and the copies of each in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
+    device = None if generator is None else generator.device
+    order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
+    first = torch.randint(1, COPIES, order.shape[1:], generator=generator, device=device)
+    return order, torch.stack([first, COPIES - first])
+
+
+def dyadic_score(
+    log_p: Float[Tensor, "k N"], generator: torch.Generator | None, error: ErrorOfMean = error_of_mean
+) -> Estimate:
+    """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
+
+    It measures how predictions vary together, which a mean over points does not show.
+    """
+    order, copies = (index.to(log_p.device) for index in draw_pairs(log_p.shape[1], generator))
+    return log_mean_exp((log_p[:, order] * copies).sum(1), error)
+
+
+def gaussian_log_density(
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
+) -> Float[Tensor, " N"]:
+    """Return log N(y; mean, covariance) of each point, in nats."""
+    L = torch.linalg.cholesky(covariance)
+    whitened = torch.linalg.solve_triangular(L, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
+    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mean.shape[-1] * math.log(2 * math.pi) / 2
+    return -whitened.square().sum(-1) / 2 - half_logdet
+
+
+LABELS = (Categorical, Bernoulli)
+NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
+    """The uncertainty of the target at each point, total = aleatoric + epistemic, and the target's mean.
+
+    Entropies in nats (`unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli target, (N, C);
+    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part if it
+    comes from draws (always for nats), and None if it has a closed form.
+
+    Examples:
+        >>> found = post.uncertainty(x)
+        >>> found.unit, torch.allclose(found.total, found.aleatoric + found.epistemic)
+        ('nats', True)
+    """
+
+    mean: Float[Tensor, "N C"]
+    total: Float[Tensor, "N *C"]
+    aleatoric: Float[Tensor, "N *C"]
+    epistemic: Float[Tensor, "N *C"]
+    stderr: Float[Tensor, "N *C"] | None
+    unit: str
+
+    def __repr__(self) -> str:
+        parts = (f"{name} {float(getattr(self, name).mean()):.3g}" for name in ("total", "aleatoric", "epistemic"))
+        return f"Uncertainty({len(self.total)} points, means in {self.unit}: {', '.join(parts)})"
+
+
+def decompose_labels(
+    likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean
+) -> Uncertainty:
+    """Return the decomposition in nats, from draws of the logits; `error` gives the standard error of means."""
+    if isinstance(likelihood, Categorical):
+        return Uncertainty(*_entropies(draws.log_softmax(-1), error), "nats")
+    yes_no = F.logsigmoid(torch.stack([draws, -draws], -1))
+    mean, total, aleatoric, epistemic, stderr = _entropies(yes_no, error)
+    return Uncertainty(mean[..., 0], total, aleatoric, epistemic, stderr, "nats")
+
+
+def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return mean probabilities, and total, aleatoric and epistemic entropies, the last with its error."""
+    p = log_p.exp()
+    mean, aleatoric = p.mean(0), -(p * log_p).sum(-1).mean(0)
+    of_each = divergences(log_p, mean)
+    epistemic = of_each.mean(0)
+    return mean, aleatoric + epistemic, aleatoric, epistemic, error(of_each)
+
+
+def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
+    """Concatenate the entropies of groups of points."""
+    names = ("mean", "total", "aleatoric", "epistemic", "stderr")
+    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return Uncertainty(unit=parts[0].unit, **tensors)
+
+
+def decompose_numbers(
+    likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]
+) -> Uncertainty:
+    """Return the decomposition as variances, from the mean and variance of each output."""
+    if isinstance(likelihood, Gaussian):
+        noise = likelihood.noise.to(mean).expand_as(mean)
+        return _of_variances(mean, noise, variance)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        (m, s), (v, v_s) = mean.chunk(2, -1), variance.chunk(2, -1)
+        return _of_variances(m, (s + v_s / 2).exp(), v)
+    rate = (mean + variance / 2).exp()  # for a Poisson target, the mean of a log-normal rate
+    return _of_variances(rate, rate, rate.square() * variance.expm1())
+
+
+def decompose_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
+    """Return the decomposition as variances, by the law of total variance over draws of the outputs."""
+    if isinstance(likelihood, Gaussian):
+        means, noise = draws, likelihood.noise.to(draws).expand(draws.shape[-1]).expand_as(draws)
+    elif isinstance(likelihood, HeteroscedasticGaussian):
+        means, log_variance = draws.chunk(2, -1)
+        noise = log_variance.exp()
+    else:
+        means = noise = draws.exp()
+    squares = (means - means.mean(0)).square()
+    aleatoric, epistemic = noise.mean(0), squares.mean(0)
+    return Uncertainty(means.mean(0), aleatoric + epistemic, aleatoric, epistemic, error(squares), "variance")
+
+
+def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncertainty:
+    return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, None, "variance")
+
+
+LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
+
+
+def check_link(link: str, likelihood: Likelihood) -> None:
+    """Raise ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities."""
+    check_choice("link", link, LINKS)
+    if not isinstance(likelihood, LABELS):
+        instead = (
+            "predict, or uncertainty(x).mean for the targets' mean"
+            if isinstance(likelihood, NUMBERS)
+            else "predict or functions(x, k), or for logits the likelihood nn.CrossEntropyLoss() or Bernoulli()"
+        )
+        raise ValueError(f"{likelihood!r} has no class probabilities; use {instead}.")
+    if link.startswith("bridge") and not isinstance(likelihood, Categorical):
+        raise ValueError(f"link={link!r} needs classes; for {likelihood!r} use 'probit', 'mc' or 'network'.")
+
+
+def normal_probabilities(
+    link: str, likelihood: Likelihood, mean: Callable[[], Float[Tensor, "N C"]], covariance: LinearOperator
+) -> Float[Tensor, "N C"]:
+    """Return the probabilities of normal logits by "probit", "bridge" or "bridge_norm".
+
+    `mean` is called after the covariance is computed, whose passes may have found the outputs, too.
+    """
+    if link.startswith("bridge"):
+        blocks = covariance.to_dense()
+        return bridge(mean(), blocks, normalised=link == "bridge_norm")
+    logits = probit_logits(likelihood, mean, covariance)
+    return logits.sigmoid() if isinstance(likelihood, Bernoulli) else logits.softmax(-1)
+
+
+def probit_logits(
+    likelihood: Likelihood, mean: Callable[[], Float[Tensor, "N C"]], covariance: LinearOperator
+) -> Float[Tensor, "N C"]:
+    """Return the logits of the probabilities by "probit"."""
+    if isinstance(likelihood, BradleyTerry):
+        blocks = covariance.to_dense()
+        return preference(mean(), blocks)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return scale_logits(mean(), variance)
+
+
+def scale_logits(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """Return the logits times κ = (1 + π v / 8)^-½ each: σ(κ f) is close to E[σ(f)] (MacKay 1992; Gibbs 1997)."""
+    return mean * (1 + math.pi / 8 * variance).rsqrt()
+
+
+def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
+    """Return logits of each of two rewards being the larger, from their difference."""
+    apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
+    first = scale_logits(mean[:, 0] - mean[:, 1], apart)
+    return torch.stack([first, -first], -1) / 2
+
+
+def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
+    """Average `mean_of` over draws of the outputs; the standard error of probabilities is at most ½ / √k."""
+    return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
+
+
+def bridge(
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], normalised: bool = False
+) -> Float[Tensor, "N C"]:
+    """Return the mean of the Laplace bridge's Dirichlet (Hobbhahn et al. 2022), for logits that sum to zero.
+
+    The approximation fails for large variances. `normalised` scales logits and variances to a mean variance of √(C/2)
+    if it is above that, as the authors advise.
+    """
+    c, eps, least = mean.shape[-1], torch.finfo(mean.dtype).eps, torch.finfo(mean.dtype).tiny
+    rows = covariance.sum(-1)
+    total = rows.sum(-1, keepdim=True)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    known = total > c * eps * variance.sum(-1, keepdim=True)
+    share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
+    f = mean - share * mean.sum(-1, keepdim=True)
+    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # the rounding error of the difference
+    if normalised:
+        scale = (v.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
+        f, v = f / scale.sqrt(), v / scale
+    log_sum = torch.logsumexp(-f, -1, keepdim=True)
+    log_alpha = f + log_sum - 2 * math.log(c)  # in logs, because e^f overflows at 89 in float32
+    if c > 2:
+        log_alpha = torch.logaddexp(log_alpha, log_alpha.new_tensor(math.log(1 - 2 / c)))
+    return (log_alpha - v.log()).softmax(-1)
