@@ -2,7 +2,7 @@
 
 A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`,
 looks up the state or the result of an earlier run, and calls `save` at each of its steps. Most of these calls do
-nothing: a save comes at most every `PAUSE` seconds, and seldom enough that saves take no more than `SHARE` of the run.
+nothing: a save comes at most every `PAUSE` seconds, and later saves take no more than `SHARE` of the run.
 The folders are those of `storage`, which are complete whenever the process is killed.
 
 In a run with `parts`, each resumable function that it calls saves its progress in a folder inside the run's own,
@@ -36,7 +36,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from curvops import storage
 from curvops.errors import CheckpointWarning, warn
@@ -49,8 +49,6 @@ PAUSE = 30.0
 """The least number of seconds between two saves."""
 SHARE = 0.02
 """The largest share of a run's time that saves may take."""
-SPEED = 1e8
-"""The speed assumed for a disk, in bytes per second, until it has been measured."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
 """Arguments that determine how a problem is solved but not which problem it is, or that cannot be identified."""
 DEEPEST = 6
@@ -102,7 +100,7 @@ class Checkpoint:
         self._reached: Any = None
         self._ended: Any = None
         self._attached: dict[str, Callable[[], Any]] = {}
-        self._took, self._told = 0.0, False
+        self._told = False
         self._count, self._to_discard, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
         """Objects that parts of the whole run store, by name."""
@@ -116,8 +114,7 @@ class Checkpoint:
         if found is not None:
             self._reached, self._ended = (_unpack(found[name], device) for name in ("reached", "result"))
             self._count = self._reached["parts"] if self._reached else 0
-        self._saved = time.monotonic()
-        self._due = self._saved + PAUSE
+        self._due = time.monotonic() + PAUSE
 
     @property
     def _writes(self) -> bool:
@@ -190,10 +187,6 @@ class Checkpoint:
         if not self._writes or not (now or time.monotonic() >= self._due):
             return
         tree = record_of({"state": state(), "others": self._attachments(), "parts": self._count})
-        expected = self._took or _nbytes(tree) / SPEED
-        if not now and time.monotonic() < self._saved + expected / SHARE:
-            self._due = self._saved + expected / SHARE
-            return
         if self._try_write(tree, None):
             while self._to_discard:
                 storage.discard(self._to_discard.pop(), KIND)
@@ -246,9 +239,8 @@ class Checkpoint:
             if not self._told:
                 warn(f"{error} The run continues and will try again.", CheckpointWarning)
             self._told = True
-        self._saved = time.monotonic()
-        self._took = self._saved - begin
-        self._due = self._saved + max(PAUSE, self._took / SHARE)
+        now = time.monotonic()
+        self._due = now + max(PAUSE, (now - begin) / SHARE)
         return done
 
     def _write(self, reached: Any, result: Any) -> None:
@@ -526,7 +518,3 @@ def _unpack(tree: Any, device: torch.device | None) -> Any:
 
 def _is_marked(tree: Any) -> bool:
     return isinstance(tree, dict) and "on accelerator" in tree
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.network import Batch, BatchMap
 from curvops.network.model.parameters import layer_of
-from curvops.operators import GGN, EmpiricalFisher, Linearization
+from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence.evidence import normal_mode, prepare, shares_of_weights
@@ -191,13 +191,9 @@ class Hyperparameters:
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
         """Return the posterior under these hyperparameters, with its curvature at their noise."""
-        post, curvature = self.origin, self.origin.curvature
+        post = self.origin
         if self.noise is not None:
             post = post.with_noise(self.noise, generator)
-            known = self.origin.cache.known("spectrum")
-            if known is not None and isinstance(curvature, GGN) and curvature.asked == {}:  # without draws of its own
-                values = known.values * (self.origin.observation_noise / self.noise)
-                post.cache.put("spectrum", dataclasses.replace(known, values=values), known.vectors.nbytes)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
 
 
