@@ -52,9 +52,9 @@ class PrecisionGroups:
         """Whether all weights have one precision."""
         return bool((self.base == 1).all())
 
-    def totals(self, each: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
+    def totals(self, values: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """Return the sum over each group."""
-        return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
+        return torch.zeros_like(self.counts).index_add_(0, self.index, values.to(self.counts))
 
     def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
         """Return A in the form that a posterior takes: 0-d if it is a single number."""
@@ -130,14 +130,14 @@ class Hyperparameters:
         at_once = normal_mode(self.posterior.terms)
         if at_once is not None:
             return at_once, 0
-        found = self.posterior.linear_mode(start, rtol)
-        if not found.converged:
+        mode = self.posterior.linear_mode(start, rtol)
+        if not mode.converged:
             raise ValueError(
                 f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
-                f"{REMEDIES.get(found.reason, found.reason.value)} With mode='map', maximize uses the network's own "
+                f"{REMEDIES.get(mode.reason, mode.reason.value)} With mode='map', maximize uses the network's own "
                 "weights."
             )
-        return found.theta, found.matvecs
+        return mode.theta, mode.matvecs
 
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None

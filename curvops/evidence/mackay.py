@@ -266,20 +266,23 @@ class _FixedPoint:
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
         start = None if post.precision._closed_form() is not None else guess
-        found = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
-        self.noise = found.noise
-        A, z = post.prior.diagonal, found.draws
+        drawn = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
+        self.noise = drawn.noise
+        A, z = post.prior.diagonal, drawn.draws
         assert A is not None
-        each = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
-        few = each.mean(0) <= groups.counts / 2
+        shares_of_draws = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
+        few = shares_of_draws.mean(0) <= groups.counts / 2
         if bool(few.any()):
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
-            each, found = torch.where(few, of_data, each), replace(found, matvecs=found.matvecs + len(z))
-        stderr = each.std(0) / math.sqrt(len(each))
+            shares_of_draws, drawn = (
+                torch.where(few, of_data, shares_of_draws),
+                replace(drawn, matvecs=drawn.matvecs + len(z)),
+            )
+        stderr = shares_of_draws.std(0) / math.sqrt(len(shares_of_draws))
         least = torch.finfo(z.dtype).eps * groups.counts
-        gamma = each.mean(0).clamp(least, groups.counts - least)
-        return gamma, stderr, found
+        gamma = shares_of_draws.mean(0).clamp(least, groups.counts - least)
+        return gamma, stderr, drawn
 
     def _next_hyperparameters(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None

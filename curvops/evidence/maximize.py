@@ -255,9 +255,9 @@ class Ascent:
         A = post.prior.diagonal
         assert A is not None
         products = (A.unsqueeze(-1) if A.ndim else A) * self.vectors * solved.x
-        each = torch.stack([groups.totals(1 - column) for column in products.mT])
-        gamma = each.mean(0)
-        spread = each.std(0) / len(each) ** 0.5 if len(each) > 1 else torch.full_like(gamma, math.inf)
+        gammas = torch.stack([groups.totals(1 - column) for column in products.mT])
+        gamma = gammas.mean(0)
+        spread = gammas.std(0) / len(gammas) ** 0.5 if len(gammas) > 1 else torch.full_like(gamma, math.inf)
         if self.over == "weights":
             count = len(self.records)
             weight = min(1.0, 4 / (count + 1))  # early precisions are far off, late ones similar

@@ -153,11 +153,11 @@ class InfiniteWidthKernel(OperatorKernel):
         of = _first_layer(x1, x2, weights[0], biases[0], diag, self.activation == "relu")
         expectations, tangent = ACTIVATIONS[self.activation], of.c
         for weight, bias in zip(weights[1:], biases[1:]):
-            found = expectations(of)
+            expected = expectations(of)
             a, b = (weight * expectations(_with_itself(variance)).product for variance in (of.a, of.b))
-            c = weight * found.product + bias
-            r = of.r if found.gap is None else _next_distance(a, b, bias, found.gap)
-            of, tangent = Covariance(a + bias, b + bias, c, r), c + weight * found.slope * tangent
+            c = weight * expected.product + bias
+            r = of.r if expected.gap is None else _next_distance(a, b, bias, expected.gap)
+            of, tangent = Covariance(a + bias, b + bias, c, r), c + weight * expected.slope * tangent
         entries = tangent if self.kind == "ntk" else of.c
         return entries.squeeze(-1) if diag else Dense(entries, psd=x1.shape == x2.shape and torch.equal(x1, x2))
 

@@ -137,12 +137,12 @@ class LinearizedKernel(OperatorKernel):
         """
         check_points(x1, x2, diag, last_dim_is_batch)
         C, same = self.lin.num_outputs, same_points(x1, x2)
-        found = self._joint(x1, x1 if same else x2, diag)
+        matrix = self._joint(x1, x1 if same else x2, diag)
         if not self.batch_shape:
-            return found
-        if isinstance(found, Tensor):
-            return own_outputs(found.unflatten(-1, (-1, C)).mT, 1)
-        blocks = found.to_dense().unflatten(-1, (-1, C)).unflatten(-3, (-1, C)).diagonal(dim1=-3, dim2=-1)
+            return matrix
+        if isinstance(matrix, Tensor):
+            return own_outputs(matrix.unflatten(-1, (-1, C)).mT, 1)
+        blocks = matrix.to_dense().unflatten(-1, (-1, C)).unflatten(-3, (-1, C)).diagonal(dim1=-3, dim2=-1)
         return Dense(own_outputs(blocks.movedim(-1, -3), 2), psd=same)
 
     def _joint(self, x1: Tensor, x2: Tensor, diag: bool) -> LinearOperator | Tensor:
@@ -168,10 +168,10 @@ class LinearizedKernel(OperatorKernel):
     def _entries(self) -> Float[Tensor, " D"]:
         """Return s A⁻¹, one number per weight."""
         selection, scales = self.lin.model.selection, self._scales()
-        each = {
+        scale_of = {
             name: scales[self._group_of[name]].expand(shape) for name, shape in zip(selection.names, selection.shapes)
         }
-        return selection.flatten(each)
+        return selection.flatten(scale_of)
 
     def _tangent_kernel(self, x1: Tensor, x2: Tensor) -> TangentKernel:
         second = None if x2 is x1 else as_points(self.lin, x2)
@@ -188,8 +188,8 @@ class LinearizedKernel(OperatorKernel):
         sets = [x1] if x2 is x1 else [x1, x2]
         together = torch.cat([x.expand(*batch, -1, -1) for x in sets], -2)
         blocks = self._tangent_kernel(together, together).blocks(together.shape[-2])
-        found = blocks.reshape(*batch, *blocks.shape[-2:])
-        return found if x2 is x1 else found[..., :rows, rows:]
+        matrices = blocks.reshape(*batch, *blocks.shape[-2:])
+        return matrices if x2 is x1 else matrices[..., :rows, rows:]
 
     def _matrix(self, x1: Tensor, x2: Tensor) -> LinearOperator:
         kernel = self._tangent_kernel(x1, x2)
@@ -203,8 +203,8 @@ class LinearizedKernel(OperatorKernel):
             return kernel.keeping_in(self._kept.get("store", x1, x2, dict))
         if left.is_recorded or right.is_recorded:
             scales = self._scales()
-            each = {name: scales[group] for name, group in self._group_of.items()}
-            return Dense(gram_with_graph(left, right, each), psd=x2 is x1)
+            scale_of = {name: scales[group] for name, group in self._group_of.items()}
+            return Dense(gram_with_graph(left, right, scale_of), psd=x2 is x1)
         one = torch.ones_like(self.lin.theta[0])  # J_g(x) J_g(x')ᵀ for each group of weights
         units = self._kept.get("grams", x1, x2, lambda: gram_terms(left, right, one, self._group_of))
         return Dense(torch.tensordot(self._scales(), units, 1), psd=x2 is x1)
@@ -292,10 +292,10 @@ class LinearizedMean(Mean):
         jacobian = self.lin.jacobian(as_points(self.lin, x), differentiable=True)
         step = self._prior_mean.expand_as(self.lin.theta) - self.lin.theta
         values = jacobian.outputs().flatten() + jacobian._matmul(step)
-        found = values.reshape(*x.shape[:-1], self.lin.num_outputs)
+        mean = values.reshape(*x.shape[:-1], self.lin.num_outputs)
         if self._outputs == "independent":
-            return own_outputs(found.mT, 1)
-        return found.squeeze(-1) if found.shape[-1] == 1 else found
+            return own_outputs(mean.mT, 1)
+        return mean.squeeze(-1) if mean.shape[-1] == 1 else mean
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearizedMean:
         """Return a copy that shares the linearisation."""
