@@ -11,6 +11,7 @@ from jaxtyping import Real
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from curvops.checks import check_kind
 from curvops.plots import style
 from curvops.sampling.diagnostics import projected_chains
 
@@ -97,15 +98,11 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
 
 def _checked(draws: Mapping[str, Chains], what: str) -> dict[str, np.ndarray]:
     """Return the draws as arrays (chains, draws), or raise TypeError or ValueError."""
-    if not isinstance(draws, Mapping):
-        raise TypeError(f"{what} draws {{name: array (chains, draws)}}, got {type(draws).__name__}.")
+    check_kind(what, draws, Mapping, "{name: array (chains, draws)}")
     arrays = {name: style.as_array(chains) for name, chains in draws.items()}
-    if not arrays:
-        raise ValueError(f"{what} draws {{name: array (chains, draws)}}, got none.")
-    for name, chains in arrays.items():
-        if chains.ndim != 2 or not chains.size:
-            raise ValueError(
-                f"{what} needs numbers, each as an array (chains, draws); {name!r} has shape {chains.shape}. For a "
-                "tensor, pass single entries, draws[name][..., i]."
-            )
+    if not arrays or any(chains.ndim != 2 or not chains.size for chains in arrays.values()):
+        shapes = {name: chains.shape for name, chains in arrays.items()}
+        raise ValueError(
+            f"{what} draws numbers, each an array (chains, draws), such as draws[name][..., i]; got {shapes}."
+        )
     return arrays

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.axes import Axes
 
-from curvops.checks import shown
+from curvops.checks import check_choice, check_kind
 from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
@@ -54,19 +54,11 @@ def spectral_density(
         >>> plots.spectral_density(co.linalg.spectral_density(A), top=co.linalg.eigsh(A, 2)).get_ylabel()
         'density (per unit of λ)'
     """
-    if not isinstance(density, SpectralDensity):
-        raise TypeError(
-            f"spectral_density draws the result of curvops.linalg.spectral_density(A), got {shown(density)}; "
-            "eigenvalues alone are a histogram, ax.hist(values)."
-        )
-    if scale not in (None, "linear", "log", "symlog"):
-        raise ValueError(f"scale={scale!r}; expected 'linear', 'log' or 'symlog'.")
+    check_kind("density", density, SpectralDensity, "the result of curvops.linalg.spectral_density(A)")
+    check_choice("scale", scale or "linear", ("linear", "log", "symlog"))
     scale = density.scale if scale is None else scale
     if (scale == "log") != (density.scale == "log"):
-        raise ValueError(
-            f"scale={scale!r} does not fit a density per unit of {'log λ' if density.scale == 'log' else 'λ'}: compute "
-            f"it with spectral_density(A, scale={'log' if scale == 'log' else 'linear'!r})."
-        )
+        raise ValueError(f"scale={scale!r} does not fit this density: spectral_density(A, scale=...) has one for it.")
     if isinstance(top, Eigenpairs):
         size = top.vectors.shape[0] if size is None else size
         top = top.values
@@ -151,10 +143,7 @@ def training_spectra(
     densities, pairs, traces = zip(*(checkpoints[step] for step in steps)) if steps else ((), (), ())
     counts = {len(found.values) for found in pairs}
     if len(counts) != 1:
-        raise ValueError(
-            "training_spectra needs at least one checkpoint, with equally many eigenvalues at each; got "
-            f"{len(steps)} checkpoints with {sorted(counts)} eigenvalues."
-        )
+        raise ValueError(f"training_spectra needs checkpoints with equally many eigenvalues; got {sorted(counts)}.")
     if any(density.scale != "linear" for density in densities):
         raise ValueError("training_spectra needs densities with scale='linear', whose axis holds both signs.")
     left, right = both = style.panels(11.5, 4.4, 2)

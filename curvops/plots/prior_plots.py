@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from curvops.checks import shown
+from curvops.checks import check_kind
 from curvops.evidence.grid import Grid
 from curvops.plots import style
 from curvops.posterior import Laplace
@@ -36,11 +36,7 @@ def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes 
         >>> plots.evidence(co.evidence.grid(post, [0.1, 1.0, 10.0])).get_xscale()
         'log'
     """
-    if not isinstance(found, Grid | Validation):
-        raise TypeError(
-            "evidence draws the result of co.evidence.grid(post, precisions), or the tuning of "
-            f"co.evidence.validate(post, x, y), got {shown(found)}."
-        )
+    check_kind("evidence", found, (Grid, Validation), "the result of co.evidence.grid, or the tuning of validate")
     axes = style.axes_of(ax, 7.2, 4.2)
     precisions = np.array([float(value) for value in found.prior_precisions])
     order = np.argsort(precisions)

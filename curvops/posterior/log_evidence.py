@@ -239,8 +239,7 @@ def _ratio_beside(terms: PrecisionTerms, rtol: float, generator: torch.Generator
         reference = _logdet_of(terms.prior.precision, rtol, generator)
     except NotPositiveSemidefiniteError as error:
         raise ValueError(
-            "the prior operator is singular, so the prior is improper and there is no evidence: add a number to its "
-            "diagonal, prior.add_diagonal(1e-3)."
+            "the prior operator is singular, so there is no evidence: use prior.add_diagonal(1e-3)."
         ) from error
     return add_estimates(_logdet_of(terms.precision, rtol, generator), reference * -1.0)
 
@@ -262,10 +261,7 @@ def count_parameters(terms: PrecisionTerms, rtol: float, generator: torch.Genera
         shares, error = _shares(form, A)
         return Estimate.rounded(shares.sum(), error.sum(), rtol)
     if carries_graph(terms.precision.representation()):
-        raise ValueError(
-            "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
-            "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
-        )
+        raise ValueError("the effective number of parameters has no gradient here: call it under torch.no_grad().")
     with naming_the_ggn(terms.curvature), torch.no_grad():
         if A is None:
             return _count_beside(terms, rtol, generator)

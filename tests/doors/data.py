@@ -48,7 +48,7 @@ DOORS = [
                 "Batch 0: There is a third item .list",
             ),
             "negative counts": (
-                lambda: as_batches((X, Y, -INDEX), 4, weights=True),
+                lambda: as_batches((X, Y, -torch.arange(N)), 4, weights=True),
                 ValueError,
                 "negative sample weights",
             ),

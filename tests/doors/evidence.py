@@ -118,7 +118,7 @@ DOORS = [
             "an infinite loss": (
                 lambda: co.fit_mode(huge(), (DATA[0], DATA[1].float().unsqueeze(1)), co.likelihoods.Poisson(), 1.0),
                 ValueError,
-                "scale inputs",
+                "or scale the inputs",
             ),
         },
     ),

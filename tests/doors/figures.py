@@ -39,8 +39,8 @@ DOORS = [
     Door(
         "trace and autocorrelation",
         rows={
-            "a trace of nothing": (lambda: plots.trace({}), ValueError, "got none"),
-            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), ValueError, "single entries"),
+            "a trace of nothing": (lambda: plots.trace({}), ValueError, "got {}"),
+            "a trace of a matrix": (lambda: plots.trace({"weight": np.zeros((2, 5, 3))}), ValueError, "each an array"),
             "a trace without names": (lambda: plots.trace(np.zeros((2, 5))), TypeError, "got ndarray"),
         },
     ),
@@ -56,12 +56,12 @@ DOORS = [
             "a network of two features": (
                 lambda: plots.regression(posterior(features=2), GRID),
                 ValueError,
-                r"one input feature, and this network has inputs of shape \(6, 2\); draw post.predict",
+                r"one input feature, and this network has inputs of shape \(6, 2\)",
             ),
             "two outputs": (
                 lambda: plots.regression(posterior(outputs=2), GRID),
                 ValueError,
-                "this network has 2; pass output=0 to 1, got None",
+                "one output of 2: pass output=0 to 1, got None",
             ),
         },
     ),
@@ -93,7 +93,7 @@ DOORS = [
             "a posterior": (
                 lambda: plots.evidence(posterior()),
                 TypeError,
-                r"co.evidence.grid\(post, precisions\), or the tuning of co.evidence.validate",
+                r"the result of co.evidence.grid, or the tuning of validate",
             ),
             "residuals": (
                 lambda: plots.convergence({"plain": GRID}),
@@ -105,7 +105,7 @@ DOORS = [
     Door(
         "spectral_density",
         rows={
-            "eigenvalues": (lambda: plots.spectral_density(GRID), TypeError, r"got ndarray of shape \(5,\).*ax.hist"),
+            "eigenvalues": (lambda: plots.spectral_density(GRID), TypeError, r"spectral_density\(A\), got ndarray"),
             "another scale": (
                 lambda: plots.spectral_density(spectrum()[0], scale="ln"),
                 ValueError,
@@ -114,14 +114,14 @@ DOORS = [
             "the log scale of a linear density": (
                 lambda: plots.spectral_density(spectrum()[0], scale="log"),
                 ValueError,
-                r"compute it with spectral_density\(A, scale='log'\)",
+                r"does not fit this density",
             ),
         },
     ),
     Door(
         "training_spectra",
         rows={
-            "no checkpoints": (lambda: plots.training_spectra({}), ValueError, "at least one checkpoint"),
+            "no checkpoints": (lambda: plots.training_spectra({}), ValueError, "equally many eigenvalues"),
             "values alone": (
                 lambda: plots.training_spectra({0: (*spectrum()[:1], GRID, *spectrum()[2:])}),
                 TypeError,

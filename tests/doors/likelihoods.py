@@ -77,7 +77,7 @@ DOORS = [
             "a column of variances": (
                 lambda: Gaussian(torch.ones(4, 1)).check_targets(torch.zeros(3, 4), 4),
                 ValueError,
-                r"shape \(4, 1\), expected \(\) or \(4,\)",
+                r"noise has shape \(4, 1\)",
             ),
             "whole numbers": (
                 lambda: Gaussian().check_targets(torch.zeros(3, 4, dtype=torch.int64), 4),
@@ -124,7 +124,7 @@ DOORS = [
             "whole weights": (
                 lambda: Bernoulli(weight=torch.ones(3).long()),
                 ValueError,
-                "floating-point tensor, 0-d, .C,. or .T, C.,",
+                "must be 0-d, .C,. or .T, C.,",
             ),
         },
     ),
@@ -134,7 +134,7 @@ DOORS = [
             "Bernoulli(), full((3, C), 2)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), 2), 4),
                 ValueError,
-                r"\[0, 1\].*for Categorical",
+                r"lie in \[0, 1\]",
             ),
             "Bernoulli(), full((3, C), -1.0)": (
                 lambda: Bernoulli().check_targets(torch.full((3, 4), -1.0), 4),
@@ -180,12 +180,12 @@ DOORS = [
             "a column too few": (
                 lambda: distributed(lambda f: distributions.Normal(f, 1.0), torch.zeros(5)),
                 ValueError,
-                r"Normal over targets of shape \(2, 3\)",
+                r"gives targets \(2, 3\)",
             ),
             "one number for all points": (
                 lambda: distributed(lambda f: distributions.Normal(f.sum(), 1.0), torch.zeros(5)),
                 ValueError,
-                r"expected \(n, ...\) with n = 2",
+                r"expected one row per point",
             ),
             "no distribution": (
                 lambda: distributed(lambda f: f.softmax(1), torch.zeros(5)),
@@ -215,7 +215,7 @@ DOORS = [
             "any arguments": (
                 lambda: with_loss(lambda *given: given[0]),
                 TypeError,
-                "neither one argument.*FromLoss",
+                r"neither \(outputs\) nor",
             ),
             "detached": (lambda: with_loss(lambda f, y: quartic(f.detach(), y)), ValueError, "no gradient"),
             "integers": (

@@ -59,7 +59,7 @@ DOORS = [
             "a density without the rest": (
                 lambda: without_rest().log_prob(lin().theta),
                 ValueError,
-                "rank 5 in 31 weights, so this Gaussian has no density",
+                "a covariance of rank 5 has no density over 31 weights",
             ),
             "a penalty without the rest": (lambda: without_rest().penalty(lin().theta + 1), RuntimeError, "singular"),
             "the error under another prior": (
@@ -74,7 +74,7 @@ DOORS = [
             "another noise": (
                 lambda: co.gp.reduced_posterior(lin(), 5, check_mode=False).with_noise(2.0),
                 ValueError,
-                "LowRank does not record how it was built from its linearisation: build the posterior again",
+                "LowRank does not record how it was built: build the posterior again",
             ),
         },
     ),

@@ -291,7 +291,7 @@ def test_what_is_made_of_drawn_variances_states_no_error(numbers):
     found = numbers.predict(X[:4], samples=numbers.sample(20, generator()))
     for other in (found[1:3], found * 3, found + found, found.add_jitter(1e-3)):
         assert other.variance.shape[1:] == found.variance.shape[1:]
-        with pytest.raises(ValueError, match="use those of the result of predict"):
+        with pytest.raises(ValueError, match="only the result of predict"):
             _ = other.variance_stderr
 
 

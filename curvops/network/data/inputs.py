@@ -118,8 +118,8 @@ def copy(inputs: Inputs) -> Inputs:
 
 def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
     """Replace the named tensors of the inputs by others; the rest lose their graph."""
-    found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
-    return tree_unflatten(found, tree_structure(inputs))
+    copies = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
+    return tree_unflatten(copies, tree_structure(inputs))
 
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
@@ -194,10 +194,8 @@ def tensor_of(x: Any) -> Any:
         x = x.astype(np.int64)  # torch has few operations for unsigned integers
     try:
         return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
-    except TypeError as error:
-        raise TypeError(
-            f"an array of {x.dtype} cannot become a tensor: {error} Convert it with x.astype(float)."
-        ) from None
+    except TypeError:
+        raise TypeError(f"an array of {x.dtype} cannot become a tensor: convert it with x.astype(float).") from None
 
 
 def own(given: Tensor, used: Tensor, what: str) -> Tensor:
@@ -214,12 +212,7 @@ def own(given: Tensor, used: Tensor, what: str) -> Tensor:
 
     def require_unchanged(gradient: Tensor) -> None:
         if not bool((given.detach() == value).all()):
-            raise ValueError(
-                f"{what} changed after it was given. It had been converted (another dtype or device, an entry of a "
-                "mapping), so this gradient does not belong to its current value. Build the linearisation or the "
-                "posterior again after each change, or pass a tensor with the weights' dtype and device, whose "
-                "changes take effect."
-            )
+            raise ValueError(f"{what} changed after it was given: build the linearisation or the posterior again.")
 
     used = used.view_as(used)
     used.register_hook(unserializable_hook(require_unchanged))

@@ -78,8 +78,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
         raise ValueError(
-            f"this {type(loader).__name__} has drop_last=True, which leaves out the points of a last batch that is not "
-            "full, but sums over the data need each point: pass drop_last=False."
+            f"this {type(loader).__name__} has drop_last=True, but sums need each point: pass drop_last=False."
         )
     once = isinstance(sampler, SubsetRandomSampler) or (
         isinstance(sampler, RandomSampler)

@@ -56,10 +56,7 @@ class Categorical(Likelihood):
     ) -> None:
         weight = weight_of("weight", weight)
         if weight is not None and not (weight.ndim == 1 and weight.is_floating_point() and within(weight, 0.0)):
-            raise ValueError(
-                "Class weights must be a floating-point tensor of shape (C,), finite and not negative; "
-                f"given {weight.dtype} of shape {tuple(weight.shape)}."
-            )
+            raise ValueError(f"Class weights must be floating-point, (C,), finite and at least 0; given {weight}.")
         self.weight = weight
         self.ignore_index = checked_whole("ignore_index", ignore_index, -sys.maxsize - 1)
         self.label_smoothing = checked_number("label_smoothing", label_smoothing, "[0, 1)")
@@ -136,10 +133,7 @@ class Categorical(Likelihood):
             self._check_classes(num_outputs)
         if y.is_floating_point() and y.ndim == 2:
             if self.ignore_index >= 0:
-                raise ValueError(
-                    f"ignore_index={self.ignore_index} has no meaning for class probabilities (torch rejects it, too); "
-                    "leave points out by giving them weights of zero."
-                )
+                raise ValueError("ignore_index has no meaning for class probabilities: use sample weights of zero.")
             _check_probabilities(y, num_outputs)
             return
         if y.is_floating_point() or y.dtype == torch.bool:
@@ -173,8 +167,7 @@ class Categorical(Likelihood):
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
             raise ValueError(
-                f"A categorical likelihood needs a model with C >= 2 outputs; it has {num_outputs}. For two classes "
-                "from one logit, use two logits (0, f) instead."
+                f"A categorical likelihood needs C >= 2 outputs, not {num_outputs}: use two logits (0, f)."
             )
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
@@ -272,10 +265,7 @@ class BradleyTerry(Categorical):
 
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs != 2:
-            raise ValueError(
-                f"BradleyTerry compares two rewards, but the model has {num_outputs} outputs. Wrap a model that rates "
-                "one item as co.likelihoods.RewardPairs(model), and pass pairs of items, inputs (n, 2, ...)."
-            )
+            raise ValueError("BradleyTerry compares two rewards: wrap the model as co.likelihoods.RewardPairs(model).")
 
 
 class RewardPairs(nn.Module):
@@ -306,17 +296,14 @@ class RewardPairs(nn.Module):
         for tensor in (*inputs, *named.values()):
             if tensor.ndim < 2 or tensor.shape[1] != 2:
                 raise ValueError(
-                    f"RewardPairs takes inputs (n, 2, ...), two items per point, got shape {tuple(tensor.shape)}; "
-                    "make them with torch.stack([first, second], 1)."
+                    f"RewardPairs takes inputs (n, 2, ...), got {tuple(tensor.shape)}: torch.stack([a, b], 1)."
                 )
-        each = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
-        return torch.stack([_rewards(found) for found in each], 1)
+        pairs = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
+        return torch.stack([_rewards(outputs) for outputs in pairs], 1)
 
 
-def _rewards(found: Any) -> Float[Tensor, " n"]:
-    rewards: Tensor = getattr(found, "logits", found)
+def _rewards(outputs: Any) -> Float[Tensor, " n"]:
+    rewards: Tensor = getattr(outputs, "logits", outputs)
     if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
-        raise ValueError(
-            f"RewardPairs needs a model with one output per item, (n,) or (n, 1); it returns {tuple(rewards.shape)}."
-        )
+        raise ValueError(f"RewardPairs needs a model with one output per item; it returns {tuple(rewards.shape)}.")
     return rewards.flatten()

@@ -71,8 +71,8 @@ class MeansAndVariances(nn.Module):
         if outputs.shape[1] != 2 * targets.shape[-1]:
             raise ValueError(f"the outputs must be {targets.shape[-1]} means, then as many variances.")
         mean, variance = outputs.chunk(2, -1)
-        found: Tensor = self.loss(mean, targets, variance)
-        return found
+        losses: Tensor = self.loss(mean, targets, variance)
+        return losses
 
 
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
@@ -89,10 +89,12 @@ INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
 
 def interpretation_of(spec: object) -> Interpretation | None:
     """Return the interpretation of a torch loss or of a user's own module; None for anything else."""
-    found = next((interpretation for kind, interpretation in INTERPRETATIONS.items() if isinstance(spec, kind)), None)
-    if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
+    for kind, interpretation in INTERPRETATIONS.items():
+        if isinstance(spec, kind):
+            return interpretation
+    if isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
         return Interpretation(lambda loss, shape: FromLoss(loss))
-    return found
+    return None
 
 
 def require_same_loss(
@@ -120,8 +122,7 @@ def require_same_loss(
                 (gradient,) = torch.autograd.grad(summed(g, y.clone()).sum(), g)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise ValueError(
-                    f"{loss} itself cannot score outputs of shape {tuple(outputs.shape)} and targets of shape "
-                    f"{tuple(targets.shape)} ({targets.dtype}): {error}"
+                    f"{loss} cannot score outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}: {error}"
                 ) from error
         expected = likelihood.residual(layout.rows(g.detach()), layout.targets(targets))
         difference, size = (layout.rows(gradient) - expected).norm(), expected.norm()
@@ -148,8 +149,7 @@ def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor 
         full = weight.expand(shape)
     except RuntimeError as error:
         raise ValueError(
-            f"BCEWithLogitsLoss: {name} of shape {tuple(weight.shape)} does not broadcast over the outputs of a point, "
-            f"{tuple(shape)}. Pass weights of points with the data: (inputs, targets, weights) and weights=True."
+            f"BCEWithLogitsLoss: {name} {tuple(weight.shape)} does not broadcast over outputs {tuple(shape)}."
         ) from error
     if full.ndim < 2:
         return full
@@ -237,10 +237,7 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     if callable(spec) and not isinstance(spec, nn.Module | type):
         names = required_names(spec)
         if names is None or not 1 <= len(names) <= 2:
-            raise TypeError(
-                f"the signature of {spec!r} shows neither one argument (outputs) nor two (outputs, targets). Use "
-                "curvops.likelihoods.FromDistribution(function) or .FromLoss(function)."
-            )
+            raise TypeError(f"{spec!r} takes neither (outputs) nor (outputs, targets).")
         return FromDistribution(spec) if len(names) == 1 else FromLoss(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
     if isinstance(spec, type):

@@ -52,9 +52,7 @@ class Bernoulli(Independent):
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(
-                    f"Bernoulli {name} must be a floating-point tensor, 0-d, (C,) or (T, C), finite and not "
-                    f"negative; given {tensor.dtype} of shape {tuple(tensor.shape)}. Pass weights of points as "
-                    "(inputs, targets, weights) with weights=True."
+                    f"Bernoulli {name} must be 0-d, (C,) or (T, C), finite and at least 0; given {tensor}."
                 )
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
         if len(lengths) > 1:
@@ -102,10 +100,7 @@ class Bernoulli(Independent):
             if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
                 raise ValueError(f"{name} has {tensor.shape[-1]} entries, but the model has {num_outputs} outputs.")
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
-            raise ValueError(
-                "Bernoulli targets lie in [0, 1]: 0, 1 or probabilities. Labels of more than two classes are for "
-                "Categorical; convert -1 and 1 with (y + 1) / 2."
-            )
+            raise ValueError("Bernoulli targets lie in [0, 1]; convert -1 and 1 with (y + 1) / 2.")
 
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target mass of yes and of no, (n, C) each."""
@@ -168,10 +163,7 @@ class Poisson(Independent):
             raise TypeError(f"Poisson targets are counts; given {y.dtype}. For yes or no use Bernoulli.")
         check_rows(y, num_outputs, "Poisson")
         if y.numel() and not bool(((y >= 0) & (y == y.round()) & y.isfinite()).all()):
-            raise ValueError(
-                "Poisson targets are whole numbers, at least 0. For counts with exposures keep the counts, and let the "
-                "model add the log exposure to its outputs."
-            )
+            raise ValueError("Poisson targets are whole numbers, at least 0: let the outputs hold the log exposure.")
 
 
 class HeteroscedasticGaussian(Independent):
@@ -228,15 +220,11 @@ class HeteroscedasticGaussian(Independent):
             raise TypeError(f"HeteroscedasticGaussian targets must be floating-point; given {y.dtype}. Use y.float().")
         if num_outputs is not None and num_outputs % 2:
             raise ValueError(
-                "HeteroscedasticGaussian needs m means and m log variances, an even number of outputs; the model has "
-                f"{num_outputs}. For a variance that is not predicted use Gaussian."
+                f"HeteroscedasticGaussian needs m means and m log variances; the model has {num_outputs} outputs."
             )
         if y.ndim != 2 or (num_outputs is not None and 2 * y.shape[1] != num_outputs):
             m = "m" if num_outputs is None else str(num_outputs // 2)
-            raise ValueError(
-                f"HeteroscedasticGaussian targets have shape (n, {m}), one column for each of the {m} means among the "
-                f"outputs; given {tuple(y.shape)}."
-            )
+            raise ValueError(f"HeteroscedasticGaussian targets have shape (n, {m}); given {tuple(y.shape)}.")
         require_finite("targets", y)
 
 

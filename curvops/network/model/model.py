@@ -167,11 +167,11 @@ class Model:
     @property
     def kept_tensors(self) -> Blocks:
         """The tensors of the snapshot by name, without buffers that are not persistent (see `tensors_of`)."""
-        found = {**self.values, **self.frozen, **self._buffers}
+        tensors = {**self.values, **self.frozen, **self._buffers}
         if self.module is None:
-            return found
+            return tensors
         computed = _computed_buffers(self.module)
-        return {name: tensor for name, tensor in found.items() if name not in computed}
+        return {name: tensor for name, tensor in tensors.items() if name not in computed}
 
     @property
     def eps(self) -> float:
@@ -282,8 +282,7 @@ class Model:
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)
             raise ValueError(
-                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
-                "sequences to one length in all batches."
+                f"the model returns {tuple(outputs.shape)}, but (N, {expected}) for the first points: pad sequences."
             )
         return layout.rows(outputs).to(self._flat.dtype)
 
@@ -444,7 +443,7 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     `functional_call` could handle tied names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
-    found: list[Slot] = []
+    slots: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
     for part, path in paths.items():
@@ -456,8 +455,8 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
                 if name is None:
                     name = names[id(tensor)] = f"{path}.{local}" if path else local
                     named[name] = tensor
-                found.append(Slot(part, local, name))
-    return found, parameters, buffers
+                slots.append(Slot(part, local, name))
+    return slots, parameters, buffers
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
@@ -468,20 +467,14 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
         raise TypeError(
-            f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
-            f"{wanted}."
+            f"the model returns {type(outputs).__name__}, expected a tensor (N, C): let forward return {wanted}."
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
     if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
-        raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, ..., C) with positions between; "
-            "add outputs.unsqueeze(1)."
-        )
+        raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C): add outputs.unsqueeze(1).")
     if outputs.shape[1:].numel() == 0:
-        raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}: a point has no outputs, expected at least one."
-        )
+        raise ValueError(f"the model returns shape {tuple(outputs.shape)}: a point has no outputs.")
     return outputs
 
 
@@ -490,14 +483,10 @@ def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     for part, name in paths.items():
         if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
             raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
-                "on the other points of a batch; call model.eval() first."
+                f"{name or 'the model'} ({type(part).__name__}) is in train mode; call model.eval() first."
             )
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
-            raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's "
-                "output depends on its batch; use track_running_stats=True or another normalisation."
-            )
+            raise ValueError(f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics.")
 
 
 def unwrap(model: Any) -> Any:

@@ -255,8 +255,8 @@ def _check_tensors(selected: Mapping[str, Tensor]) -> None:
     for what in ("device", "dtype"):
         kinds = {str(getattr(tensor, what)): name for name, tensor in selected.items()}
         if len(kinds) > 1:
-            found = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
-            raise ValueError(f"the selected parameters mix {what}s: {found}; convert them, or select fewer.")
+            listed = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
+            raise ValueError(f"the selected parameters mix {what}s: {listed}; convert them, or select fewer.")
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is {tensor.dtype}; only floating-point ones can be selected.")

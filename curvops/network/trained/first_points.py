@@ -102,10 +102,10 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         own = _own_first_points(data, theta, weights)
     except NoDataError:
         own = None
-    found = [each for each in ranks.gather(own) if each is not None]
-    if not found:
+    points_of_ranks = [points for points in ranks.gather(own) if points is not None]
+    if not points_of_ranks:
         raise NoDataError(f"the shards of all {ranks.size} ranks hold no points.")
-    inputs, targets, kind = found[0]
+    inputs, targets, kind = points_of_ranks[0]
     return move(inputs, theta.device), targets, kind
 
 
@@ -171,7 +171,7 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         return  # it cannot score other outputs
     eps, known = torch.finfo(f.dtype).eps, together.isfinite()
     slack = eps**0.5 * together.where(known, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
-    differ = [known[part] & ~((found - together[part]).abs() <= slack) for part, found in zip(parts, others)]
+    differ = [known[part] & ~((apart - together[part]).abs() <= slack) for part, apart in zip(parts, others)]
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "
@@ -266,8 +266,7 @@ def checked_layout(
         outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
-                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row "
-                "per point."
+                f"{num_points(few)} points gave outputs {tuple(outputs.shape)}, expected one row per point."
             )
         if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
@@ -281,8 +280,7 @@ def checked_layout(
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the model accepts {num_points(few)} points but not a single one ({error}); call model.eval(), and "
-                "make it accept batches of any size."
+                f"the model rejects a single point ({error}); call model.eval(), and accept any batch size."
             ) from error
         model.require_points_apart(outputs, alone)
         try:

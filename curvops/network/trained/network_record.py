@@ -134,17 +134,14 @@ def _try_network(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layo
     """Return the layout, once the model has reproduced the outputs that it had when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
     layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
-    known = record["tried"]["outputs"].to(network.theta.device)
+    saved = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
-        found = network(network.values, few)
+        present = network(network.values, few)
     # Another kind of device may round its products to half of the digits (TF32).
-    digits = 0.5 if record["tried"]["device"] == known.device.type else 0.25
-    slack = network.eps**digits * (1 + known.abs().max())
-    if layout.shape != shape or not bool(((found - known).abs() <= slack).all()):
-        raise ValueError(
-            "the model has the weights that were saved, but computes something else: its outputs at the saved inputs "
-            "differ. Its forward, or a setting such as an activation, has changed; restore it."
-        )
+    digits = 0.5 if record["tried"]["device"] == saved.device.type else 0.25
+    slack = network.eps**digits * (1 + saved.abs().max())
+    if layout.shape != shape or not bool(((present - saved).abs() <= slack).all()):
+        raise ValueError("the model has the saved weights, but other outputs: restore its forward and its settings.")
     return layout
 
 
@@ -170,8 +167,8 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
 
 
 def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
-    found: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
-    return found
+    dtype: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
+    return dtype
 
 
 def _record_of(likelihood: Likelihood) -> dict[str, Any] | None:
@@ -223,16 +220,13 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
             raise ValueError(f"the posterior was saved with {stored}, but likelihood={given!r} is given; leave it out.")
         return at_positions(stored, layout)
     if named is None:
-        raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, cannot be saved, because it holds a function or "
-            "belongs to a class of your own. Pass it again, co.load(path, model, likelihood=...)."
-        )
+        raise ValueError(f"this likelihood, {known['given']}, cannot be saved: co.load(path, model, likelihood=...).")
     likelihood, layout = at_positions(named, layout)
     drawn, scores = known["drawn"], known["scores"]
     if drawn is not None:
-        found, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
+        present, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
         slack = torch.finfo(dtype).eps ** 0.5 * (1 + scores.abs().max())
-        if not bool(((found - scores).abs() <= slack).all()):
+        if not bool(((present - scores).abs() <= slack).all()):
             raise ValueError(f"the likelihood is not that of the saved posterior, {known['given']}.")
     return likelihood, layout
 
@@ -257,14 +251,12 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
     missing, further = known.keys() - given.keys(), given.keys() - known.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
-        raise ValueError(
-            f"this is not the model that was saved: it lacks {lacks}, and also has {more}. Build it as it was then."
-        )
-    found = identity_of(given)
+        raise ValueError(f"this is not the saved model: it lacks {lacks}, and also has {more}.")
+    identities = identity_of(given)
     for what in ("shape", "dtype"):
-        other = [name for name in known if known[name][what] != found[name][what]]
+        other = [name for name in known if known[name][what] != identities[name][what]]
         if other:
-            was, now = (_format(each[other[0]][what]) for each in (known, found))
+            was, now = (_format(each[other[0]][what]) for each in (known, identities))
             remedy = {
                 "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
@@ -274,7 +266,7 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor], 
                 f"{remedy[what]}"
             )
     compared = [name for name in known if name not in restored]
-    other = [name for name in compared if known[name]["fingerprint"] != found[name]["fingerprint"]]
+    other = [name for name in compared if known[name]["fingerprint"] != identities[name]["fingerprint"]]
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(known)} tensors: "

@@ -58,14 +58,10 @@ class ShardedNetwork(NetworkOnData):
         """Read a sharded model, this rank's data and the likelihood, and check them against each other."""
         if process_group is None:
             raise ValueError(
-                "the model is sharded by fully_shard, and passes through it need all its ranks: give each its shard of "
-                "the data, and process_group=mesh.get_group(), the group of its mesh."
+                "a model sharded by fully_shard needs process_group=mesh.get_group(), and a shard on each rank."
             )
         if engine not in ("auto", "layerwise"):
-            raise ValueError(
-                f"engine={engine!r} would gather all parameters on each rank: a model that is sharded by fully_shard "
-                "is multiplied layer by layer, with engine='auto' or 'layerwise'."
-            )
+            raise ValueError(f"engine={engine!r} would gather all parameters: use engine='auto' or 'layerwise'.")
         ranks = Ranks(process_group)
         network = ShardedModel(model, parameters, ranks)
         theta = network.theta

@@ -223,8 +223,8 @@ class TrainedNetwork(NetworkOnData):
         if "source" not in known:
             likelihood = likelihood_state(self.likelihood, self.token)
             known["source"] = Source(self.data.num_data, self.data.prints.contents, likelihood)
-        found: Source = known["source"]
-        return found
+        source: Source = known["source"]
+        return source
 
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own; records refer to it by this name."""
@@ -285,9 +285,7 @@ class TrainedNetwork(NetworkOnData):
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
             raise ValueError(
-                f"{name} requires a gradient, which this call does not compute, so that it would count as zero: use "
-                "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
-                "or call this under torch.no_grad()."
+                f"{name} requires a gradient, which this call lacks: use lin.jacobian(x, differentiable=True)."
             )
         self.model.admit(inputs)
         return inputs
@@ -304,8 +302,8 @@ class TrainedNetwork(NetworkOnData):
         (A likelihood that is a function may contain tensors that require a gradient.)
         """
         if not torch.is_grad_enabled() and (known := self.known_now().get("log likelihood")) is not None:
-            found: Tensor = known.clone()
-            return found
+            value: Tensor = known.clone()
+            return value
         exact = self._exact
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvops.argument_types import CurvatureChoice, PriorMean, PriorPrecision
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_accuracy, check_choice, check_tensor, checked_number, checked_whole
+from curvops.checks import check_accuracy, check_choice, check_kind, check_tensor, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
@@ -159,10 +159,8 @@ class Laplace(GaussianWeights):
         noise = self.lin.likelihood.single_noise
         if noise is None:
             raise ValueError(
-                f"{self.lin.likelihood!r} has no noise that is a single number; "
-                "co.likelihoods.Gaussian(noise=variance) has. Several variances are estimated from the residuals by "
-                "Gaussian(noise='per_output'), set by post.with_noise(tensor), and learned by the gradient of "
-                "log_evidence in a tensor that requires one."
+                f"{self.lin.likelihood!r} has no noise that is one number, as co.likelihoods.Gaussian(variance) has: "
+                "set several by post.with_noise(tensor), or estimate them by Gaussian(noise='per_output')."
             )
         return float(noise.detach())
 
@@ -488,7 +486,4 @@ def checked_mode(mode: Any, lin: Linearization) -> str:
 
 def check_posterior(post: Any, function: str) -> None:
     """Raise TypeError unless it is a posterior of `co.laplace`."""
-    if not isinstance(post, Laplace):
-        raise TypeError(
-            f"{function} takes a posterior, co.laplace(lin), as its first argument, got {type(post).__name__}."
-        )
+    check_kind(f"the first argument of {function}", post, Laplace, "a posterior, co.laplace(lin)")

@@ -105,10 +105,7 @@ class SampledNormal(Normal):
 
     def _known_draws(self) -> int:
         if self.draws is None:
-            raise ValueError(
-                "this distribution was computed from one that came from draws, and its variances have other errors: "
-                "use those of the result of predict(x, samples=...)."
-            )
+            raise ValueError("only the result of predict(x, samples=...) has errors: this was computed from it.")
         return self.draws
 
     @property
@@ -130,6 +127,5 @@ def _check_event(value: Tensor, event: torch.Size) -> None:
     """Raise ValueError if gpytorch would broadcast (N, 1) against N, or reshape (C, N) to (N, C)."""
     if value.shape[-len(event) :] != event:
         raise ValueError(
-            f"values of shape {tuple(value.shape)} do not end with the event's shape {tuple(event)}, that of the mean: "
-            "transpose them, or use squeeze(-1) for a single output."
+            f"values must end with the event's shape {tuple(event)}, got {tuple(value.shape)}: transpose them."
         )

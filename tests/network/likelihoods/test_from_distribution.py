@@ -167,13 +167,13 @@ def test_distributions_that_lack_something() -> None:
     with pytest.raises(TypeError, match=r"gives a Mute, which has no log_prob\(\)"):
         FromDistribution(Mute).log_prob(f, REALS)
     for use in (lambda g: FromDistribution(Unsampled).sample(g), lambda g: FromDistribution(Unsampled).fisher(g, g)):
-        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\); use a distribution"):
+        with pytest.raises(TypeError, match=r"gives a Unsampled, which has no sample\(\)"):
             use(f)
     with pytest.raises(TypeError, match="which has no mean"):
         FromDistribution(Mute).mean(f)
     with pytest.raises(TypeError, match="returns Tensor, expected a torch.distributions.Distribution"):
         FromDistribution(torch.exp).log_prob(f, REALS)
-    with pytest.raises(ValueError, match=r"batch shape \(\) from outputs of shape \(6, 3\); expected \(n, "):
+    with pytest.raises(ValueError, match=r"made a batch of shape \(\); expected one row"):
         FromDistribution(lambda g: distributions.Normal(g.sum(), 1.0)).log_prob(f, REALS)
     with pytest.raises(ValueError, match=r"a Normal over targets of shape \(6, 3\); given \(6,\)"):
         PAIRS["normal"][0].log_prob(f, LABELS)
@@ -242,7 +242,7 @@ def test_the_door_takes_a_function() -> None:
 
 def test_positions_of_a_sequence_are_scored_by_linearize() -> None:
     data = normal(5, 4, 2).float(), torch.zeros(5, 4)
-    with pytest.raises(ValueError, match=r"a Normal over targets of shape \(8, 3\); given \(8,\)"):
+    with pytest.raises(ValueError, match=r"gives targets \(8, 3\); given \(8,\)"):
         co.linearize(nn.Linear(2, C), data, lambda f: distributions.Normal(f, 1.0))
 
 
