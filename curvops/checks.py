@@ -208,8 +208,11 @@ def in_functorch() -> bool:
 
 def refuse_tangents(vectors: Iterable[object]) -> None:
     """Raise RuntimeError inside a transform of `torch.func`, or for tensors whose tangents would count as zero."""
-    tensors = (vector for vector in vectors if isinstance(vector, Tensor))  # sharded ones have no tangents
-    if in_functorch() or (in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)):
+    # Sharded vectors have no tangents.
+    if in_functorch() or (
+        in_forward_mode()
+        and any(forward_ad.unpack_dual(v).tangent is not None for v in vectors if isinstance(v, Tensor))
+    ):
         raise RuntimeError(NO_RULES)
 
 

@@ -20,7 +20,7 @@ from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 from curvops.posterior.solves.function_space import REMEDIES
 from curvops.posterior.solves.precision import preconditioner
 

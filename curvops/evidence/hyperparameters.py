@@ -21,8 +21,7 @@ from curvops.network.model.parameters import layer_of
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
-from curvops.posterior.log_evidence.evidence import normal_mode, prepare, shares_of_weights
-from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.log_evidence import Tuning, normal_mode, prepare, shares_of_weights
 from curvops.posterior.solves.function_space import REMEDIES
 from curvops.summary import summary
 

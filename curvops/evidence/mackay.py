@@ -17,12 +17,10 @@ from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_nois
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.terms import CurvatureCache
-from curvops.posterior.draws.deviations import Deviations
-from curvops.posterior.draws.noise import Noise
-from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.deviations import Deviations, Noise, StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.log_evidence import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}

@@ -20,7 +20,7 @@ from curvops.evidence.hyperparameters import (
 )
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.evidence import find_evidence, prepare
+from curvops.posterior.log_evidence import find_evidence, prepare
 from curvops.posterior.solves.linear_mode import warn_of_mode
 
 

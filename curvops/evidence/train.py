@@ -28,7 +28,7 @@ from curvops.network.model.parameters import as_real
 from curvops.operators import KFAC, Linearization, linearize
 from curvops.posterior.gaussians.laplace import Laplace, make_laplace
 from curvops.posterior.gaussians.updating import checked_posterior, tell_choice
-from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.log_evidence import Tuning
 from curvops.posterior.solves.linear_mode import TOLERATED, in_words, nats_below_mode
 from curvops.process_group import Ranks
 

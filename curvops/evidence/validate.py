@@ -22,7 +22,7 @@ from curvops.network.data.randomness import items
 from curvops.network.likelihoods import Gaussian
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.gaussians.updating import tell_choice
-from curvops.posterior.log_evidence.tuning import Validation
+from curvops.posterior.log_evidence import Validation
 from curvops.posterior.predictions.answers import LABELS, targets_by_position
 from curvops.posterior.predictions.split_points import split_points
 

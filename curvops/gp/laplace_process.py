@@ -25,9 +25,8 @@ from curvops.operators.function_space.dual_inverse import DualInverse
 from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.posterior.core.arguments import check_linearization, checked_count
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior, read_prior
-from curvops.posterior.draws.deviations import draw_deviations
-from curvops.posterior.draws.noise import Noise, Systems
-from curvops.posterior.log_evidence.evidence import Evidence, add_up, count_parameters, log_ratio
+from curvops.posterior.deviations import Noise, Systems, draw_deviations
+from curvops.posterior.log_evidence import Evidence, add_up, count_parameters, log_ratio
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.solves.function_space import DualMode, FunctionSpace

@@ -13,7 +13,7 @@ from curvops.checks import check_kind
 from curvops.evidence.grid import Grid
 from curvops.plots import style
 from curvops.posterior import Laplace
-from curvops.posterior.log_evidence.tuning import Tuning, Validation
+from curvops.posterior.log_evidence import Tuning, Validation
 
 
 def evidence(found: Grid | Validation, *, chosen: float | None = None, ax: Axes | None = None) -> Axes:

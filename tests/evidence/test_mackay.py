@@ -1,6 +1,6 @@
 """Prior precisions and noise from draws: dense fixed points, monotone EM, coverage, and what must be refused.
 
-Tests `hyperparameters.py`, `tuning.py`.
+Tests `hyperparameters.py`, `log_evidence.py`.
 """
 
 import math

@@ -16,8 +16,8 @@ import curvops as co
 from curvops.linalg.core.column_noise import ColumnNoise
 from curvops.network.data.point_normals import PointNormals
 from curvops.network.likelihoods.output_fisher import Sampled
-from curvops.posterior.draws.noise import Noise
-from curvops.posterior.log_evidence.evidence import log_ratio
+from curvops.posterior.deviations import Noise
+from curvops.posterior.log_evidence import log_ratio
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}

@@ -76,7 +76,7 @@ def seen():
         spy(stack, solving, "solve_dense", "dense")
         spy(stack, solving, "minres", "minres")
         spy(stack, solving, "lsmr", "lsmr")
-        spy(stack, import_module("curvops.posterior.draws.deviations"), "cg", "cg")
+        spy(stack, import_module("curvops.posterior.deviations"), "cg", "cg")
         spy(stack, import_module("curvops.operators.curvatures.formed"), "principal_block", "formed matrix")
         spy(stack, import_module("curvops.posterior.solves.function_space").FunctionSpace, "inverse", "formed kernel")
         yield found

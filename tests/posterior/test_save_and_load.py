@@ -1,6 +1,6 @@
 """Saved posteriors: what comes back has the same bits, and what does not belong together is refused by name.
 
-Tests `likelihood_record.py`, `load.py`, `network_record.py`, `operator_record.py`.
+Tests `load.py`, `network_record.py`, `operator_record.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvops as co
 from curvops import storage
 from curvops.network import likelihoods
-from curvops.network.likelihoods import likelihood_record
+from curvops.network.trained import network_record
 from curvops.operators import operator_record
 from tests.zoo import ZOO, call, points
 
@@ -546,7 +546,7 @@ def test_what_the_library_has_can_be_saved():
     }  # how it was found, not what
     given_again = {"FromDistribution", "FromLoss", "Likelihood"}
     kinds = {name for name in likelihoods.__all__ if isinstance(getattr(likelihoods, name), type)}
-    assert kinds == set(likelihood_record.STORED) | given_again | {"RewardPairs"}  # a model
+    assert kinds == set(network_record.STORED) | given_again | {"RewardPairs"}  # a model
     not_of_weights = {"Gradients", "Jacobian", "TangentKernel", "BlockRows", "Operator"}
     stored = operator_record.TENSOR_OPERATORS.keys() | operator_record.DATA_OPERATORS.keys()
     for room in (co, co.linalg):

@@ -580,10 +580,10 @@ def decompose(blocks: Iterable[Any], progress: Progress = None, memory: Memory |
 
     The others are computed on first use. As many run at a time as ``memory`` has room for, at least one.
     """
-    blocks = [block for block in blocks if isinstance(block, Kronecker)]
-    if sum(operations(factor) for block in blocks for factor in block.factors) < kronecker_factors.AT_ONCE:
+    wanted = [block for block in blocks if isinstance(block, Kronecker) and block.known_eigen is None]
+    wanted = [block for block in wanted if not carries_graph(block._args)]
+    if sum(operations(factor) for block in wanted for factor in block.factors) < kronecker_factors.AT_ONCE:
         return
-    wanted = [block for block in blocks if block.known_eigen is None and not carries_graph(block._args)]
     found = decompositions([factor for block in wanted for factor in block.factors], progress, memory)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
         block.keep_eigen(block._assemble(left, right))

@@ -204,6 +204,11 @@ class Batches:
         batch = self._reading.read((x, y))
         return int(point_prints([tensor for _, tensor in batch.named_tensors()]).sum()) == self.prints.contents
 
+    @property
+    def print_of_batches(self) -> int:
+        """The fingerprint of the batches one after the other, by which earlier versions identified the data."""
+        return int(fingerprint([self._first_pass.prints]))
+
     def _note_points(self, prints: Tensor, start: int) -> None:
         """Add the fingerprints of these points to both sums, with and without regard to their order."""
         sums = torch.stack([prints.sum(), ordered_sum(prints, start)])
@@ -241,22 +246,22 @@ class Batches:
         yield from self._held or self._again()
 
     def _again(self) -> Iterator[Batch]:
-        expected, found = self._first_pass, _Noted()
+        expected, present = self._first_pass, _Noted()
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChangedError(
                     self._describe_change(f"there are more than the first pass's {self.num_batches} batches")
                 )
             batch = self._reading.read(item, index)
-            found.add(batch)
-            if found.signatures[index] != expected.signatures[index]:
+            present.add(batch)
+            if present.signatures[index] != expected.signatures[index]:
                 raise DataChangedError(self._describe_change(f"batch {index} has other shapes or dtypes"))
             yield batch
-        if (count := len(found.sizes)) < self.num_batches:
+        if (count := len(present.sizes)) < self.num_batches:
             raise DataChangedError(
                 self._describe_change(f"there are only {count} of the first pass's {self.num_batches} batches")
             )
-        changed = (found.prints != expected.prints).tolist()
+        changed = (present.prints != expected.prints).tolist()
         if any(changed):
             raise DataChangedError(
                 self._describe_change(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
@@ -386,22 +391,22 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     """
     if _is_named(item):
         assert isinstance(item, Mapping)
-        found = [item[name] for name in NAMES if name in item]
+        parts = [item[name] for name in NAMES if name in item]
     elif isinstance(item, Mapping) and any(name in item for name in LABELS):
-        found = _split_labels(item, weights)
+        parts = _split_labels(item, weights)
     elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        found = list(item)
-        if len(found) == 3 and not weights:
-            raise TypeError(_describe_undeclared(found[2]))
+        parts = list(item)
+        if len(parts) == 3 and not weights:
+            raise TypeError(_describe_undeclared(parts[2]))
     else:
         raise TypeError(_not_a_batch(item))
-    if weights and len(found) == 2:
+    if weights and len(parts) == 2:
         raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
-    found[1:] = map(tensor_of, found[1:])
-    if not all(isinstance(part, Tensor) for part in found[1:]):
-        kinds = ", ".join(type(part).__name__ for part in found[1:])
+    parts[1:] = map(tensor_of, parts[1:])
+    if not all(isinstance(part, Tensor) for part in parts[1:]):
+        kinds = ", ".join(type(part).__name__ for part in parts[1:])
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {TARGETS} {ACCEPTED}")
-    return found[0], found[1], found[2] if len(found) == 3 else None
+    return parts[0], parts[1], parts[2] if len(parts) == 3 else None
 
 
 def _is_named(item: object) -> bool:

@@ -56,7 +56,7 @@ def _reader(data: Any, weights: bool) -> tuple[int, Callable[[Tensor], Any]]:
 
         def take_points(chosen: Tensor) -> Any:
             at = chosen.to(targets.device)
-            return (take(inputs, at), *(each[at] for each in rest))
+            return (take(inputs, at), *(tensor[at] for tensor in rest))
 
         return len(targets), take_points
     if not isinstance(data, Dataset) or not hasattr(data, "__len__"):

@@ -118,8 +118,8 @@ def copy(inputs: Inputs) -> Inputs:
 
 def replace_tensors(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
     """Replace the named tensors of the inputs by others; the rest lose their graph."""
-    found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
-    return tree_unflatten(found, tree_structure(inputs))
+    copies = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
+    return tree_unflatten(copies, tree_structure(inputs))
 
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:

@@ -122,8 +122,8 @@ class Shard(Batches):
         on the same rank; if hardly any are, the shards overlap.
         """
         own = self._lowest[:0] if self.borrows else self._lowest.sort().values[:COMPARED]
-        found, counts = self.ranks.line_up_counted(own)
-        parts = list(found.split(counts))
+        prints, counts = self.ranks.line_up_counted(own)
+        parts = list(prints.split(counts))
         cut = min([int(part[-1]) for part, count in zip(parts, self.counts) if count > len(part)], default=2**63 - 1)
         held = [Counter(part[part <= cut].tolist()) for part in parts]
         again = sum(held, Counter())

@@ -113,12 +113,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer in a recorded forward pass: its inputs, and its position in the graph."""
+    """One call of a layer in a recorded pass: its input a, what is kept of it, and its position in the graph."""
 
     owner: nn.Module
     layer: Layer
-    inputs: tuple[Tensor, ...]
-    versions: list[int]
+    a: Tensor
+    version: int  # of a
     kept: Tensor
     edge: GradientEdge
 
@@ -424,7 +424,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
     first), in another dtype (autocast), with further arguments, or on a tensor that was written to later. All hooks
     are removed after the pass.
     """
-    found: list[tuple[Any, ...]] = []  # the parts of calls, once the last layer is known
+    calls: list[Call] = []
     misfits: set[str] = set()
     dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
@@ -433,18 +433,18 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         rule = rule_of(type(module))
         assert rule is not None  # only such layers have hooks
         node, points = output.grad_fn, output.ndim > 1 and output.shape[0] == n
-        if not (points and len(given) == rule.operands and node is not None and _are_of(dtype, (output, *given))):
+        if not (points and len(given) == 1 and node is not None and _are_of(dtype, (output, *given))):
             misfits.update(names.values())
             return
-        kept = rule.keep(module, *(given if graph else [a.detach() for a in given]))
+        (a,) = given
+        kept = rule.keep(module, a if graph else a.detach())
         size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # Keep the edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        found.append((owner, layer, tuple(given), _versions(given), kept, GradientEdge(node, output.output_nr)))
+        calls.append(Call(owner, layer, a, a._version, kept, GradientEdge(node, output.output_nr)))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        named = [kwargs[name] for name in sorted(kwargs)] if kwargs else []
-        given = [value for value in (*args, *named) if value is not None]
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
         note(module, module, paths[module], owners[module], given, output)
 
     def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
@@ -464,13 +464,12 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> Re
         for handle in handles:
             handle.remove()
     behind, before = _follow(outputs.grad_fn, RESHAPES), list[Node]()
-    calls = [Call(owner, layer, given, *rest) for owner, layer, given, *rest in found]
     for i, call in enumerate(calls):
         if call.edge.node in behind and isinstance(call.layer.rule, LinearRule):
-            calls[i] = call = replace(call, layer=replace(call.layer, is_last=True))
-            if call.inputs[0].ndim == 2 and call.layer.names.get("weight") in model.values:
-                before = _follow(call.inputs[0].grad_fn, ELEMENTWISE)
-        if _versions(call.inputs) != call.versions:
+            calls[i] = replace(call, layer=replace(call.layer, is_last=True))
+            if call.a.ndim == 2 and call.layer.names.get("weight") in model.values:
+                before = _follow(call.a.grad_fn, ELEMENTWISE)
+        if call.a._version != call.version:
             misfits.update(call.layer.names.values())
     feeding = (replace(call, layer=replace(call.layer, feeds_last=call.edge.node in before)) for call in calls)
     return outputs, list(feeding), misfits
@@ -489,10 +488,6 @@ def _follow(node: Node | None, kinds: Collection[str]) -> list[Node]:
 def _are_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
     """Return whether the tensors have that dtype, or are indices."""
     return not [tensor for tensor in tensors if tensor.dtype != dtype and tensor.is_floating_point()]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
@@ -536,7 +531,7 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
 
 def _slopes(model: Model, call: Call, last: Call) -> Slopes:
     """Return the part of a call that feeds the last layer, by one backward pass between the two."""
-    h, layer = last.inputs[0], last.layer
+    h, layer = last.a, last.layer
     run = partial(torch.autograd.grad, h, call.edge, torch.ones_like(h), retain_graph=True)
     (slopes,) = model.holding(model.leaves(), run)
     weight = model.values[layer.names["weight"]]

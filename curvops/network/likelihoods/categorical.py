@@ -298,12 +298,12 @@ class RewardPairs(nn.Module):
                 raise ValueError(
                     f"RewardPairs takes inputs (n, 2, ...), got {tuple(tensor.shape)}: torch.stack([a, b], 1)."
                 )
-        each = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
-        return torch.stack([_rewards(found) for found in each], 1)
+        pairs = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
+        return torch.stack([_rewards(outputs) for outputs in pairs], 1)
 
 
-def _rewards(found: Any) -> Float[Tensor, " n"]:
-    rewards: Tensor = getattr(found, "logits", found)
+def _rewards(outputs: Any) -> Float[Tensor, " n"]:
+    rewards: Tensor = getattr(outputs, "logits", outputs)
     if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
         raise ValueError(f"RewardPairs needs a model with one output per item; it returns {tuple(rewards.shape)}.")
     return rewards.flatten()

@@ -71,8 +71,8 @@ class MeansAndVariances(nn.Module):
         if outputs.shape[1] != 2 * targets.shape[-1]:
             raise ValueError(f"the outputs must be {targets.shape[-1]} means, then as many variances.")
         mean, variance = outputs.chunk(2, -1)
-        found: Tensor = self.loss(mean, targets, variance)
-        return found
+        losses: Tensor = self.loss(mean, targets, variance)
+        return losses
 
 
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
@@ -89,10 +89,12 @@ INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
 
 def interpretation_of(spec: object) -> Interpretation | None:
     """Return the interpretation of a torch loss or of a user's own module; None for anything else."""
-    found = next((interpretation for kind, interpretation in INTERPRETATIONS.items() if isinstance(spec, kind)), None)
-    if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
+    for kind, interpretation in INTERPRETATIONS.items():
+        if isinstance(spec, kind):
+            return interpretation
+    if isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
         return Interpretation(lambda loss, shape: FromLoss(loss))
-    return found
+    return None
 
 
 def require_same_loss(

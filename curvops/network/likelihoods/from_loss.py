@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from curvops.network.likelihoods.by_autograd import ByAutograd
-from curvops.network.likelihoods.likelihood import Outputs
+from curvops.network.likelihoods.likelihood import ByAutograd, Outputs
 from curvops.summary import summary
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
@@ -113,21 +112,21 @@ class FromLoss(ByAutograd):
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
         try:
-            found = self.function(f, y)
+            losses = self.function(f, y)
         except Exception as error:
             raise ValueError(
                 f"{self!r} cannot score outputs of shape {tuple(f.shape)} and targets of shape {tuple(y.shape)} "
                 f"({y.dtype}): {error} It is called as loss(outputs, targets)."
             ) from error
-        if not isinstance(found, Tensor):
-            raise TypeError(f"{self!r} returns {type(found).__name__}, expected a tensor of losses ({len(f)},).")
-        if found.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
-            hint = " Is it reduced? Return a loss per point, reduction='none'." if found.ndim == 0 else ""
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"{self!r} returns {type(losses).__name__}, expected a tensor of losses ({len(f)},).")
+        if losses.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
+            hint = " Is it reduced? Return a loss per point, reduction='none'." if losses.ndim == 0 else ""
             raise ValueError(
-                f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(found.shape)}; "
+                f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(losses.shape)}; "
                 f"expected a loss per point, ({len(f)},), or the shape of outputs or targets.{hint}"
             )
-        return -found.reshape(len(f), -1).to(f.dtype)
+        return -losses.reshape(len(f), -1).to(f.dtype)
 
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
         try:
@@ -162,12 +161,13 @@ def required_names(function: Any) -> list[str] | None:
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
     try:
-        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in found):
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
-    return [p.name for p in found if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
 def _slack(x: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from curvops.errors import NoiseWarning, warn
 from curvops.network.data.inputs import require_finite, tensor_of, within
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
+from curvops.network.likelihoods.likelihood import (
+    Independent,
+    Likelihood,
+    Outputs,
+    Weights,
+    check_rows,
+    normal_like,
+    weigh,
+)
 from curvops.summary import summary
 
 
@@ -94,7 +102,7 @@ class Gaussian(Independent):
         if self.estimated == "per_output" and len(shape) > 2:
             raise ValueError("noise='per_output' needs outputs (N, C) or (N, T, C): pass a tensor such as (C, 1, 1).")
         if C == 1 or len(shape) == noise.ndim == 1:
-            found = None
+            class_dim = None
         else:
             ends = (d for d in {-len(shape), -1} if shape[d] == C)
             fits = [d for d in ends if noise.ndim == 1 or (noise.ndim >= -d and noise.shape[d] == C)]
@@ -105,10 +113,10 @@ class Gaussian(Independent):
                     f"Gaussian noise of shape {tuple(noise.shape)} does not show which dimension of the outputs, "
                     f"(N, {', '.join(map(str, shape))}), it goes along: pass one variance, or a tensor of shape {each}."
                 )
-            found = -1 if fits == [-1] else 1
+            class_dim = -1 if fits == [-1] else 1
         new = copy.copy(self)
         new.noise = noise.flatten() if noise.ndim > 1 else noise
-        return new, found
+        return new, class_dim
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
@@ -171,16 +179,16 @@ def gaps_and_weights(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | N
     """Return f − y and the weights, both in the outputs' shape."""
     unit = likelihood.with_hyperparameters([torch.ones_like(noise) for noise in likelihood.hyperparameters])
     weights = f.new_ones(len(f), 1) if w is None else w.reshape(len(f), -1)
-    each = weights.unsqueeze(-1).expand(-1, likelihood.positions or 1, f.shape[1] // (likelihood.positions or 1))
-    return torch.stack([unit.residual(f, y), each.flatten(1)])
+    weights = weights.unsqueeze(-1).expand(-1, likelihood.positions or 1, f.shape[1] // (likelihood.positions or 1))
+    return torch.stack([unit.residual(f, y), weights.flatten(1)])
 
 
 def sums_of_squares(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "3 C"]:
     """Return Σ w (y − f)², Σ w y² and Σ w of each output, over points and positions, in float64."""
     T = likelihood.positions or 1
     (gap, weights), (target, _) = (gaps_and_weights(likelihood, at, y, w).double() for at in (f, torch.zeros_like(f)))
-    each = torch.stack([weights * gap.square(), weights * target.square(), weights])
-    return each.view(3, len(f) * T, -1).sum(1)
+    terms = torch.stack([weights * gap.square(), weights * target.square(), weights])
+    return terms.view(3, len(f) * T, -1).sum(1)
 
 
 def mean_squares(likelihood: Likelihood, sums: Float[Tensor, "3 C"], eps: float) -> Float[Tensor, " m"] | None:
@@ -209,8 +217,8 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
     assert isinstance(gaussian, Gaussian)
     if not bool(sums.isfinite().all()):
         return likelihood  # the outputs hold NaN, of which a posterior tells
-    found = mean_squares(likelihood, sums, limits.eps)
-    if found is None or not bool(((found > limits.tiny) & (found < limits.max)).all()):
+    squares = mean_squares(likelihood, sums, limits.eps)
+    if squares is None or not bool(((squares > limits.tiny) & (squares < limits.max)).all()):
         warn(
             "the noise of this regression is unknown, and its residuals do not show it: the network's outputs equal "
             "its targets to rounding. It counts as 1 (co.laplace tries to estimate it from left-out points). Pass it, "
@@ -219,7 +227,7 @@ def estimated_noise(likelihood: Likelihood, sums: Float[Tensor, "3 C"], like: Te
             NoiseWarning,
         )
         return likelihood
-    noise = like.new_tensor([float(f"{value:.4g}") for value in found.tolist()])
+    noise = like.new_tensor([float(f"{value:.4g}") for value in squares.tolist()])
     new = likelihood.with_hyperparameters([noise if gaussian.estimated == "per_output" else noise[0]])
     assert isinstance(new.of_position, Gaussian)
     new.of_position.estimated, new.of_position.found = gaussian.estimated, True

@@ -69,8 +69,8 @@ class Sequences(Likelihood):
         return torch.Size((self.positions, self.num_outputs))
 
     def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
-        each = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
-        return each.unflatten(0, (-1, self.positions)).sum(1)
+        log_p = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
+        return log_p.unflatten(0, (-1, self.positions)).sum(1)
 
     def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
         return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._each(w)))
@@ -99,13 +99,13 @@ class Sequences(Likelihood):
     def narrow_root(
         self, f: Outputs, y: Tensor, w: SequenceWeights, start: int, stop: int
     ) -> Float[Tensor, "{stop}-{start} n C"]:
-        each, y, w = self._split(f), y.flatten(0, 1), self._each(w)
-        width = self.likelihood.narrow_columns(each.shape[1])
-        root = f.new_zeros(stop - start, len(f), self.positions, each.shape[1])
+        f, y, w = self._split(f), y.flatten(0, 1), self._each(w)
+        width = self.likelihood.narrow_columns(f.shape[1])
+        root = f.new_zeros(stop - start, len(f) // self.positions, self.positions, f.shape[1])
         for t in range(start // width, -(-stop // width)):
             first, end = max(start, t * width), min(stop, (t + 1) * width)
-            found = self.likelihood.narrow_root(each, y, w, first - t * width, end - t * width)
-            root[first - start : end - start, :, t] = found.unflatten(1, (-1, self.positions))[:, :, t]
+            columns = self.likelihood.narrow_root(f, y, w, first - t * width, end - t * width)
+            root[first - start : end - start, :, t] = columns.unflatten(1, (-1, self.positions))[:, :, t]
         return root.flatten(2)
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
@@ -136,8 +136,8 @@ class Sequences(Likelihood):
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"] | None:
         """Return a mask of the positions that count, None if all do."""
-        each = self.likelihood.counted(y.flatten(0, 1), self._each(w))
-        return None if each is None else each.unflatten(0, (-1, self.positions))
+        mask = self.likelihood.counted(y.flatten(0, 1), self._each(w))
+        return None if mask is None else mask.unflatten(0, (-1, self.positions))
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

@@ -167,11 +167,11 @@ class Model:
     @property
     def kept_tensors(self) -> Blocks:
         """The tensors of the snapshot by name, without buffers that are not persistent (see `tensors_of`)."""
-        found = {**self.values, **self.frozen, **self._buffers}
+        tensors = {**self.values, **self.frozen, **self._buffers}
         if self.module is None:
-            return found
+            return tensors
         computed = _computed_buffers(self.module)
-        return {name: tensor for name, tensor in found.items() if name not in computed}
+        return {name: tensor for name, tensor in tensors.items() if name not in computed}
 
     @property
     def eps(self) -> float:
@@ -443,7 +443,7 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
     `functional_call` could handle tied names itself, but leaves the tensors of the call in a module that has two names.
     """
     names: dict[int, str] = {}
-    found: list[Slot] = []
+    slots: list[Slot] = []
     parameters: Blocks = {}
     buffers: Blocks = {}
     for part, path in paths.items():
@@ -455,8 +455,8 @@ def places(paths: Mapping[nn.Module, str]) -> tuple[list[Slot], Blocks, Blocks]:
                 if name is None:
                     name = names[id(tensor)] = f"{path}.{local}" if path else local
                     named[name] = tensor
-                found.append(Slot(part, local, name))
-    return found, parameters, buffers
+                slots.append(Slot(part, local, name))
+    return slots, parameters, buffers
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:

@@ -142,14 +142,14 @@ class ShardedModel(Model):
 
     def _held(self) -> Blocks:
         """Return the module's present values; its first pass, and users, may have moved some of its tensors."""
-        found = {}
+        tensors = {}
         for part, local, name in self.places:
-            held = part._parameters.get(local, part._buffers.get(local))
+            tensor = part._parameters.get(local, part._buffers.get(local))
             value = self._snapshot[name]
-            if held is None or (_local(held).shape, held.dtype) != (value.shape, value.dtype):
+            if tensor is None or (_local(tensor).shape, tensor.dtype) != (value.shape, value.dtype):
                 raise ValueError(f"{name!r} has changed since the model was linearised: linearise it again.")
-            found[name] = _local(held)
-        return found
+            tensors[name] = _local(tensor)
+        return tensors
 
     def _reshard(self) -> None:
         for part in self._sharded:
@@ -215,8 +215,8 @@ class ShardedModel(Model):
 
 
 def _local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return found.detach()
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach()
 
 
 def _checked_spec(parameters: Any) -> Any:

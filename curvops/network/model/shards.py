@@ -71,7 +71,7 @@ class ShardedParameters:
 
     def gather(self, block: Float[Tensor, "d K"], names: Sequence[str]) -> Blocks:
         """Return some parameters' parts of K vectors whole, (K, *shape) each. Their owners broadcast them."""
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        gathered: dict[str, list[Tensor]] = {name: [] for name in names}
         for rank in range(self.ranks.size):
             pieces = list(self._pieces(names, rank))
             if not pieces:
@@ -82,8 +82,8 @@ class ShardedParameters:
                 held = block.new_empty(block.shape[1], sum(rows.stop - rows.start for *_, rows in pieces))
             held = self.ranks.broadcast(held, rank)
             for (name, *_), part in zip(pieces, held.split([rows.stop - rows.start for *_, rows in pieces], 1)):
-                found[name].append(part)
-        return {name: torch.cat(parts, 1).view(-1, *self.shapes[name]) for name, parts in found.items()}
+                gathered[name].append(part)
+        return {name: torch.cat(parts, 1).view(-1, *self.shapes[name]) for name, parts in gathered.items()}
 
     def add_scattered(self, total: Float[Tensor, "d K"], blocks: Mapping[str, Tensor]) -> None:
         """Add the sum over ranks of some parameters' blocks (K, *shape) to this rank's rows. One all-to-all."""
@@ -91,9 +91,9 @@ class ShardedParameters:
         for rank in range(self.ranks.size):
             parts = [blocks[name].flatten(1)[:, entries] for name, entries, _ in self._pieces(names, rank)]
             sent.append(torch.cat(parts, 1) if parts else total.new_empty(total.shape[1], 0))
-        found = self.ranks.add_up_apart(sent)
+        received = self.ranks.add_up_apart(sent)
         own = [rows for *_, rows in self._pieces(names, self.ranks.rank)]
-        for rows, part in zip(own, found.split([rows.stop - rows.start for rows in own], 1)):
+        for rows, part in zip(own, received.split([rows.stop - rows.start for rows in own], 1)):
             total[rows] += part.mT
 
     def to_dtensors(self, block: Float[Tensor, "d *K"]) -> dict[str, Any]:
@@ -101,14 +101,14 @@ class ShardedParameters:
 
         Sends every vector to all ranks, one parameter at a time.
         """
-        one, found = block.ndim == 1, {}
+        one, tensors = block.ndim == 1, {}
         for name, shape in self.shapes.items():
             whole = self.gather(block.unsqueeze(1) if one else block, (name,))[name]
             dim = self._dim[name]
             own = even_share(shape[dim], self.ranks.size, self.ranks.rank)
             part = whole.narrow(dim + 1, min(own.start, shape[dim]), len(own)).clone()
-            found[name] = self.as_parameter(name, part[0] if one else part)
-        return found
+            tensors[name] = self.as_parameter(name, part[0] if one else part)
+        return tensors
 
     def as_parameter(self, name: str, own: Float[Tensor, "*slice"]) -> Any:
         """Return this rank's slice of a parameter, or K of them, as a DTensor laid out as the parameter."""

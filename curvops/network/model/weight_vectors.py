@@ -64,7 +64,7 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
     Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
     """
     selection = network.selection
-    found: dict[str, tuple[str, Any]] = {}
+    entries: dict[str, tuple[str, Any]] = {}
     for glob, entry in given.items():
         value = tensor_of(entry)
         if not isinstance(glob, str):
@@ -75,15 +75,17 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
         if not matched:
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
         for name in matched:
-            if name in found:
-                raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
-            found[name] = glob, value
-    left = [name for name in selection.names if name not in found]
+            if name in entries:
+                raise ValueError(
+                    f"{what}: {name!r} is matched by both {entries[name][0]!r} and {glob!r}; name it once."
+                )
+            entries[name] = glob, value
+    left = [name for name in selection.names if name not in entries]
     if left:
         raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
     tensors = {}
     for name, shape in zip(selection.names, selection.shapes):
-        glob, value = found[name]
+        glob, value = entries[name]
         if isinstance(value, Tensor) and value.ndim and value.shape != shape:
             raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, but {name!r} has {tuple(shape)}.")
         used = torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device).expand(shape)

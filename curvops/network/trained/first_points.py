@@ -16,10 +16,9 @@ from curvops.network.data.batches import Batches, Reading, as_source, holds_all,
 from curvops.network.data.inputs import Inputs, Layout, first_of, move, move_tensor, normalise, num_points, take
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods import Bernoulli, Categorical, FromLoss, Gaussian, Sequences, as_likelihood
-from curvops.network.likelihoods.by_autograd import ByAutograd
 from curvops.network.likelihoods.conversions import INTERPRETATIONS, interpretation_of, require_same_loss
 from curvops.network.likelihoods.from_loss import shrunk
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood import ByAutograd, Likelihood
 from curvops.network.model.model import Model
 from curvops.process_group import Ranks
 
@@ -103,10 +102,10 @@ def first_points(data: Any, theta: Tensor, weights: bool, ranks: Ranks | None = 
         own = _own_first_points(data, theta, weights)
     except NoDataError:
         own = None
-    found = [each for each in ranks.gather(own) if each is not None]
-    if not found:
+    points_of_ranks = [points for points in ranks.gather(own) if points is not None]
+    if not points_of_ranks:
         raise NoDataError(f"the shards of all {ranks.size} ranks hold no points.")
-    inputs, targets, kind = found[0]
+    inputs, targets, kind = points_of_ranks[0]
     return move(inputs, theta.device), targets, kind
 
 
@@ -172,7 +171,7 @@ def _check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         return  # it cannot score other outputs
     eps, known = torch.finfo(f.dtype).eps, together.isfinite()
     slack = eps**0.5 * together.where(known, 0).abs().amax() + 8 * eps * (1 + f.abs().amax())
-    differ = [known[part] & ~((found - together[part]).abs() <= slack) for part, found in zip(parts, others)]
+    differ = [known[part] & ~((apart - together[part]).abs() <= slack) for part, apart in zip(parts, others)]
     if bool(torch.cat(differ).any()):
         raise ValueError(
             f"{likelihood!r} couples the points of a batch: the loss of a point depends on the other points of its "

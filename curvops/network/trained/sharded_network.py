@@ -14,8 +14,7 @@ from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import Reading, as_source
 from curvops.network.data.shard import Shard
 from curvops.network.likelihoods.gaussian import estimated_noise, needs_noise, sums_of_squares
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import likelihood_state
+from curvops.network.likelihoods.likelihood import Likelihood, likelihood_state
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
 from curvops.network.model.sharded_model import ShardedModel
 from curvops.network.trained.drawn_fisher import drawn_residuals, output_fisher

@@ -190,7 +190,8 @@ class Passes(BatchRows):
         block = self.replicated(block)
 
         def term(batch: Any, J: BatchMap) -> Tensor:
-            return J.pull(fisher.product(J.outputs, J.push(block), batch))
+            u = J.push(block)  # before the outputs, which a push gives, too
+            return J.pull(fisher.product(J.outputs, u, batch))
 
         return self.total(term, block.shape[1], own=own)
 

@@ -30,7 +30,7 @@ from curvops.posterior.core.arguments import (
     checked_count,
     checked_draws,
 )
-from curvops.posterior.draws.deviations import Deviations, trace
+from curvops.posterior.deviations import Deviations, trace
 from curvops.posterior.gaussians import continual
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.predictions.predictive import Predictive

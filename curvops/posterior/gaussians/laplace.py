@@ -34,9 +34,7 @@ from curvops.posterior.core.arguments import (
     checked_draws,
 )
 from curvops.posterior.core.terms import CurvatureCache, PrecisionTerms, Prior
-from curvops.posterior.draws.deviations import Deviations, draw_deviations
-from curvops.posterior.draws.noise import Noise
-from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.deviations import Deviations, Noise, StochasticDescent, draw_deviations
 from curvops.posterior.gaussians.gaussian_posterior import OF_LAPLACE, GaussianWeights
 from curvops.posterior.gaussians.updating import (
     add_data,
@@ -46,8 +44,14 @@ from curvops.posterior.gaussians.updating import (
     replace_noise,
     replace_prior,
 )
-from curvops.posterior.log_evidence.evidence import Evidence, count_parameters, find_evidence, log_determinant
-from curvops.posterior.log_evidence.tuning import Tuning, Validation
+from curvops.posterior.log_evidence import (
+    Evidence,
+    Tuning,
+    Validation,
+    count_parameters,
+    find_evidence,
+    log_determinant,
+)
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode, warn_of_mode

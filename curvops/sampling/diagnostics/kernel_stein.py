@@ -173,6 +173,7 @@ def scores(log_posterior: Density, chain: Chain, batches: Iterable[GivenBatch], 
     """
     check_kind("log_posterior", log_posterior, LogPosterior, "co.sampling.log_posterior(...), which carries N")
     check_kind("chain", chain, Chain, "the chain that co.sampling.run returned")
+    assert isinstance(log_posterior, LogPosterior)
     if isinstance(batches, Tensor | tuple):
         raise TypeError(f"batches must be a list of batches, [(X, y)] for all data, got a {type(batches).__name__}.")
     rows = chain.theta.flatten(0, 1)

@@ -17,7 +17,7 @@ from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecisi
 from curvops.checks import check_choice, check_generator, check_kind, check_like, check_shape, checked_number
 from curvops.linalg import Estimate
 from curvops.network import Blocks
-from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
+from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
@@ -376,7 +376,7 @@ def _likelihood(given: Any, noise: float | None) -> Any:
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
     """Return σ² for real targets, None for classes."""
-    likelihood: Likelihood = lin.likelihood
+    likelihood: Any = lin.likelihood
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")

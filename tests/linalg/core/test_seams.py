@@ -195,8 +195,6 @@ def test_svds(tall):
 FUNCTIONS = {
     "sqrt": sqrt,
     "inverse_sqrt": inverse_sqrt,
-    "sqrt by contour": partial(sqrt, method="contour"),
-    "inverse_sqrt by contour": partial(inverse_sqrt, method="contour"),
     "exp": lambda A, B, **options: apply_function(A, torch.exp, B, **options),
 }
 

@@ -132,9 +132,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "bag_mean_padding": (lambda: nn.EmbeddingBag(5, 3, padding_idx=1), (torch.tensor([[1, 1, 1], [1, 2, 2]]),)),
     "bag_sum": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), (tokens(2, 4)[0].int(),)),
     "bag_sum_padding": (lambda: nn.EmbeddingBag(5, 3, mode="sum", padding_idx=0), tokens(2, 4)),
-    "bilinear": (lambda: nn.Bilinear(2, 3, 4), (*randn(2, 2), *randn(2, 3))),
-    "bilinear_positions": (lambda: nn.Bilinear(3, 2, 4), (*randn(2, 5, 3), *randn(2, 5, 2))),
-    "bilinear_no_bias": (lambda: nn.Bilinear(2, 2, 1, bias=False), (*randn(2, 2), *randn(2, 2))),
 }
 
 
@@ -168,7 +165,7 @@ def the_rule(layer: nn.Module) -> Rule:
 
 
 def without_matrices(name: str) -> bool:
-    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d", "bilinear"))
+    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d"))
 
 
 def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
@@ -260,7 +257,6 @@ def test_other_layers_have_no_matrices(name: str) -> None:
         ("conv_3d", 2 * 2 * 6 * 4 * 6),
         ("layer_norm", 4),
         ("embedding", 4 * 3),
-        ("bilinear_positions", 5 * 4 * 3 * 2),
     ],
 )
 def test_multiply_adds_count_one_forward_pass_of_one_point(name: str, expected: int) -> None:

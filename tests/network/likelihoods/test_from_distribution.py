@@ -1,7 +1,4 @@
-"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher.
-
-Tests `by_autograd.py`.
-"""
+"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher."""
 
 from __future__ import annotations
 

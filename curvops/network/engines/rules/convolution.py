@@ -23,8 +23,7 @@ class ConvolutionRule(Rule):
 
     transposed = False
 
-    def keep(self, layer: _ConvNd, *inputs: Any) -> Tensor:
-        a: Tensor = inputs[0]
+    def keep(self, layer: _ConvNd, a: Tensor) -> Tensor:
         if not _is_kept_padded(layer):
             return a
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

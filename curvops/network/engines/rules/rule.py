@@ -12,21 +12,17 @@ Local = dict[str, Tensor]
 
 
 class Rule(ABC):
-    """The products of a kind of layer with its own parameters, for one call on a batch of n points.
+    """The products of a kind of layer with its own parameters, for one call with one tensor of n points."""
 
-    A layer that is called with a number of tensors other than `operands` has no rule.
-    """
-
-    operands = 1
     matrix_is_transposed = False
 
     def supports(self, layer: Any) -> bool:
         """Return whether a layer of this class is configured so that the rule holds."""
         return True
 
-    def keep(self, layer: Any, *inputs: Any) -> Tensor:
-        """Turn the layer's inputs into the tensor that is stored."""
-        return inputs[0]
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        """Turn the layer's input into the tensor that is stored."""
+        return a
 
     @abstractmethod
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
