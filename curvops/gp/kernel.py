@@ -22,8 +22,7 @@ from curvops.linalg import Dense, LowRank
 from curvops.network.model.parameters import layer_of, matching
 from curvops.network.model.weight_vectors import read_mean, read_precision
 from curvops.operators import Linearization, TangentKernel
-from curvops.operators.function_space.gram_graph import gram_with_graph
-from curvops.operators.function_space.gram_matrix import gram_terms
+from curvops.operators.function_space.gram_matrix import gram_terms, gram_with_graph
 from curvops.posterior.core.arguments import require_linearized
 
 OVER = ("scalar", "layers", "tensors")

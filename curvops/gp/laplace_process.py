@@ -195,10 +195,10 @@ def laplace_gp(
         TypeError, ValueError: an argument is of another kind or size; the prior precision is an operator or an earlier
             posterior; hyperparameters require a gradient, which is not available here.
 
-    Cost: if memory has room for ten matrices of (N·C)² numbers in float64, and there are at most as many outputs in
-    total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes the Gram matrix
-    with the training points. Otherwise the mode is found in weight space, as by `post.linear_mode`, and predictions
-    cost as much as those of `co.laplace`.
+    Cost: if half of the memory left has room for five matrices of (N·C)² numbers in float64, and there are at most as
+    many outputs in total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes
+    the Gram matrix with the training points. Otherwise the mode is found in weight space, as by `post.linear_mode`, and
+    predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
 
