@@ -6,9 +6,8 @@ from typing import Any
 from curvops.errors import ModeNotFoundError
 from curvops.gp.exact_process import LinearizedGP
 from curvops.gp.infinite_width import InfiniteWidthKernel
-from curvops.gp.kernel import LinearizedKernel
+from curvops.gp.kernel import LinearizedKernel, LinearizedMean
 from curvops.gp.laplace_process import LaplaceProcess, laplace_gp
-from curvops.gp.mean import LinearizedMean
 from curvops.gp.operator_kernel import ComposedKernel
 from curvops.gp.reduction import ReducedPosterior, reduced_posterior
 

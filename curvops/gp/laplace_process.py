@@ -219,24 +219,24 @@ def laplace_gp(
         raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     if carries_graph((A, prior.mean)):
         raise ValueError("laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
-    found, dual = _find_mode(lin, prior, A, float(rtol), most)
-    if not math.isfinite(found.gradient):
-        raise ModeNotFoundError(Reason.NON_FINITE, found.gradient, found.steps, rtol, NOT_FINITE)
-    if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-        remedy = REMEDIES.get(found.reason, found.reason.value)
-        raise ModeNotFoundError(found.reason, found.gradient, found.steps, rtol, remedy)
-    curvature = DisplacedGGN.at(lin, lin.push(found.theta - lin.theta))
+    mode, dual = _find_mode(lin, prior, A, float(rtol), most)
+    if not math.isfinite(mode.gradient):
+        raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)
+    if mode.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
+        remedy = REMEDIES.get(mode.reason, mode.reason.value)
+        raise ModeNotFoundError(mode.reason, mode.gradient, mode.steps, rtol, remedy)
+    curvature = DisplacedGGN.at(lin, lin.push(mode.theta - lin.theta))
     by_position = -1, lin.output_shape[-1]
     return LaplaceProcess(
         lin,
-        found.theta,
-        found.outputs.reshape(by_position),
-        found.u.reshape(by_position),
-        found.log_likelihood,
-        found.gradient,
-        found.reason,
-        found.steps,
-        found.matvecs,
+        mode.theta,
+        mode.outputs.reshape(by_position),
+        mode.u.reshape(by_position),
+        mode.log_likelihood,
+        mode.gradient,
+        mode.reason,
+        mode.steps,
+        mode.matvecs,
         dual is not None,
         PrecisionTerms(CurvatureCache(lin, curvature), prior),
         dual,

@@ -91,7 +91,11 @@ def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> Figure:
     for row in rows:
         products, seconds, residual = np.array(row.trail, dtype=float).T
         dashes = preconditioners[row.preconditioner]
-        look = {"color": methods[row.method].color, "linestyle": dashes.linestyle, "marker": dashes.marker}
+        look: dict[str, Any] = {
+            "color": methods[row.method].color,
+            "linestyle": dashes.linestyle,
+            "marker": dashes.marker,
+        }
         missed = not row.true_residual <= rtol
         look |= {"marker": "x", "markersize": 9, "markeredgewidth": 2.2} if missed else {}
         name = label(row) + (" (tolerance not reached)" if missed else "")
