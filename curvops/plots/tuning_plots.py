@@ -99,11 +99,10 @@ def evidence_trace(tunings: Mapping[str, Laplace | Tuning]) -> np.ndarray:
         >>> plots.evidence_trace({"MacKay": co.evidence.mackay(post, None)}).shape
         (3,)
     """
-    found: Any = tunings
+    runs: Any = tunings
     if isinstance(tunings, Mapping):
-        found = {name: given.tuning if isinstance(given, Laplace) else given for name, given in tunings.items()}
-    style.check_named("evidence_trace", found, Tuning, "a posterior from co.evidence.mackay or its tuning")
-    runs: dict[str, Tuning] = found
+        runs = {name: run.tuning if isinstance(run, Laplace) else run for name, run in tunings.items()}
+    style.check_named("evidence_trace", runs, Tuning, "a posterior from co.evidence.mackay or its tuning")
     if not all(tuning.steps for tuning in runs.values()):
         raise ValueError("evidence_trace needs tunings of at least one step, {name: post.tuning}.")
     axes_of_all = style.panels(12.5, 4.4, 3)

@@ -78,11 +78,11 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     return everything
 
 
-def _check(what: str, names: Sequence[str], known: Iterable[str]) -> None:
+def _check(what: str, names: Sequence[str], table: Iterable[str]) -> None:
     for name in names:
-        if name not in known:
+        if name not in table:
             more = ", or your own module:function" if what == "problem" else ""
-            raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}{more}.")
+            raise BenchError(f"no {what} {name!r}; choose from {', '.join(table)}{more}.")
 
 
 def _of_problem(problem: Problem, choice: Choice, settings: Settings) -> Results:

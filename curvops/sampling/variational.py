@@ -16,12 +16,12 @@ from curvops.errors import UnsettledWarning, warn
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.sampling.core.log_density import order_at_mean
-from curvops.sampling.core.state import Info, NoiseSource, State
-from curvops.sampling.core.transition import common_arguments
-from curvops.sampling.families.normal_families import FAMILIES, GaussianFamily, family_of
-from curvops.sampling.samplers.torch_optimizer import Optimizer, OptimizerState
-from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
+from curvops.sampling.log_density import order_at_mean
+from curvops.sampling.normal_families import FAMILIES, GaussianFamily, family_of
+from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
+from curvops.sampling.torch_optimizer import optimizer as in_torch
+from curvops.sampling.transition import common_arguments
 
 SETTLED = 0.1
 """The largest error of a settled fit: of its mean in standard deviations, of its precision as a relative error."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from curvops.checks import checked_whole
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
-from curvops.sampling.core.state import NoiseSource
-from curvops.sampling.core.structure import Structure
+from curvops.sampling.state import NoiseSource, Structure
 
 Tensors = Mapping[str, Tensor]
 LOG_2PI = math.log(2 * math.pi)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from curvops.argument_types import Density
-from curvops.sampling.core.schedules import Schedule, as_schedule, at
-from curvops.sampling.core.state import Info, NoiseSource, State
-from curvops.sampling.core.transition import Transition, common_arguments
+from curvops.sampling.schedules import Schedule, as_schedule, at
+from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.transition import Transition, common_arguments
 
 Slots = dict[str, dict[str, dict[str, Any]]]
 

@@ -19,10 +19,10 @@ from curvops.operators.curvatures.curvature import root_of
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
-from curvops.sampling.core.log_density import LogPosterior, order_at_mean
-from curvops.sampling.core.state import Info, NoiseSource, State
-from curvops.sampling.core.transition import Transition, common_arguments
-from curvops.sampling.families.normal_families import RANK
+from curvops.sampling.log_density import LogPosterior, order_at_mean
+from curvops.sampling.normal_families import RANK
+from curvops.sampling.state import Info, NoiseSource, State
+from curvops.sampling.transition import Transition, common_arguments
 
 FORMS = {"diagonal": ["diagonal"], "dense": ["matrix"], "low_rank_diagonal": ["diagonal", "root"]}
 """The tensors of each form of the precision."""

@@ -1,10 +1,16 @@
-"""The protocol of samplers: `init` makes a state, `update` takes a step with a batch; methods are interchangeable."""
+"""The protocol of samplers: `init` makes a state, `update` takes a step with a batch; methods are interchangeable.
+
+A sampler evaluates `log_posterior` and its gradient at the vectors of a state: one point, or k points together or one
+by one (`Evaluation`).
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,14 +20,134 @@ from torch import Tensor, nn
 from curvops.argument_types import GivenBatch, Preconditioning, StepSizes
 from curvops.checkpoint import digest
 from curvops.checks import check_flag, check_generator, check_kind, checked_whole
-from curvops.errors import DivergenceError
-from curvops.sampling.core.evaluation import Evaluation, LogDensity
-from curvops.sampling.core.metric import Isotropic, as_metric
-from curvops.sampling.core.schedules import Constant, Schedule, as_schedule, at
-from curvops.sampling.core.spread import Spread
-from curvops.sampling.core.state import Info, NoiseSource, State, generator_states
-from curvops.sampling.core.structure import flatten, flatten_starts
-from curvops.summary import Summarised
+from curvops.errors import DivergenceError, NotVectorizedWarning, warn
+from curvops.process_group import Ranks
+from curvops.sampling.chain_draws import Spread
+from curvops.sampling.log_density import LogPosterior
+from curvops.sampling.metric import Isotropic, as_metric
+from curvops.sampling.schedules import Constant, Schedule, as_schedule, at
+from curvops.sampling.state import Info, NoiseSource, State, Structure, flatten, flatten_starts, generator_states
+from curvops.summary import Summarised, summary
+
+LogDensity = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation:
+    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as possible."""
+
+    log_posterior: LogDensity
+    vectorized: bool | None = None
+    _together: list[bool] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        return summary(self.log_posterior)
+
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """The ranks whose shares of log_posterior are added up."""
+        return self.log_posterior.ranks if isinstance(self.log_posterior, LogPosterior) else None
+
+    @cached_property
+    def _function_and_prior(self) -> tuple[LogDensity, LogPosterior | None]:
+        """The function that autograd differentiates, and the log posterior whose prior is added to it in closed form.
+
+        The prior is quadratic: for all chains together, outside of the graph, it takes a fraction of the time.
+        """
+        f = self.log_posterior
+        if not isinstance(f, LogPosterior):
+            return f, None
+        if f.ranks is not None:
+            return f.share, None
+        return (f, None) if f.prior.diagonal is None else (f.log_likelihood, f)
+
+    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
+        """Return the value of log_posterior."""
+        with torch.no_grad():
+            value = self._evaluate(self._value, theta, structure, batch)[0]
+        if self._function_and_prior[1] is not None:
+            value = value + self._function_and_prior[1].prior_and_gradient(theta, structure)[0]
+        return value if self.ranks is None else self.ranks.add_up(value)
+
+    def gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """Return log_posterior and its gradient, each in new memory."""
+        value, gradient = self._evaluate(self._gradient, theta, structure, batch)
+        if self._function_and_prior[1] is not None:
+            prior, pull = self._function_and_prior[1].prior_and_gradient(theta, structure)
+            value, gradient = value + prior, gradient.add_(pull)
+        if self.ranks is None:
+            return value, gradient
+        both = self.ranks.add_up(torch.cat([gradient, value.unsqueeze(-1)], -1))  # in one message
+        return both[..., -1].clone(), both[..., :-1]
+
+    def _evaluate(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
+        """Return the results of `compute` at one point, at all points together, or one by one."""
+        together = self._together[0] if self._together else self.vectorized is not False
+        if theta.ndim == 1 or together:
+            try:
+                results: tuple[Tensor, ...] = compute(theta, structure, batch)
+                return results
+            except (RuntimeError, NotImplementedError) as error:
+                if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._fall_back(error)
+        return tuple(map(torch.stack, zip(*[compute(row, structure, batch) for row in theta])))
+
+    def _fall_back(self, error: Exception) -> None:
+        """Evaluate chains one by one from now on; raise ValueError if a batch changes what the chains share."""
+        if "running_mean" in str(error):
+            raise ValueError("the model normalises by batch statistics in train mode: call model.eval().") from error
+        if self.vectorized:
+            raise ValueError(f"vectorized=True, but torch.vmap cannot run log_posterior: {error}") from error
+        warn(
+            f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
+            "To choose this from the start, pass chains(..., vectorized=False).",
+            NotVectorizedWarning,
+        )
+        self._together[:] = [False]
+
+    def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
+        at_one = partial(self._at_one, structure, batch)
+        parts = structure.parts(theta)
+        return (at_one(*parts) if theta.ndim == 1 else torch.vmap(at_one)(*parts),)
+
+    def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
+        at_one = partial(self._at_one, structure, batch)
+        leaves = structure.parts(theta.detach())
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.enable_grad():
+            value = at_one(*leaves) if theta.ndim == 1 else torch.vmap(at_one)(*leaves)
+        with_prior = self._function_and_prior[1] is not None  # it depends on all parameters
+        if with_prior and not value.requires_grad:
+            return value, torch.zeros_like(theta)
+        if not value.requires_grad:
+            raise ValueError("log_posterior has no gradient in params: compute it from the params that it receives.")
+        gradients = torch.autograd.grad(
+            value, leaves, torch.ones_like(value), allow_unused=True, materialize_grads=with_prior
+        )
+        missing = [name for name, gradient in zip(structure.names, gradients) if gradient is None]
+        if missing:
+            raise ValueError(f"log_posterior does not depend on {', '.join(missing)}: leave them out of params.")
+        return value.detach(), structure.concatenate(gradients, theta.ndim - 1)
+
+    def _at_one(self, structure: Structure, batch: Any, *parts: Tensor) -> Tensor:
+        """Return the function that is differentiated at one point."""
+        return checked_value(self._function_and_prior[0](structure.tree(parts), batch))
+
+
+def checked_value(value: Any) -> Tensor:
+    """Return the value of `log_posterior`; raise TypeError or ValueError unless it is one real number."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim:
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"log_posterior must return one real number (), the mean log-likelihood of the batch + log prior / N, got "
+            f"{kind}: take the mean over the batch."
+        )
+    return value
+
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 

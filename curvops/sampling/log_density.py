@@ -30,8 +30,7 @@ from curvops.posterior.core.terms import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.posterior.solves.leave_one_out import with_left_out_noise
 from curvops.process_group import Ranks
-from curvops.sampling.core.state import State
-from curvops.sampling.core.structure import Structure
+from curvops.sampling.state import State, Structure
 
 SUBNETWORK = "subnetwork"
 """The name of the single vector of parameters if a subnetwork is selected."""
@@ -99,7 +98,7 @@ class LogPosterior:
         """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
         return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
 
-    @property
+    @cached_property
     def ranks(self) -> Ranks | None:
         """The ranks of a process group that share the data; None if this process has all of them."""
         return None if self.shard is None else self.shard.ranks
@@ -166,9 +165,9 @@ class LogPosterior:
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −½ (θ − m)ᵀA(θ − m), the log prior up to a constant."""
-        if self._terms is not None:
-            return -0.5 * torch.stack([_squares(params[name], *term) for name, term in self._terms.items()]).sum()
         gap = self._flat(params) - self.prior.mean
+        if self.prior.diagonal is not None:
+            return -0.5 * (self.prior.diagonal * gap.square()).sum()
         held = gap.detach()
         pull = self.prior.product(held)
         return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient is −A(θ − m), whatever A's product records
@@ -180,35 +179,19 @@ class LogPosterior:
         """Return log prior / N and its gradient at vectors of parameters; the precision is a number or a vector."""
         A, m = self.prior.diagonal, self.prior.mean
         assert A is not None
-        A, m = (x if x.ndim == 0 else self._in_order(x, structure) for x in (A / self.data_size, m))
+        if A.ndim or m.ndim:
+            A, m = self._in_order(A, structure), self._in_order(m, structure)
         gap = theta - m
-        pull = A * gap
+        pull = A * gap / self.data_size
         return -0.5 * (pull * gap).sum(-1), pull.neg_()
 
-    def _in_order(self, vector: Float[Tensor, " d"], structure: Structure) -> Float[Tensor, " d"]:
+    def _in_order(self, vector: Float[Tensor, "*d"], structure: Structure) -> Float[Tensor, "*d"]:
         """Return a vector that is ordered as `params` in the order of the parameters of this structure."""
-        selection, given = self.model.selection, list(structure.unflatten(vector))
-        if given in ([SUBNETWORK], list(selection.names)):
+        names, selection = list(structure.unflatten(vector)) if vector.ndim else [], self.model.selection
+        if not names or names in ([SUBNETWORK], list(selection.names)):
             return vector
         parts = dict(zip(selection.names, vector.split([shape.numel() for shape in selection.shapes])))
-        return torch.cat([parts[name] for name in given])
-
-    @cached_property
-    def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-        """Return (A, m) for each tensor of the parameters, with m None if it is 0; None if A is an operator."""
-        A, m = self.prior.diagonal, self.prior.mean
-        if A is None:
-            return None
-        shapes = {name: value.shape for name, value in self.params.items()}
-        sizes = [shape.numel() for shape in shapes.values()]
-
-        def parts(x: Tensor) -> list[Tensor]:
-            if x.ndim == 0:
-                return [x] * len(sizes)
-            return [part.view(shape) for part, shape in zip(x.split(sizes), shapes.values())]
-
-        means: list[Tensor | None] = [None] * len(sizes)
-        return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
+        return torch.cat([parts[name] for name in names])
 
     def linearize(
         self, weights: Float[Tensor, " D"], batch: GivenBatch, engines: Engines | None = None
@@ -283,12 +266,6 @@ class LogPosterior:
             likelihood.check_targets(y, self.model.layout.output_shape.numel())
             self._likelihood.append(likelihood)
         return self._likelihood[0]
-
-
-def _squares(p: Tensor, A: Tensor, m: Tensor | None) -> Tensor:
-    """Return (p − m)ᵀA(p − m)."""
-    squares = (p if m is None else p - m).square()
-    return A * squares.sum() if A.ndim == 0 else (A * squares).sum()
 
 
 def log_posterior(

@@ -18,8 +18,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace
-from curvops.sampling.core.state import NoiseSource
-from curvops.sampling.core.structure import Structure
+from curvops.sampling.state import NoiseSource, Structure
 from curvops.summary import Summarised
 
 
@@ -47,9 +46,9 @@ class Isotropic(Summarised):
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         """Add drift · D g + spread · D^½ ξ to target, in place; nothing is drawn if spread is 0."""
-        target.add_(self.product(g), alpha=drift)
+        target.add_(g, alpha=drift * self.scale)
         if spread:
-            target.add_(self.noise(source, g), alpha=spread)
+            target.add_(source.normal(g), alpha=spread * self.scale**0.5)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,12 +94,14 @@ class OperatorMetric(Isotropic):
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
         basis = self._basis
         if basis is None:
-            return super().kick(target, g, drift, spread, source)
+            target.add_(self.product(g), alpha=drift)
+            if spread:
+                target.add_(self.noise(source, g), alpha=spread)
+            return
         rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
         if spread:
             rotated.addcmul_(source.normal(g).reshape(rotated.shape), self._root, value=spread)
         target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
-        return None
 
 
 def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:

@@ -18,7 +18,7 @@ from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normali
 from curvops.network.likelihoods import Categorical, Likelihood
 from curvops.network.model.model import unwrap
 from curvops.operators import Linearization
-from curvops.sampling.core.structure import long_dot
+from curvops.sampling.state import long_dot
 
 FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)

@@ -1,16 +1,84 @@
-"""Minibatches drawn from the points of all ranks, each of which holds some of them, or of one process."""
+"""Endless batches, and minibatches drawn from the points of one process or of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 
 from curvops.argument_types import Data
 from curvops.checks import check_kind, checked_whole, drawn_seed
 from curvops.network.data.chosen_points import ChosenPoints
-from curvops.sampling.core.log_density import LogPosterior, Share
+from curvops.sampling.log_density import LogPosterior, Share
+
+
+class Feed:
+    """An endless sequence of batches; `Feed(batches, position)` continues from a `position`.
+
+    batches: an iterable that can be read again (a list, a DataLoader), or None for a density without data.
+    """
+
+    def __init__(self, batches: Any, position: Any = None) -> None:
+        self._batches = _checked(batches)
+        self._index = 0 if position is None else position["index"]
+        self._generator: Tensor | None = None if position is None else position["generator"]
+        self._pass: Iterator[Any] | None = None
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The number of batches used in this pass, and the state of the loader's generator when the pass began."""
+        return {"index": self._index, "generator": self._generator}
+
+    def next(self) -> Any:
+        """Return the next batch."""
+        if self._batches is None:
+            return None
+        if self._pass is None:
+            self._pass = self._open_pass()
+        batch = next(self._pass, self)
+        if batch is self:
+            if self._index == 0:
+                raise ValueError(f"the data are empty: a pass over this {type(self._batches).__name__} gave no batch.")
+            self._index, self._generator, self._pass = 0, None, None
+            return self.next()
+        self._index += 1
+        return batch
+
+    def _open_pass(self) -> Iterator[Any]:
+        """Begin a pass at the batch where the last run stopped."""
+        source = getattr(self._batches, "generator", None)
+        if isinstance(source, torch.Generator):
+            if self._generator is None:
+                self._generator = source.get_state()
+            else:
+                source.set_state(self._generator.cpu())
+        assert self._batches is not None
+        each = iter(self._batches)
+        for _ in range(self._index):
+            next(each, None)
+        return each
+
+
+def require_repeatable(batches: Any) -> None:
+    """Raise ValueError if passes are shuffled by a generator that a later run cannot restore."""
+    if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
+        raise ValueError(
+            "a checkpoint needs the same batches again: build the DataLoader with generator=torch.Generator()."
+        )
+
+
+def _checked(batches: Any) -> Iterable[Any] | None:
+    """Return the batches; raise TypeError unless they can be read again in every pass."""
+    pair = isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(item, Tensor) for item in batches)
+    if isinstance(batches, Iterator | Tensor | str) or pair or not (batches is None or isinstance(batches, Iterable)):
+        raise TypeError(
+            "batches must be a list of batches, [(inputs, targets)] if each step uses all data, or a DataLoader, got "
+            f"{type(batches).__name__}. Pass torch.utils.data.DataLoader(dataset, batch_size=..., shuffle=True)."
+        )
+    return batches
 
 
 class Minibatches:
