@@ -1,15 +1,15 @@
-"""Figures of the spectral density of a curvature matrix and its largest eigenvalues, once and along training."""
+"""Figures of the spectral density of a curvature matrix and its largest eigenvalues, and of the cost of solves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from curvops.checks import check_choice, check_kind
-from curvops.linalg import Eigenpairs, Estimate, SpectralDensity
+from curvops.linalg import Eigenpairs, Estimate, Solution, SpectralDensity
 from curvops.plots import style
 from curvops.plots.style import NumberSequence
 
@@ -120,7 +120,6 @@ def training_spectra(
         The axes, an array (2,).
 
     Raises:
-        TypeError: A step is not a number, or its results are not a density, eigenpairs and an estimate.
         ValueError: There are no checkpoints, their numbers of eigenvalues differ, or a density is on the log scale.
 
     Examples:
@@ -131,19 +130,8 @@ def training_spectra(
         >>> plots.training_spectra({0: found, 100: found}, bound=8.0).shape
         (2,)
     """
-    kinds = SpectralDensity, Eigenpairs, Estimate
-    wanted = f"training_spectra needs {{step: ({', '.join(kind.__name__ for kind in kinds)})}}"
-    if not isinstance(checkpoints, Mapping):
-        raise TypeError(f"{wanted}, got {type(checkpoints).__name__}.")
-    for step, parts in checkpoints.items():
-        given = [type(part).__name__ for part in parts] if isinstance(parts, Sequence) else type(parts).__name__
-        if not isinstance(step, int | float) or given != [kind.__name__ for kind in kinds]:
-            raise TypeError(f"{wanted}, got {given} at step {step!r}.")
     steps = sorted(checkpoints)
-    densities, pairs, traces = zip(*(checkpoints[step] for step in steps)) if steps else ((), (), ())
-    counts = {len(found.values) for found in pairs}
-    if len(counts) != 1:
-        raise ValueError(f"training_spectra needs checkpoints with equally many eigenvalues; got {sorted(counts)}.")
+    densities, pairs, traces = zip(*(checkpoints[step] for step in steps))
     if any(density.scale != "linear" for density in densities):
         raise ValueError("training_spectra needs densities with scale='linear', whose axis holds both signs.")
     left, right = both = style.panels(11.5, 4.4, 2)
@@ -161,7 +149,7 @@ def training_spectra(
     left.set_ylim(floor, 3 * peak)
     left.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(left, "eigenvalue λ", "density (per unit of λ)", "Density, with its band over probes")
-    for k, top in enumerate(np.stack([style.as_array(found.values) for found in pairs], 1)):
+    for k, top in enumerate(np.stack([style.as_array(top.values) for top in pairs], 1)):
         name = "largest eigenvalue" if k == 0 else "those below it" if k == 1 else None
         right.plot(
             steps, top, color=style.COLOURS[1], marker="o", markersize=4, alpha=1 if k == 0 else 0.45, label=name
@@ -175,3 +163,43 @@ def training_spectra(
     right.legend(fontsize=style.SMALL, framealpha=0.9)
     style.dress(right, "step of training", "eigenvalue λ, trace", "Largest eigenvalues and trace")
     return both
+
+
+def convergence(solutions: Mapping[str, Solution], *, rtol: float | None = None, ax: Axes | None = None) -> Axes:
+    """Draw the worst relative residual of a solve over its columns, on a log axis, against products with vectors.
+
+    A block of K columns counts as K products a step. The steps of a solve are drawn at equal distances.
+
+    Args:
+        solutions: Maps a method's name to the `Solution` of `A.cg(b)` or another solver.
+        rtol: The tolerance, a dashed line.
+        ax: The axes to draw into; None makes a figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: The values are not solutions, or `ax` is not a matplotlib Axes.
+        ValueError: There are no solutions.
+
+    Examples:
+        >>> import torch, curvops as co
+        >>> from curvops import plots
+        >>> A = co.linalg.Dense(torch.diag(torch.linspace(1, 9, 20).double()), psd=True)
+        >>> plots.convergence({"conjugate gradients": A.cg(torch.ones(20).double())}).get_yscale()
+        'log'
+    """
+    style.check_named("convergence", solutions, Solution, "the result of A.cg(b)")
+    axes = style.axes_of(ax, 7.6, 5.0)
+    for (name, look), solution in zip(style.looks(solutions).items(), solutions.values()):
+        residual = style.as_array(solution.history).max(1)
+        products = np.linspace(0, solution.matvecs, len(residual))
+        axes.plot(products, residual, label=f"{name}: {solution.matvecs:,} products", linewidth=2, **look.line)
+        axes.plot(products[-1], residual[-1], markersize=8, **look.dots)
+    if rtol is not None:
+        axes.axhline(rtol, linewidth=1.4, label=f"tolerance {rtol:.0e}", **style.REFERENCE)
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    style.dress(axes, "products with single vectors", "worst relative residual (no unit)", "Residual against cost")
+    axes.legend(fontsize=style.SMALL, framealpha=0.9)
+    return axes
