@@ -37,7 +37,8 @@ ALGORITHMS = (
     """
 predict, joint, diagonal predict, kfac predict, ekfac predict, low rank predict, sample, diagonal sample, cg, minres,
 solve, refined cg, preconditioner, nystrom, low_rank, low_rank lanczos, lanczos, eigsh, svds, trace, xnystrace, hutch++,
-hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt, spectral_density, kernel
+hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt,
+spectral_density, kernel
 """.strip()
     .replace("\n", " ")
     .split(", ")

@@ -80,10 +80,10 @@ def apply_function(
 
     Returns:
         A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED (products) or ITERATION_LIMIT: the value reached
-        within the limits. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT:
-        rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny compared with
-        max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at an eigenvalue
-        that is zero to working precision; the value is the last approximation that was defined, or zero.
+        within the limits. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
+        PRECISION_LIMIT: rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny
+        compared with max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at
+        an eigenvalue that is zero to working precision; the value is the last approximation that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.

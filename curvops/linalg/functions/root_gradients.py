@@ -91,7 +91,7 @@ def _pairs(run: FunctionRun) -> tuple[Tensor, Tensor] | None:
         (root, V), (other, W) = (_ritz(run, k) for k in (first, second))
         differences = inverse_root_differences(root, other)
         U, S, X = torch.linalg.svd(V[0][:, None] * differences * W[0])
-        rank = int((S > torch.finfo(run.B.dtype).eps * S[0]).sum())
+        rank = int((torch.finfo(run.B.dtype).eps * S[0] < S).sum())
         size = run.size(first) * run.size(second)
         weights[first], weights[second] = V @ U[:, :rank] * (size * S[:rank]), W @ X[:rank].mT
     blocks, _ = run.run.combinations(weights)

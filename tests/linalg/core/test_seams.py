@@ -1,7 +1,5 @@
 """Algorithms on blocks whose storage is in two pieces (`split`): the same numbers, and no piece ever joined."""
 
-from functools import partial
-
 import pytest
 import torch
 
