@@ -53,7 +53,7 @@ class LoaderPasses:
             return
         if not bool((prints.unique(return_counts=True)[1] % workers).any()):
             raise ValueError(
-                f"each batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1."
+                f"a batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1."
             )
 
 
