@@ -355,6 +355,6 @@ UNSUPPORTED: dict[str, tuple[Network, str]] = {
     ),
     "checkpoint_reentrant_first": (
         Network("checkpoint_reentrant_first", lambda: parts.Checkpointed(True, first=True), _vectors),
-        "lose its gradients; pass use_reentrant=False",
+        "lose its gradients: pass use_reentrant=False",
     ),
 }

@@ -79,7 +79,7 @@ DOORS = [
             "more than all": (
                 lambda: read(DataLoader(TensorDataset(X, Y), 4, sampler=RandomSampler(X, num_samples=2 * N))),
                 ValueError,
-                "with a RandomSampler",
+                "draws its points anew in each pass",
             ),
         },
     ),

@@ -286,7 +286,7 @@ DOORS = [
             "a matrix as preconditioner": (
                 lambda: logdet(POSITIVE, shift=1.0, preconditioner=POSITIVE),
                 TypeError,
-                "with a root",
+                "has no log-determinant",
             ),
             "a matrix of shifts": (lambda: logdet(torch.eye(4), shift=torch.ones(2, 2)), ValueError, r"\(m,\)"),
             "a grid with a gradient": (

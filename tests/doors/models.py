@@ -80,7 +80,7 @@ DOORS = [
             "tuple": (
                 lambda: outputs_of(lambda h: (h, h)),
                 TypeError,
-                "returns tuple, expected a tensor .* forward return only the tensor of outputs",
+                "returns tuple, not a tensor .* forward return only the tensor of outputs",
             ),
             "complex": (lambda: outputs_of(lambda h: h * 1j), TypeError, "returns torch.complex64"),
             "vector": (
@@ -126,7 +126,7 @@ DOORS = [
             "rows": (
                 lambda: classifier(Wired(lambda m, x: m.head(x)[:1])),
                 ValueError,
-                r"2 points gave outputs \(1, 3\)",
+                r"2 points gave \(1, 3\)",
             ),
             "infinite": (
                 lambda: classifier(Wired(lambda m, x: m.head(x) / 0)),

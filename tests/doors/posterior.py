@@ -118,7 +118,7 @@ DOORS = [
             "an overlap": (
                 lambda: co.laplace(lin(), prior_precision={"*": 1.0, "2.bias": 1.0}, check_mode=False),
                 ValueError,
-                "2.bias.*both",
+                "2.bias.*name it once",
             ),
             "an unknown glob": (
                 lambda: co.laplace(lin(), prior_precision={"*": 1.0, "fc": 1.0}, check_mode=False),
@@ -245,7 +245,7 @@ DOORS = [
             "noise of other data": (
                 lambda: post().deviations(2, small_post().deviations(2).noise),
                 ValueError,
-                "belongs to another problem or to other data",
+                "the noise belongs to 12 points",
             ),
             "a word for noise": (lambda: post().deviations(2, "cg"), TypeError, "noise must be"),
             "a number for a method": (lambda: post().deviations(2, None, 3), TypeError, "method must be"),

@@ -101,7 +101,7 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
 
 def test_a_step_that_diverges_is_an_error_with_one_to_try():
     post = setting(prior=0.01)
-    with pytest.raises(co.errors.DivergenceError, match=r"step_size=1: try "):
+    with pytest.raises(co.errors.DivergenceError, match=r"step_size=1; try "):
         post.deviations(2, method=co.posterior.StochasticDescent(step_size=1.0, batch_size=10), generator=seeded())
 
 

@@ -26,8 +26,7 @@ def require_first_derivative() -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "products, solves, determinants and draws of operators have first derivatives only: differentiate them "
-            "without create_graph=True."
+            "products, solves, determinants and draws have first derivatives only: no create_graph=True."
         )
 
 

@@ -218,8 +218,7 @@ def _as_part(positions: Tensor | range, which: int, device: torch.device | None)
         return positions
     if positions.ndim != 1 or positions.dtype != torch.long or not len(positions):
         raise ValueError(
-            f"positions of block {which} must be a non-empty LongTensor (p,), got {positions.dtype} of shape "
-            f"{tuple(positions.shape)}."
+            f"positions of block {which} must be a non-empty LongTensor (p,), got {tuple(positions.shape)}."
         )
     middle = len(positions) // 2  # excludes most other cases without a pass over them
     start, stop = int(positions[0]), int(positions[-1]) + 1

@@ -65,7 +65,7 @@ class RowLayout:
             raise TypeError(f"mesh must be a device mesh (torch.distributed.device_mesh), got {type(mesh).__name__}.")
         if mesh.ndim != 1:
             raise ValueError(
-                f'vectors are sharded over a device mesh of one dimension (mesh["name"] is one of several), got {mesh}.'
+                f"vectors are sharded over a device mesh of one dimension, such as mesh[name], not {mesh}."
             )
         ranks = _ranks_of(mesh)
         if mesh.mesh.tolist() != sorted(mesh.mesh.tolist()):  # with the same outcome on all ranks
@@ -91,8 +91,7 @@ class RowLayout:
         """Raise ValueError unless another block lies on the same ranks, row by row."""
         if other is not self and (other.ranks is not self.ranks or other.counts != self.counts):
             raise ValueError(
-                f"sharded vectors lie on different ranks: rows {self.counts} on {self.mesh}, and {other.counts} on "
-                f"{other.mesh}. Use one device mesh for all of them (see tensor.redistribute)."
+                "sharded vectors lie on different ranks: use one device mesh for all (see tensor.redistribute)."
             )
 
     def stacked(self, own: Float[Tensor, "*s"]) -> Float[Tensor, "ranks *s"]:
@@ -495,14 +494,12 @@ def unwrapped(tensor: Any) -> Sharded:
     layout = RowLayout.on(tensor.device_mesh, tensor.shape[0]) if tensor.ndim in (1, 2) else None
     if layout is None or tuple(tensor.placements) != (Shard(0),):
         raise ValueError(
-            f"vectors (n,) or blocks (n, K) must be sharded by rows, placements [Shard(0)], got {tuple(tensor.shape)} "
-            f"with {list(tensor.placements)}: call tensor.redistribute(placements=[Shard(0)])."
+            "vectors (n,) or blocks (n, K) must be sharded by rows: tensor.redistribute(placements=[Shard(0)])."
         )
     local = tensor.to_local().detach()
     if len(local) != layout.counts[layout.ranks.rank]:
         raise ValueError(
-            f"rank {layout.ranks.rank} holds {len(local)} rows of a DTensor of {layout.length} rows, but Shard(0) puts "
-            f"{layout.counts[layout.ranks.rank]} there: use distribute_tensor, or give from_local the whole shape."
+            f"rank {layout.ranks.rank} holds {len(local)} rows, not those of Shard(0): use distribute_tensor."
         )
     return Sharded(local, layout)
 

@@ -118,11 +118,7 @@ def require_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Raise TypeError for half precision, in which matrices can only be multiplied; ValueError under autocast."""
     refuse_modes(dtype, device)
     if torch.finfo(dtype).bits < 32:
-        raise TypeError(
-            f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
-            "convert the operator with op.to(torch.float32), or linearise a model in single precision "
-            "(model.float()). Its products work in this dtype."
-        )
+        raise TypeError(f"{dtype} is too coarse to solve or factorise with: convert with op.to(torch.float32).")
 
 
 def check_finite(values: Tensor, what: str = "a product of A") -> None:

@@ -190,8 +190,7 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     # ‖Gz‖² ≤ ‖G‖ zᵀGz for a positive semidefinite G; an image of z without curvature along z disproves it.
     if lowest < -noise or (highest == 0 and beta > noise):
         raise indefinite(
-            f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
-            "If a lower_bound was given, lower it."
+            f"the operator is not positive semidefinite, or lower_bound is too large: {lowest:.3e} is below."
         )
     gauss = nodes.clamp_min(0), size * V[0].square()
     if beta == 0 or highest == 0:

@@ -44,9 +44,7 @@ class DenseSpectrum:
         if mu > 0 and lowest >= -n * self.eps * size:
             return values.clamp_min(0), max(delta, -lowest), size
         if lowest + mu <= n * self.eps * size:
-            raise indefinite(
-                f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}."
-            )
+            raise indefinite(f"A is not positive definite: an eigenvalue is {lowest + self.bound:.3e}.")
         return values, delta, size
 
     def _logdet(self, mu: float, rtol: float) -> Estimate:
@@ -153,8 +151,5 @@ def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
         scale = dense.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
         noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * scale
         if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
-            raise indefinite(
-                "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
-                "at or below rounding."
-            )
+            raise indefinite("the operator is not positive definite to working precision: a pivot is at most rounding.")
     return 2 * pivots.log().sum(-1)

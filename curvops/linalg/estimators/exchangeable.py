@@ -272,8 +272,7 @@ class NystromSketch:
         lowest, rounding = float(torch.linalg.eigvalsh(whiten @ core @ whiten.mT)[0]), self.eps * size
         if lowest < -1e3 * rounding:
             raise NotPositiveSemidefiniteError(
-                f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
-                'Use method="xtrace" ("xdiag"), which works for any square matrix.'
+                f'A is not positive semidefinite ({lowest:.3e}): use method="xtrace" ("xdiag").'
             )
         nu = max(rounding, -10 * lowest)
         L, info = torch.linalg.cholesky_ex(core + nu * overlap)

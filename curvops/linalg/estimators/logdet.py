@@ -255,8 +255,7 @@ def _check_preconditioner(preconditioner: object) -> None:
         raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
     if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
         raise TypeError(
-            f"a log-determinant needs a preconditioner with a root and a log-determinant, and {type(preconditioner)} "
-            "has none; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
+            f"{type(preconditioner).__name__} has no log-determinant: see curvops.linalg.as_preconditioner(P)."
         )
 
 

@@ -220,9 +220,7 @@ class _View:
         places, present = self.place(nodes, weights)
         places = places[present > 0]
         if not len(places):
-            raise ValueError(
-                f"no eigenvalue is above the threshold {self.threshold:.3e}; use the linear scale, or a smaller one."
-            )
+            raise ValueError(f"no eigenvalue is above the threshold {self.threshold:.3e}; use the linear scale.")
         low, high = float(places.min()), float(places.max())
         unit = 1.0 if self.scale == "log" else max(abs(low), abs(high)) or 1.0
         # A single eigenvalue has no range: its broadening is relative to its own size.

@@ -108,20 +108,14 @@ class SpectralFunction:
         """
         near, lowest = NEAR_ZERO * self.eps * size, float(x.amin())
         if self.lower_bound is not None and lowest < self.lower_bound - near:
-            raise indefinite(
-                f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
-                "Pass a smaller lower_bound."
-            )
+            raise indefinite(f"A has an eigenvalue below {lowest:.3e}: pass a smaller lower_bound.")
         y = self.unchecked(x)
         bad = ~torch.isfinite(y)
         if not bool(bad.any()):
             return y
         beside = x[bad & (x.abs() > near)]
         if len(beside) and float(beside.amin()) < 0:
-            raise indefinite(
-                f"f is not finite at {float(beside.amin()):.3e}, between eigenvalues of A, which is not positive "
-                "semidefinite. Use an f for its range."
-            )
+            raise indefinite(f"f is not finite at {float(beside.amin()):.3e}, and A is not positive semidefinite.")
         if len(beside):
             raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or use another f.")
         return torch.where(bad, self.at_zero(), y)

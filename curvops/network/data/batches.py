@@ -360,9 +360,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     if isinstance(data, DataLoader):
         return LoaderPasses(in_order(data)) if type(data) is DataLoader else in_order(data)
     if isinstance(data, Iterator):
-        raise TypeError(
-            f"The data are read many times, a {type(data).__name__} only once: pass a list or a DataLoader."
-        )
+        raise TypeError(f"The data are read many times, a {type(data).__name__} only once: pass a list of batches.")
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data

@@ -76,10 +76,7 @@ def num_points(inputs: Inputs) -> int:
     first, *others = (tensor.shape[:1] for _, tensor in components(inputs))
     if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
-        raise ValueError(
-            f"All inputs need the same leading dimension, the number of points; given {shapes}. Put the batch "
-            "dimension first, and keep what does not vary between points (masks, positions) inside the model."
-        )
+        raise ValueError(f"All inputs need the same leading dimension, the number of points; given {shapes}.")
     return first[0]
 
 

@@ -53,9 +53,7 @@ class LoaderPasses:
             return
         if not bool((prints.unique(return_counts=True)[1] % workers).any()):
             raise ValueError(
-                f"each batch came {workers} times, once from each of the loader's {workers} workers: every worker "
-                f"iterates over the whole {type(self.loader.dataset).__name__} unless its __iter__ yields a part for "
-                "each, using torch.utils.data.get_worker_info(). Change it to do so, or pass num_workers=1."
+                f"a batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1."
             )
 
 
@@ -67,19 +65,13 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     sampler, dataset = loader.sampler, loader.dataset
     if isinstance(sampler, DistributedSampler) and sampler.total_size != len(dataset):  # type: ignore[arg-type]
         what = "repeats" if sampler.total_size > len(dataset) else "leaves out"  # type: ignore[arg-type]
-        raise ValueError(
-            f"this DistributedSampler {what} points so that all ranks have equally many, but sums over the data need "
-            "each point once: give each rank torch.utils.data.Subset(dataset, range(rank, len(dataset), size)); shards "
-            "may be of different lengths."
-        )
+        raise ValueError(f"this DistributedSampler {what} points: give each rank a torch.utils.data.Subset of its own.")
     shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     if not shuffles and not _leaves_points_out(loader):
         return loader
     plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not shuffles and (not plain or loader.batch_size is None):  # None: batches from a user's own sampler
-        raise ValueError(
-            f"this {type(loader).__name__} has drop_last=True, but sums need each point: pass drop_last=False."
-        )
+        raise ValueError(f"this {type(loader).__name__} has drop_last=True, and sums need all: pass drop_last=False.")
     once = isinstance(sampler, SubsetRandomSampler) or (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement
@@ -87,11 +79,7 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
         and len(sampler) == len(dataset)  # type: ignore[arg-type]
     )
     if shuffles and not (once and plain):
-        raise ValueError(
-            f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
-            "sums over the data need each point once: pass DataLoader(loader.dataset, batch_size=..., shuffle=False) "
-            "with its collate_fn, and weights if points count more than once."
-        )
+        raise ValueError(f"this {type(loader).__name__} draws its points anew in each pass: pass shuffle=False.")
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
     more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
     options = {name: getattr(loader, name) for name in (*names, *more)}

@@ -138,9 +138,7 @@ class Shard(Batches):
         together = sum((count / self.num_data) ** 2 for count in self.counts)
         if (within == 0 and shared == of) or _unlikely(within, repeated, together):
             raise RanksDifferError(
-                f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard, such as "
-                "x[rank::size] or torch.utils.data.Subset(dataset, range(rank, N, size)). If the data repeat points on "
-                "purpose, put all copies on one rank, or pass each point once, with a weight."
+                f"ranks {min(i, j)} and {max(i, j)} hold the same data: {what}. Give each rank its own shard."
             )
         if within == 0:
             warn(f"{what}. Ignore this if the data repeat these points.", SharedPointsWarning)

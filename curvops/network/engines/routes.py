@@ -89,8 +89,7 @@ class Reference:
             ) from error
         if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
             raise ValueError(
-                "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
-                "pass use_reentrant=False."
+                "a block under checkpoint(use_reentrant=True) would lose its gradients: pass use_reentrant=False."
             )
         self.saved_bytes = saved // num_points(inputs)
         # Not in place: gradients of two parameters may be one tensor.

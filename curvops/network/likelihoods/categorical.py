@@ -138,9 +138,7 @@ class Categorical(Likelihood):
             return
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
-                "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
-                f"floating-point one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels by y.long(), one-hot "
-                'rows by y.float(); for regression use likelihood="regression".'
+                f"Categorical targets are class indices, or floating-point probabilities (n, C); given {y.dtype}."
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
@@ -166,9 +164,7 @@ class Categorical(Likelihood):
 
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
-            raise ValueError(
-                f"A categorical likelihood needs C >= 2 outputs, not {num_outputs}: use two logits (0, f)."
-            )
+            raise ValueError(f"A categorical likelihood needs 2 outputs or more, not {num_outputs}: (0, f).")
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
 
@@ -227,9 +223,7 @@ def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(
-            "Floating-point Categorical targets are class probabilities: at least 0, with rows that sum to 1. "
-            "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
-            'sample weights. For regression use likelihood="regression".'
+            "Categorical targets of floats are class probabilities, whose rows sum to 1; labels: y.long()."
         )
 
 
@@ -295,9 +289,7 @@ class RewardPairs(nn.Module):
     def forward(self, *inputs: Tensor, **named: Tensor) -> Float[Tensor, "n 2"]:
         for tensor in (*inputs, *named.values()):
             if tensor.ndim < 2 or tensor.shape[1] != 2:
-                raise ValueError(
-                    f"RewardPairs takes inputs (n, 2, ...), got {tuple(tensor.shape)}: torch.stack([a, b], 1)."
-                )
+                raise ValueError("RewardPairs takes inputs (n, 2, ...), as by torch.stack([a, b], 1).")
         pairs = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
         return torch.stack([_rewards(outputs) for outputs in pairs], 1)
 

@@ -148,9 +148,7 @@ def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor 
     try:
         full = weight.expand(shape)
     except RuntimeError as error:
-        raise ValueError(
-            f"BCEWithLogitsLoss: {name} {tuple(weight.shape)} does not broadcast over outputs {tuple(shape)}."
-        ) from error
+        raise ValueError(f"BCEWithLogitsLoss: {name} {tuple(weight.shape)} does not broadcast over outputs.") from error
     if full.ndim < 2:
         return full
     rows = full.flatten(0, -2)

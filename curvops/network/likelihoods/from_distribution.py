@@ -64,8 +64,7 @@ class FromDistribution(ByAutograd):
             p = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
-                f"{self!r} could not make a distribution from outputs of shape {tuple(f.shape)}: {error} Check how it "
-                "uses the outputs: scales and rates must be positive, as f.exp() is, and probabilities logits=f."
+                f"{self!r} could not make a distribution from outputs {tuple(f.shape)}: {error}"
             ) from error
         if not isinstance(p, Distribution):
             raise TypeError(f"{self!r} returns {type(p).__name__}, expected a torch.distributions.Distribution.")
@@ -168,8 +167,7 @@ class FromDistribution(ByAutograd):
             )
         if bool((excess > margin).any()):
             raise ValueError(
-                f"{self!r}: the Hessian of -log p is smaller than the second moment of its gradient, so it is not the "
-                f"output Fisher (log p has a kink, or its support depends on the outputs). {MONTE_CARLO}."
+                f"{self!r}: the Hessian of -log p is not the output Fisher (log p has a kink). {MONTE_CARLO}."
             )
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
 

@@ -49,9 +49,7 @@ class FromLoss(ByAutograd):
         if names is not None and len(names) != 2:
             raise TypeError(f"a loss is a function of (outputs, targets); this one takes ({', '.join(names)}).")
         if names and names[0] in TARGET_NAMES and names[1] not in TARGET_NAMES:
-            raise TypeError(
-                f"a loss takes the outputs first; {_describe(function)} takes ({', '.join(names)}): swap them."
-            )
+            raise TypeError(f"a loss takes the outputs first; this one takes ({', '.join(names)}): swap them.")
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function).requires_grad_(False)
             if hasattr(function, "reduction"):

@@ -65,15 +65,13 @@ class Gaussian(Independent):
         noise = tensor_of(noise)
         if isinstance(noise, bool) or not isinstance(noise, Tensor | numbers.Real):
             raise TypeError(
-                "Gaussian noise must be a variance, as a number or a tensor, or, if it is to be estimated, None or "
-                f"'per_output'; got {noise!r}."
+                f"Gaussian noise must be a variance, as a number or a tensor, None or 'per_output'; got {noise!r}."
             )
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         one = sum(length != 1 for length in tensor.shape) <= 1
         if not one or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(
-                "Gaussian noise is a variance: a positive finite number, or a floating-point tensor of them, 0-d, of "
-                f"shape (C,), or such as (C, 1, 1); given {noise!r}."
+                f"Gaussian noise is a variance: positive and finite, 0-d, (C,) or such as (C, 1, 1); given {noise!r}."
             )
         self.noise = tensor
 
@@ -110,8 +108,7 @@ class Gaussian(Independent):
                 ones = (1,) * (len(shape) - 1)
                 each = " or ".join(dict.fromkeys(str(form) for form in ((shape[0], *ones), (*ones, shape[-1]))))
                 raise ValueError(
-                    f"Gaussian noise of shape {tuple(noise.shape)} does not show which dimension of the outputs, "
-                    f"(N, {', '.join(map(str, shape))}), it goes along: pass one variance, or a tensor of shape {each}."
+                    f"Gaussian noise {tuple(noise.shape)} fits no dimension alone: pass one variance, or {each}."
                 )
             class_dim = -1 if fits == [-1] else 1
         new = copy.copy(self)
@@ -148,9 +145,7 @@ class Gaussian(Independent):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         if not y.is_floating_point():
-            raise TypeError(
-                f'Gaussian targets must be floating-point, y.float(), not {y.dtype}; labels need "classification".'
-            )
+            raise TypeError(f"Gaussian targets must be floating-point, as y.float(), not {y.dtype}.")
         check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.shape not in ((), (1,), (num_outputs,)):
             raise ValueError(f"the model has {num_outputs} outputs, and the noise has shape {tuple(self.noise.shape)}.")

@@ -51,9 +51,7 @@ class Bernoulli(Independent):
         weight, pos_weight = weight_of("weight", weight), weight_of("pos_weight", pos_weight)
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
             if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
-                raise ValueError(
-                    f"Bernoulli {name} must be 0-d, (C,) or (T, C), finite and at least 0; given {tensor}."
-                )
+                raise ValueError(f"Bernoulli {name} must be 0-d, (C,) or (T, C), finite, at least 0; given {tensor}.")
         lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
         if len(lengths) > 1:
             raise ValueError(f"Bernoulli weight and pos_weight have different numbers of positions, {lengths}.")
@@ -220,7 +218,7 @@ class HeteroscedasticGaussian(Independent):
             raise TypeError(f"HeteroscedasticGaussian targets must be floating-point; given {y.dtype}. Use y.float().")
         if num_outputs is not None and num_outputs % 2:
             raise ValueError(
-                f"HeteroscedasticGaussian needs m means and m log variances; the model has {num_outputs} outputs."
+                f"HeteroscedasticGaussian needs as many means as variances; the model has {num_outputs} outputs."
             )
         if y.ndim != 2 or (num_outputs is not None and 2 * y.shape[1] != num_outputs):
             m = "m" if num_outputs is None else str(num_outputs // 2)

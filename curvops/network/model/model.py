@@ -281,9 +281,7 @@ class Model:
         layout = self.layout or Layout(outputs.shape[1:])
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)
-            raise ValueError(
-                f"the model returns {tuple(outputs.shape)}, but (N, {expected}) for the first points: pad sequences."
-            )
+            raise ValueError(f"the model returns {tuple(outputs.shape)}, but (N, {expected}) before: pad sequences.")
         return layout.rows(outputs).to(self._flat.dtype)
 
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
@@ -467,7 +465,7 @@ def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "only the tensor of outputs"
         raise TypeError(
-            f"the model returns {type(outputs).__name__}, expected a tensor (N, C): let forward return {wanted}."
+            f"the model returns {type(outputs).__name__}, not a tensor (N, C): let forward return {wanted}."
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating-point tensor (N, C).")
@@ -482,9 +480,7 @@ def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
     for part, name in paths.items():
         if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
-            raise ValueError(
-                f"{name or 'the model'} ({type(part).__name__}) is in train mode; call model.eval() first."
-            )
+            raise ValueError(f"{name or 'the model'} ({type(part).__name__}) is in train mode; call model.eval().")
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
             raise ValueError(f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics.")
 

@@ -99,9 +99,7 @@ class ShardedModel(Model):
     def admit(self, inputs: Inputs) -> None:
         """Raise ValueError for inputs of another form than the first points, since trying them would take all ranks."""
         if form_of(inputs) not in self._admitted:
-            raise ValueError(
-                "the inputs have another dtype or shape than the first points: pad sequences to one length."
-            )
+            raise ValueError("the inputs have another shape or dtype than the first points: pad sequences.")
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         with self.at_snapshot(), self._standing_in():
@@ -180,14 +178,12 @@ class ShardedModel(Model):
             mesh, kinds = tensor.device_mesh, [type(placement).__name__ for placement in tensor.placements]
             if mesh.ndim != 1 or kinds != ["Shard"]:
                 raise ValueError(
-                    f"parameter {name!r}: only one-dimensional meshes are supported, fully_shard(model, mesh=mesh)."
+                    f"parameter {name!r}: only meshes of one dimension are supported, fully_shard(model, mesh=)."
                 )
             meshes[mesh] = name
             theirs = dist.get_process_group_ranks(mesh.get_group())
             if theirs != ours:
-                raise ValueError(
-                    f"parameter {name!r} is sharded over ranks {theirs}, not {ours}: process_group=mesh.get_group()."
-                )
+                raise ValueError(f"parameter {name!r} is sharded over {theirs}, not {ours}: see process_group=.")
         if len(meshes) > 1:
             raise ValueError(f"the parameters {sorted(meshes.values())} lie on different meshes: use one mesh for all.")
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}

@@ -128,9 +128,7 @@ class ShardedParameters:
         if set(tensors) != set(self.layout.names):
             lacking = sorted(set(self.layout.names) - set(tensors))
             unknown = sorted(set(tensors) - set(self.layout.names))
-            raise ValueError(
-                f"the mapping lacks {lacking} and has unknown names {unknown}; it must name {list(self.layout.names)}."
-            )
+            raise ValueError(f"the mapping lacks {lacking} and has unknown names {unknown}.")
         columns = {self._columns(name, tensors[name], like) for name in self.layout.names}
         if len(columns) != 1:
             raise ValueError(f"the tensors hold different numbers of vectors: {sorted(columns, key=str)}.")
@@ -165,6 +163,6 @@ class ShardedParameters:
             kinds = [(type(placement).__name__, getattr(placement, "dim", None)) for placement in held.placements]
             if held.device_mesh != self.mesh or kinds != [("Shard", dim)]:
                 raise ValueError(
-                    f"{name!r} has placements {list(held.placements)}, not those of the parameter: redistribute it."
+                    f"{name!r} has placements {list(held.placements)}: redistribute it like the parameter."
                 )
         return tensor.shape[0] if extra else None

@@ -46,9 +46,7 @@ def read_vector(name: str, given: Any, network: Model, number: str, others: str 
         )
     vector = _like(network, given, name)
     if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
-        raise ValueError(
-            f"{name} must be a number or have {network.num_parameters} entries, got {tuple(vector.shape)}; {hint}."
-        )
+        raise ValueError(f"{name} must be a number or have {network.num_parameters} entries; {hint}.")
     return vector
 
 
@@ -76,9 +74,7 @@ def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
         for name in matched:
             if name in entries:
-                raise ValueError(
-                    f"{what}: {name!r} is matched by both {entries[name][0]!r} and {glob!r}; name it once."
-                )
+                raise ValueError(f"{what}: {name!r} is matched by {entries[name][0]!r} and {glob!r}; name it once.")
             entries[name] = glob, value
     left = [name for name in selection.names if name not in entries]
     if left:

@@ -265,9 +265,7 @@ def checked_layout(
         drew = not torch.equal(state, _random_state(device))
         outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
-            raise ValueError(
-                f"{num_points(few)} points gave outputs {tuple(outputs.shape)}, expected one row per point."
-            )
+            raise ValueError(f"{num_points(few)} points gave {tuple(outputs.shape)}, expected one row per point.")
         if outputs.numel() and not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; check its buffers and the scale of the inputs.")
         # The first pass may prepare what later ones use, and goes through other calls, so its outputs prove nothing.
@@ -279,9 +277,7 @@ def checked_layout(
         try:
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"the model rejects a single point ({error}); call model.eval(), and accept any batch size."
-            ) from error
+            raise ValueError(f"the model rejects a single point ({error}); call model.eval().") from error
         model.require_points_apart(outputs, alone)
         try:
             turned = model(model.values, take(points, torch.arange(num_points(points) - 1, -1, -1)))

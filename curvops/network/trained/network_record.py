@@ -157,10 +157,7 @@ def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layo
         )
     by_batches = "contents" not in known  # saved by an earlier version
     if by_batches and batches.print_of_batches != known["fingerprint"]:
-        raise ValueError(
-            "the data are not those of the saved posterior: they have other values, or come in another order or in "
-            f"other batches (the largest had {known['largest_batch']:,} points)."
-        )
+        raise ValueError("the data are not those of the saved posterior: they have other values, or another order.")
     if not by_batches and batches.prints.contents != known["contents"]:
         raise ValueError("the data are not those of the saved posterior: they have other values.")
     return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)

@@ -57,9 +57,7 @@ class ShardedNetwork(NetworkOnData):
     ) -> N:
         """Read a sharded model, this rank's data and the likelihood, and check them against each other."""
         if process_group is None:
-            raise ValueError(
-                "a model sharded by fully_shard needs process_group=mesh.get_group(), and a shard on each rank."
-            )
+            raise ValueError("a model sharded by fully_shard needs process_group=mesh.get_group(), and shards.")
         if engine not in ("auto", "layerwise"):
             raise ValueError(f"engine={engine!r} would gather all parameters: use engine='auto' or 'layerwise'.")
         ranks = Ranks(process_group)

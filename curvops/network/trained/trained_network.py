@@ -284,9 +284,7 @@ class TrainedNetwork(NetworkOnData):
         self.model.refuse_modes()
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, _ in () if differentiable else _require_gradient(inputs):
-            raise ValueError(
-                f"{name} requires a gradient, which this call lacks: use lin.jacobian(x, differentiable=True)."
-            )
+            raise ValueError(f"{name} requires a gradient: use lin.jacobian(x, differentiable=True), or x.detach().")
         self.model.admit(inputs)
         return inputs
 
@@ -420,9 +418,7 @@ class TrainedNetwork(NetworkOnData):
         """
         if self.model.selection.index is not None:
             raise ValueError(
-                "a subnetwork's vector does not contain all entries of its tensors: unflatten_weights(vector) takes "
-                "the others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) "
-                "sets them to zero (for a step, gradient or product)."
+                "a subnetwork's vector lacks entries: see unflatten_weights(vector) and unflatten_tangent(vector)."
             )
         return self.unflatten_tangent(vector)
 
@@ -446,10 +442,7 @@ class TrainedNetwork(NetworkOnData):
             raise TypeError("expected one vector, got a mapping: join its tensors by lin.flatten(mapping).")
         check_tensor("vector", vector)
         if vector.shape != (self.num_parameters,):
-            raise ValueError(
-                f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; for several, such as "
-                "those of post.sample(k), pass one at a time."
-            )
+            raise ValueError(f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}.")
         return vector
 
     def with_likelihood(self: N, likelihood: Likelihood) -> N:

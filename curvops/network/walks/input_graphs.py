@@ -57,8 +57,7 @@ class _ThroughInputs(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would count as zero
             raise RuntimeError(
-                "predictions and Jacobians have only first derivatives in their inputs: differentiate them without "
-                "create_graph=True."
+                "predictions and Jacobians have only first derivatives in their inputs: no create_graph=True."
             )
         model: Model = ctx.model
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
@@ -78,10 +77,7 @@ def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n
     def compute(given: Inputs) -> Tensor:
         outputs = model(values, given)
         if not outputs.requires_grad:
-            raise ValueError(
-                "an input requires a gradient, but the model cuts it off (it detaches its inputs, runs under no_grad "
-                "or leaves torch): change the model, or pass x.detach()."
-            )
+            raise ValueError("an input requires a gradient, but the model cuts it off: pass x.detach().")
         return outputs
 
     return through_inputs(model, inputs, compute)

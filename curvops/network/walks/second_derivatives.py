@@ -69,7 +69,5 @@ def require_symmetric(model: Model, inputs: Any) -> None:
     scale = vectors.norm() * products.norm()
     if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
         raise RuntimeError(
-            "the model's second derivatives are not symmetric, so some operation has wrong ones (such as "
-            "torch's fused weight_norm); write that operation out, or use co.GGN(lin), which needs only first "
-            "derivatives."
+            "the model's second derivatives are not symmetric: write that operation out, or use co.GGN(lin)."
         )

@@ -74,8 +74,7 @@ class ShardedLayers:
         path = path_of(self.model, recording)
         if path is None:
             raise ValueError(
-                "the model moves points of a batch (a sort, a mask, an index over the points), and passes over other "
-                "points cannot be checked one by one if its parameters are sharded."
+                "the model moves points of a batch, which cannot be checked if its parameters are sharded."
             )
         return path
 

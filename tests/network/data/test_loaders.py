@@ -230,5 +230,5 @@ class Whole(IterableDataset):
 
 def test_workers_that_each_read_all_points_are_refused() -> None:
     assert sum(as_batches(DataLoader(Whole(), None, num_workers=1), 1).sizes) == N
-    with pytest.raises(ValueError, match="each batch came 2 times, once from each of the loader's 2 workers"):
+    with pytest.raises(ValueError, match="a batch came 2 times, once from each of the loader's 2 workers"):
         as_batches(DataLoader(Whole(), None, num_workers=2), 1)

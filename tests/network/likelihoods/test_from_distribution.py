@@ -114,7 +114,7 @@ REFUSED = {
     "rate": (lambda f: distributions.Poisson(nn.functional.softplus(f)), "depends on the target"),
     "variance": (lambda f: distributions.Normal(f[:, :2], f[:, 1:].exp()), "depends on the target"),
     "kink": (lambda f: distributions.Laplace(f, 1.0), "has a kink"),
-    "support": (lambda f: distributions.Uniform(torch.zeros_like(f), f.exp()), "support depends on the outputs"),
+    "support": (lambda f: distributions.Uniform(torch.zeros_like(f), f.exp()), "is not the output Fisher"),
 }
 
 
@@ -175,7 +175,7 @@ def test_distributions_that_lack_something() -> None:
         FromDistribution(torch.exp).log_prob(f, REALS)
     with pytest.raises(ValueError, match=r"made a batch of shape \(\); expected one row"):
         FromDistribution(lambda g: distributions.Normal(g.sum(), 1.0)).log_prob(f, REALS)
-    with pytest.raises(ValueError, match=r"a Normal over targets of shape \(6, 3\); given \(6,\)"):
+    with pytest.raises(ValueError, match=r"gives targets \(6, 3\); given \(6,\)"):
         PAIRS["normal"][0].log_prob(f, LABELS)
     with pytest.raises(ValueError, match="NaN"):
         PAIRS["normal"][0].check_targets(f / 0)

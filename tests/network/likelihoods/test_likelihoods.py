@@ -372,10 +372,10 @@ def test_targets_are_checked_as_far_as_possible_without_c() -> None:
 
 REFUSED: dict[str, Callable[[], object]] = {
     "0 .. C - 1": lambda: Categorical().check_targets(torch.tensor([-7])),
-    "C >= 2": lambda: Categorical().check_targets(torch.tensor([0]), 1),
+    "needs 2 outputs or more": lambda: Categorical().check_targets(torch.tensor([0]), 1),
     "4 class weights were given, but": lambda: Categorical(WEIGHT).check_targets(torch.tensor([0]), 3),
     "4 class weights": lambda: Categorical(WEIGHT).check_targets(SHARES[:, :3].softmax(-1), 3),
-    r"y / y.sum\(-1, keepdim=True\), with the sums as": lambda: Categorical().check_targets(3 * ONE_HOT, C),
+    r"are class probabilities, whose rows sum to 1": lambda: Categorical().check_targets(3 * ONE_HOT, C),
     r"noise has shape \(3,\)": lambda: Gaussian(torch.ones(3)).check_targets(torch.zeros(3, C), C),
     "the model has 3 outputs": lambda: HeteroscedasticGaussian().check_targets(normal(N, 3), 3),
     r"shape \(n, m\)": lambda: HeteroscedasticGaussian().check_targets(normal(N)),
