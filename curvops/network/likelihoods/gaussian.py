@@ -14,7 +14,15 @@ from torch import Tensor
 
 from curvops.errors import NoiseWarning, warn
 from curvops.network.data.inputs import require_finite, tensor_of, within
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, normal_like, weigh
+from curvops.network.likelihoods.likelihood import (
+    Independent,
+    Likelihood,
+    Outputs,
+    Weights,
+    check_rows,
+    normal_like,
+    weigh,
+)
 from curvops.summary import summary
 
 
