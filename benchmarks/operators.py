@@ -29,7 +29,6 @@ from benchmarks.parts import (
     peaks,
     predictions,
     products,
-    roots,
     scaling,
     solvers,
     transformers,
@@ -52,7 +51,6 @@ PARTS: dict[str, Callable[[Figures], None]] = {
     "transformer": transformers.measure,
     "scaling": scaling.measure,
     "solvers": solvers.measure,
-    "roots": roots.measure,
 }
 
 

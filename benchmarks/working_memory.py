@@ -37,7 +37,7 @@ ALGORITHMS = (
     """
 predict, joint, diagonal predict, kfac predict, ekfac predict, low rank predict, sample, diagonal sample, cg, minres,
 solve, refined cg, preconditioner, nystrom, low_rank, low_rank lanczos, lanczos, eigsh, svds, trace, xnystrace, hutch++,
-hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt, contour,
+hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt,
 spectral_density, kernel
 """.strip()
     .replace("\n", " ")
@@ -166,7 +166,6 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int, int
         "log_evidence": lambda: posterior(co.GGN).log_evidence(rtol=0.2, generator=seeded()),
         "effective_parameters": lambda: posterior(co.GGN).effective_parameters(rtol=0.2, generator=seeded()),
         "sqrt": lambda: L.sqrt(P, torch.randn(2, D).mT, rtol=0.1, lower_bound=1.0),
-        "contour": lambda: L.inverse_sqrt(P, torch.randn(1, D).mT, method="contour", rtol=0.1, lower_bound=1.0),
         "spectral_density": lambda: L.spectral_density(G, probes=4, steps=16, generator=seeded()),
         "kernel": lambda: co.TangentKernel(lin, x=x).to_dense(),
     }

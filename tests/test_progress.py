@@ -153,7 +153,7 @@ ALGORITHMS = {
     "spectral_density": seeded(linalg.spectral_density, DECAYING, probes=2, steps=20),
     "apply_function": plain(linalg.apply_function, PRECISION, torch.exp, RIGHT),
     "sqrt": plain(linalg.sqrt, PRECISION, RIGHT),
-    "inverse_sqrt": plain(linalg.inverse_sqrt, PRECISION, RIGHT, lower_bound=0.01, method="contour"),
+    "inverse_sqrt": plain(linalg.inverse_sqrt, PRECISION, RIGHT, lower_bound=0.01),
     "low_rank": seeded(linalg.low_rank, DECAYING, 10),
     "low_rank by Lanczos": seeded(linalg.low_rank, DECAYING, rtol=0.1, method="lanczos"),
     "nystrom": seeded(linalg.nystrom, DECAYING, 10),

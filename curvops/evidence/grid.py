@@ -87,11 +87,11 @@ def grid(
     if at == "map":
         warn_of_mode(post)
     prepare(post.cache, min(map(_number, values)), rtol, generator)
-    found: list[Evidence] = []
+    evidences: list[Evidence] = []
     for value in values:
-        start = found[-1].theta if found else None
-        found.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
-    return Grid(found, values)
+        start = evidences[-1].theta if evidences else None
+        evidences.append(find_evidence(post.with_prior(value).terms, start, rtol, generator, at))
+    return Grid(evidences, values)
 
 
 def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:

@@ -32,8 +32,6 @@ STEADY = 0.5
 
 MODE_RTOL = 1e-4
 """The relative accuracy of the mode if draws are used, whose γ is less accurate than one per cent."""
-LEAST_FALL = 0.3
-"""The share of its digits that a solve must have gained for its rate of convergence to be measured."""
 LARGEST_ERROR = 0.2
 """Relative errors of γ above this value do not end the steps earlier."""
 
@@ -88,9 +86,8 @@ def mackay(
 
     Returns:
         A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, the reason why
-        it ended, the products saved by starting from earlier solutions (`matvecs_saved`), and intervals of the
-        precisions and the noise. Steps end once the remaining change, extrapolated from the last two steps, is less
-        than a quarter of the error bar.
+        it ended, and intervals of the precisions and the noise. Steps end once the remaining change, extrapolated from
+        the last two steps, is less than a quarter of the error bar.
 
     Raises:
         TypeError, ValueError: `post` is not a posterior or has a prior operator, prior or update is unknown, the noise
@@ -210,9 +207,9 @@ class _FixedPoint:
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None else data.targets
             gamma, stderr, drawn = self._count(last)
-            products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._products_saved(drawn))
+            spent += 0 if drawn is None else drawn.matvecs
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
-            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
+            self.records.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
             new.require_near(start)
             changes.append(new.logs - self.now.logs)
@@ -254,14 +251,6 @@ class _FixedPoint:
             draws = draws + share * (draws - before.draws)
         return last.theta + share * (last.theta - before.theta), draws
 
-    def _products_saved(self, drawn: Deviations) -> float:
-        """Estimate the further products of a start at zero, by the rate at which residuals fell."""
-        if not self.past or drawn.method == "closed form" or not len(drawn.history):
-            return 0.0
-        start, steps = float(drawn.history[0].max()), len(drawn.history) - 1
-        whole, left = math.log(1 / self.rtol), math.log(max(start / self.rtol, 1.0))
-        return len(drawn.draws) * steps * (whole / max(left, LEAST_FALL * whole) - 1)
-
     def _count(
         self, guess: Float[Tensor, "k D"] | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
@@ -275,20 +264,23 @@ class _FixedPoint:
             return *exact, None
         groups, post = self.now.groups, self.now.posterior
         start = None if post.precision._closed_form() is not None else guess
-        found = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
-        self.noise = found.noise
-        A, z = post.prior.diagonal, found.draws
+        drawn = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
+        self.noise = drawn.noise
+        A, z = post.prior.diagonal, drawn.draws
         assert A is not None
-        each = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
-        few = each.mean(0) <= groups.counts / 2
+        shares_of_draws = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
+        few = shares_of_draws.mean(0) <= groups.counts / 2
         if bool(few.any()):
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
-            each, found = torch.where(few, of_data, each), replace(found, matvecs=found.matvecs + len(z))
-        stderr = each.std(0) / math.sqrt(len(each))
+            shares_of_draws, drawn = (
+                torch.where(few, of_data, shares_of_draws),
+                replace(drawn, matvecs=drawn.matvecs + len(z)),
+            )
+        stderr = shares_of_draws.std(0) / math.sqrt(len(shares_of_draws))
         least = torch.finfo(z.dtype).eps * groups.counts
-        gamma = each.mean(0).clamp(least, groups.counts - least)
-        return gamma, stderr, found
+        gamma = shares_of_draws.mean(0).clamp(least, groups.counts - least)
+        return gamma, stderr, drawn
 
     def _next_hyperparameters(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None

@@ -170,9 +170,9 @@ class _Search:
         """Return the mean log-likelihood per point, or per pair, from the same draws for every posterior."""
         device = post.mean.device if self.generator is None else self.generator.device
         draws = torch.Generator(device=device).manual_seed(self.seed)
-        found = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
-        value, count = float(found.value.mean()), found.value.numel()
-        error = float(torch.as_tensor(found.stderr).norm()) / count
+        scores = post.log_likelihood(self.x, self.y, self.joint, None, draws, self.gather, self.link)
+        value, count = float(scores.value.mean()), scores.value.numel()
+        error = float(torch.as_tensor(scores.stderr).norm()) / count
         self.trials.append(_Trial(post, value, error))
         return value
 

@@ -118,13 +118,13 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> Posterior:
         """Return the distribution of the outputs at X, joint within each set of q points; see BoTorch's `Model`."""
         self.eval()
-        found: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
+        posterior: Posterior = GPyTorchPosterior(self._distribution(X, output_indices, observation_noise))
         if hasattr(self, "outcome_transform"):
-            found = self.outcome_transform.untransform_posterior(found, X=X)
+            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
         if posterior_transform is None:
-            return found
+            return posterior
         takes_points = "X" in signature(posterior_transform.forward).parameters  # from BoTorch 0.15 on
-        return posterior_transform(found, X=X) if takes_points else posterior_transform(found)
+        return posterior_transform(posterior, X=X) if takes_points else posterior_transform(posterior)
 
     def _distribution(
         self, X: Tensor, output_indices: Sequence[SupportsIndex] | None = None, observation_noise: bool | Tensor = False

@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.argument_types import LikelihoodChoice
-from curvops.gp.kernel import LinearizedKernel
-from curvops.gp.mean import LinearizedMean
+from curvops.gp.kernel import LinearizedKernel, LinearizedMean
 from curvops.gp.points import as_points
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization

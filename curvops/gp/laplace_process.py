@@ -195,10 +195,10 @@ def laplace_gp(
         TypeError, ValueError: an argument is of another kind or size; the prior precision is an operator or an earlier
             posterior; hyperparameters require a gradient, which is not available here.
 
-    Cost: if memory has room for ten matrices of (N·C)² numbers in float64, and there are at most as many outputs in
-    total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes the Gram matrix
-    with the training points. Otherwise the mode is found in weight space, as by `post.linear_mode`, and predictions
-    cost as much as those of `co.laplace`.
+    Cost: if half of the memory left has room for five matrices of (N·C)² numbers in float64, and there are at most as
+    many outputs in total as weights: the Gram matrix, and a Cholesky factorisation per step; a prediction then takes
+    the Gram matrix with the training points. Otherwise the mode is found in weight space, as by `post.linear_mode`, and
+    predictions cost as much as those of `co.laplace`.
 
     Source: Rasmussen & Williams 2006, sections 3.4 and 3.5; Immer, Korzepa & Bauer 2021.
 
@@ -219,24 +219,24 @@ def laplace_gp(
         raise ValueError("laplace_gp needs a prior_precision that is a number, a vector or a mapping {glob: number}.")
     if carries_graph((A, prior.mean)):
         raise ValueError("laplace_gp has no gradient for prior_precision or prior_mean: detach it.")
-    found, dual = _find_mode(lin, prior, A, float(rtol), most)
-    if not math.isfinite(found.gradient):
-        raise ModeNotFoundError(Reason.NON_FINITE, found.gradient, found.steps, rtol, NOT_FINITE)
-    if found.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-        remedy = REMEDIES.get(found.reason, found.reason.value)
-        raise ModeNotFoundError(found.reason, found.gradient, found.steps, rtol, remedy)
-    curvature = DisplacedGGN.at(lin, lin.push(found.theta - lin.theta))
+    mode, dual = _find_mode(lin, prior, A, float(rtol), most)
+    if not math.isfinite(mode.gradient):
+        raise ModeNotFoundError(Reason.NON_FINITE, mode.gradient, mode.steps, rtol, NOT_FINITE)
+    if mode.reason not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
+        remedy = REMEDIES.get(mode.reason, mode.reason.value)
+        raise ModeNotFoundError(mode.reason, mode.gradient, mode.steps, rtol, remedy)
+    curvature = DisplacedGGN.at(lin, lin.push(mode.theta - lin.theta))
     by_position = -1, lin.output_shape[-1]
     return LaplaceProcess(
         lin,
-        found.theta,
-        found.outputs.reshape(by_position),
-        found.u.reshape(by_position),
-        found.log_likelihood,
-        found.gradient,
-        found.reason,
-        found.steps,
-        found.matvecs,
+        mode.theta,
+        mode.outputs.reshape(by_position),
+        mode.u.reshape(by_position),
+        mode.log_likelihood,
+        mode.gradient,
+        mode.reason,
+        mode.steps,
+        mode.matvecs,
         dual is not None,
         PrecisionTerms(CurvatureCache(lin, curvature), prior),
         dual,

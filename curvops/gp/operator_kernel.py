@@ -32,10 +32,10 @@ class OperatorKernel(Kernel):
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, **params: Any) -> Any:
         """Return the lazy matrix, or its diagonal; see gpytorch's `Kernel.__call__`."""
-        found = super().__call__(x1, x2, diag=diag, **params)
-        if type(found) is LazyEvaluatedKernelTensor:
-            return LazyOperatorKernel(found.x1, found.x2, kernel=self, **params)
-        return found
+        matrix = super().__call__(x1, x2, diag=diag, **params)
+        if type(matrix) is LazyEvaluatedKernelTensor:
+            return LazyOperatorKernel(matrix.x1, matrix.x2, kernel=self, **params)
+        return matrix
 
     def __add__(self, other: Kernel) -> Kernel:
         return ComposedKernel(super().__add__(other))
@@ -99,10 +99,10 @@ class ComposedKernel(OperatorKernel):
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         """Return the kernel's matrix, or its diagonal."""
         with settings.lazily_evaluate_kernels(False):
-            found = self.base_kernel(x1, x2, diag=diag, **params)
-        if diag or (isinstance(found, Operator) and not isinstance(found, Dense)):
-            return found
-        return Dense(to_dense(found), psd=same_points(x1, x2))
+            matrix = self.base_kernel(x1, x2, diag=diag, **params)
+        if diag or (isinstance(matrix, Operator) and not isinstance(matrix, Dense)):
+            return matrix
+        return Dense(to_dense(matrix), psd=same_points(x1, x2))
 
     def __getitem__(self, index: Any) -> Kernel:
         return ComposedKernel(self.base_kernel[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,7 +21,7 @@ def as_points(lin: Linearization, x: Tensor) -> Tensor:
 
     Raises TypeError if x is not a tensor or the network takes several, ValueError if d is not the size of its input.
     """
-    few = lin.data.few
+    few: Any = lin.data.few
     check_kind("the network's input", few, Tensor, "one tensor: wrap the network in a module that splits it")
     check_tensor("inputs", x)
     shape = few.shape[1:]

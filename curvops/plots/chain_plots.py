@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.checks import check_kind
 from curvops.plots import style
-from curvops.sampling.diagnostics import projected_chains
+from curvops.sampling import diagnostics
 
 Chains = Real[np.ndarray, "chains draws"] | Real[Tensor, "chains draws"]
 BINS = 30
@@ -84,8 +84,8 @@ def autocorrelation(draws: Mapping[str, Chains], *, lags: int = 100, ax: Axes | 
     axes = style.axes_of(ax, 8.0, 4.4)
     for (name, look), chains in zip(style.looks(draws).items(), draws.values()):
         series = torch.as_tensor(chains, dtype=torch.float64)
-        rho = projected_chains.autocorrelation(series)[:, : lags + 1].numpy()
-        x, size = np.arange(rho.shape[1]), float(projected_chains.effective_size(series))
+        rho = diagnostics.autocorrelation(series)[:, : lags + 1].numpy()
+        x, size = np.arange(rho.shape[1]), float(diagnostics.effective_size(series))
         axes.plot(x, rho.mean(0), linewidth=2, label=f"{name}: {size:,.0f} of {chains.size:,} draws", **look.line)
         axes.fill_between(x, rho.min(0), rho.max(0), color=look.color, alpha=style.BAND, linewidth=0)
     longest = max(chains.shape[1] for chains in draws.values())

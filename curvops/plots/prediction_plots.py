@@ -148,11 +148,13 @@ def reliability(
     if not named:
         raise ValueError("reliability draws {name: probabilities (N, C)}, got none.")
     y = torch.as_tensor(style.as_array(labels)).reshape(-1)
-    found = {name: _classes(name, given) for name, given in named.items()}
-    counted = [(metrics.reliability_bins(p, y, bins=bins), float(metrics.ece(p, y, bins=bins))) for p in found.values()]
+    probabilities = {name: _classes(name, values) for name, values in named.items()}
+    counted = [
+        (metrics.reliability_bins(p, y, bins=bins), float(metrics.ece(p, y, bins=bins))) for p in probabilities.values()
+    ]
     axes = style.axes_of(ax, 5.6, 5.4)
     axes.plot([0, 1], [0, 1], color=style.GREY, linestyle=":", linewidth=1.5, label="perfect calibration")
-    for (name, look), (bin_, error) in zip(style.looks(found).items(), counted):
+    for (name, look), (bin_, error) in zip(style.looks(probabilities).items(), counted):
         confidence, accuracy, count = (style.as_array(part) for part in (bin_.confidence, bin_.accuracy, bin_.count))
         held = count > 0
         label = f"{name}, ECE {100 * error:.1f} %"

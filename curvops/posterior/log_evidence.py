@@ -426,8 +426,6 @@ class TuningStep(Summarised):
     """The variance of a Gaussian likelihood, if it is tuned."""
     matvecs: int
     """The number of products with P that the step took."""
-    saved: float = 0.0
-    """The further products that draws started from zero would have taken, estimated by the convergence rate."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -461,11 +459,6 @@ class Tuning(Tabular):
     def matvecs(self) -> int:
         """The total number of products with P."""
         return sum(step.matvecs for step in self.steps)
-
-    @property
-    def matvecs_saved(self) -> float:
-        """The number of products saved by starting draws from those of earlier steps, as estimated for each step."""
-        return sum(step.saved for step in self.steps)
 
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
         """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).

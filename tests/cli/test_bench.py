@@ -97,7 +97,7 @@ def test_each_solver_with_each_preconditioner(of, name, preconditioner):
     row = solve(p, name, METHODS[name], preconditioner, TINY)
     assert row.outcome.startswith("converged") and row.true_residual <= 1e-6
     assert ("products in float64" in row.outcome) == name.startswith("cg-refine")
-    assert row.products > 0 and row.setup_products <= row.products and row.seconds >= row.setup_seconds
+    assert row.products > 0 and row.setup_products <= row.products
     products, seconds, residuals = (list(values) for values in zip(*row.trail))
     assert products[-1] == row.products and residuals[-1] == row.true_residual < residuals[0]
     assert products == sorted(products) and seconds == sorted(seconds)
@@ -175,7 +175,7 @@ def test_the_command(tmp_path):
     assert result.output.count("logdet with block-jacobi failed") == 2  # 60 products are more than both budgets
     written = json.loads((tmp_path / "results.json").read_text())
     assert set(written["solves"][0]) == {
-        "problem", "method", "preconditioner", "iterations", "products", "setup_products", "seconds", "setup_seconds",
+        "problem", "method", "preconditioner", "iterations", "products", "setup_products", "seconds",
         "true_residual", "outcome", "trail",
     }  # fmt: skip
     assert {row["problem"] for row in written["solves"]} == {"decaying", "indefinite"}

@@ -121,13 +121,6 @@ DOORS = [
     Door(
         "training_spectra",
         rows={
-            "no checkpoints": (lambda: plots.training_spectra({}), ValueError, "equally many eigenvalues"),
-            "values alone": (
-                lambda: plots.training_spectra({0: (*spectrum()[:1], GRID, *spectrum()[2:])}),
-                TypeError,
-                "SpectralDensity, Eigenpairs, Estimate.*'ndarray'.* at step 0",
-            ),
-            "a list": (lambda: plots.training_spectra([spectrum()]), TypeError, "got list"),
             "the log scale": (
                 lambda: plots.training_spectra({0: spectrum(scale="log")}),
                 ValueError,

@@ -258,11 +258,6 @@ DOORS = [
         "run",
         rows={
             "batches is empty": (lambda: read([]), ValueError, "empty"),
-            "pairs and triples": (
-                lambda: read([(THREE, THREE), (THREE, THREE, THREE)]),
-                ValueError,
-                "another structure",
-            ),
             "minibatches of a Metropolis sampler": (
                 lambda: S.run(S.lmc(regression()[0], 0.1), regression()[0].params, regression()[1], steps=2),
                 ValueError,

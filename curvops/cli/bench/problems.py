@@ -193,10 +193,7 @@ def symmetric(eigenvalues: Tensor, seed: Seed = 0) -> Tensor:
     return ((A + A.mT) / 2).to(eigenvalues.dtype)
 
 
-def _indefinite(n: int) -> Tensor:
-    return torch.cat([flat(n, 1 + 2 / n, 3)[:-1], torch.tensor([-0.243]).double()])
-
-
+MINUS = torch.tensor([-0.243], dtype=torch.float64)
 SPECTRA: dict[str, tuple[Callable[[int], Tensor], float, str]] = {
     "decaying": (lambda n: powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
     "exponential": (lambda n: geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
@@ -206,7 +203,7 @@ SPECTRA: dict[str, tuple[Callable[[int], Tensor], float, str]] = {
     "kappa1e4": (lambda n: log_spaced(n, 1e4), 0.0, "log-spaced from 1 to 1e-4"),
     "kappa1e6": (lambda n: log_spaced(n, 1e6), 0.0, "log-spaced from 1 to 1e-6"),
     "kappa1e8": (lambda n: log_spaced(n, 1e8), 0.0, "log-spaced from 1 to 1e-8"),
-    "indefinite": (_indefinite, 0.0, "1 to 3, and one -0.243"),
+    "indefinite": (lambda n: torch.cat([flat(n, 1 + 2 / n, 3)[:-1], MINUS]), 0.0, "1 to 3, and one -0.243"),
 }
 """Eigenvalues of G as a function of their number, the shift of A = G + shift I, and a description."""
 NAMES = (*SPECTRA, DIGITS)

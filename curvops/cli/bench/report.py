@@ -91,7 +91,11 @@ def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> Figure:
     for row in rows:
         products, seconds, residual = np.array(row.trail, dtype=float).T
         dashes = preconditioners[row.preconditioner]
-        look = {"color": methods[row.method].color, "linestyle": dashes.linestyle, "marker": dashes.marker}
+        look: dict[str, Any] = {
+            "color": methods[row.method].color,
+            "linestyle": dashes.linestyle,
+            "marker": dashes.marker,
+        }
         missed = not row.true_residual <= rtol
         look |= {"marker": "x", "markersize": 9, "markeredgewidth": 2.2} if missed else {}
         name = label(row) + (" (tolerance not reached)" if missed else "")
@@ -101,9 +105,8 @@ def draw_solves(rows: Sequence[SolveRow], rtol: float, title: str) -> Figure:
             axes.plot(cost[shown], residual[shown], label=name, linewidth=1.4, markevery=last, **look)
     for axes, unit in ((left, "products with single vectors"), (right, "seconds")):
         axes.axhline(rtol, linewidth=1.4, label=f"tolerance {rtol:.0e}", **style.REFERENCE)
-        axes.set_yscale("log")
-        axes.set_xscale("log")
+        axes.set(xscale="log", yscale="log")
         style.dress(axes, unit, "worst relative residual (no unit)" if axes is left else "")
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
+    entries = left.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
     return figure

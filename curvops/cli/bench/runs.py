@@ -33,7 +33,6 @@ class SolveRow:
     products: int
     setup_products: int
     seconds: float
-    setup_seconds: float
     true_residual: float
     outcome: str
     trail: list[tuple[int, float, float]]
@@ -96,7 +95,7 @@ def solve(problem: Problem, name: str, solver: BenchSolver, preconditioner: str,
     seconds += setup_seconds
     trail.append((products, seconds, residual))
     return SolveRow(
-        problem.name, name, preconditioner, solution.iterations, products, setup_products, seconds, setup_seconds,
+        problem.name, name, preconditioner, solution.iterations, products, setup_products, seconds,
         residual, outcome, trail,
     )  # fmt: skip
 
@@ -106,7 +105,7 @@ def estimate(
 ) -> EstimateRow:
     """Run an estimator with each seed; the error and the stated half-width are relative to the true value."""
     truth, counter = problem.exact.get(estimator.quantity), problem.G.counter
-    errors, claims, seconds, products, inside, entries = [], [], [], [], [], 1
+    errors, claims, seconds, products, inside = [], [], [], [], []
     for seed in range(settings.seeds):
         generator = torch.Generator().manual_seed(seed)
         counter.count = 0
@@ -120,11 +119,10 @@ def estimate(
         inside.append(math.nan if truth is None else float(((low <= truth) & (truth <= high)).double().mean()))
         seconds.append(spent)
         products.append(counter.count)
-        entries = value.numel()
     mean = statistics.mean
     return EstimateRow(
         problem.name, estimator.quantity, name, preconditioner, budget, mean(products), statistics.median(seconds),
-        mean(errors), mean(claims), mean(inside), entries, settings.seeds, errors,
+        mean(errors), mean(claims), mean(inside), value.numel(), settings.seeds, errors,
     )  # fmt: skip
 
 

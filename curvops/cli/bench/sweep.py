@@ -78,11 +78,10 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     return everything
 
 
-def _check(what: str, names: Sequence[str], known: Iterable[str]) -> None:
+def _check(what: str, names: Sequence[str], table: Iterable[str]) -> None:
     for name in names:
-        if name not in known:
-            more = ", or your own module:function" if what == "problem" else ""
-            raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}{more}.")
+        if name not in table:
+            raise BenchError(f"no {what} {name!r}; choose from {', '.join(table)}.")
 
 
 def _of_problem(problem: Problem, choice: Choice, settings: Settings) -> Results:
@@ -104,8 +103,7 @@ def _of_problem(problem: Problem, choice: Choice, settings: Settings) -> Results
                     rows.append(measure())
                 except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
                     label = name if preconditioner == "none" else f"{name} with {preconditioner}"
-                    first = (str(error).strip().splitlines() or [""])[0]
-                    note = f"{problem.name}: {label} failed, {type(error).__name__}: {first}"
+                    note = f"{problem.name}: {label} failed, {type(error).__name__}: {' '.join(str(error).split())}"
                     results.notes += [note] if note not in results.notes else []
     if unfit:
         results.notes.append(f"{problem.name} is only {problem.kind}; skipped: {', '.join(unfit)}")
@@ -126,7 +124,6 @@ def _write(settings: Settings, results: Results, path: Path) -> None:
     everything = {
         "settings": vars(settings) | {"dtype": str(settings.dtype)},
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "notes": results.notes,
         "solves": [asdict(row) for row in results.solves],
         "estimates": [asdict(row) for row in results.estimates],

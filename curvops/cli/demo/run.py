@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def run(output: Path, seed: int, say: Callable[[str], None], size: Size = FULL) 
     checks = run_checks(curve.model, *curve.points, at, torch.Generator().manual_seed(seed))
     say("\n".join(map(str, checks)))
     _draw(curve, digits, output)
-    tables = {"regression": curve.rows, "digits": digits.rows, "checks": checks}
+    tables: dict[str, list[Any]] = {"regression": curve.rows, "digits": digits.rows, "checks": checks}
     results = {"seed": seed} | {name: [asdict(row) for row in rows] for name, rows in tables.items()}
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     say(f"\nFigures and numbers: {output}/")

@@ -75,7 +75,7 @@ class Classification:
 
 def perceptron(*widths: int, activation: type[nn.Module]) -> nn.Sequential:
     """Make linear layers of these widths with an activation between them."""
-    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), activation())]
+    layers = [layer for m, n in pairwise(widths) for layer in (nn.Linear(m, n), activation())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -134,8 +134,8 @@ def classification(seed: int, size: Size) -> Classification:
     images, digits = load_digits()
     order = torch.randperm(len(images))
     images, digits = images[order], digits[order]
-    known = digits < KNOWN
-    x, y, unseen = images[known], digits[known], images[~known]
+    is_known = digits < KNOWN
+    x, y, unseen = images[is_known], digits[is_known], images[~is_known]
     y = torch.where(torch.rand(len(y)) < WRONG, torch.randint(KNOWN, y.shape), y)
     parts = [TRAIN, HELD_OUT, len(y) - TRAIN - HELD_OUT]
     (x_train, x_held_out, x_test), (y_train, y_held_out, y_test) = x.split(parts), y.split(parts)
@@ -169,5 +169,5 @@ def roc(score: Tensor, positive: Tensor) -> tuple[Any, Any]:
     """Return the shares of negatives and of positives above each threshold, from 0 to 1."""
     ordered = positive[score.argsort(descending=True)].double()
     zero = ordered.new_zeros(1)
-    false, true = (torch.cat([zero, part.cumsum(0) / part.sum()]).numpy() for part in (1 - ordered, ordered))
+    false, true = (torch.cat([zero, counted.cumsum(0) / counted.sum()]).numpy() for counted in (1 - ordered, ordered))
     return false, true

@@ -38,7 +38,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import check
 from curvops.linalg.solvers.verdicts import Callback
-from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within
+from curvops.linalg.spectra.lanczos import LEAST_CAPACITY, LEAST_VECTORS, LockStep
 from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
@@ -68,20 +68,22 @@ def apply_function(
         f: a function of eigenvalues, from float64 tensor to float64 tensor on the CPU.
         B: (n,) or (n, K).
         rtol: a column has converged when its estimated error is at most rtol ‖f(A) b‖.
-        maxiter: the largest depth of the basis; min(n, 1000) by default.
+        maxiter: the largest depth of the basis, 1000 by default; n steps suffice if the basis is stored.
         max_matvecs: the budget in products, for all columns together.
         lower_bound: a known lower bound of A's spectrum, such as its prior precision, for sharper estimates and so
             fewer products if f is singular at 0. It is not verified.
-        memory_budget: bytes for the bases, which hold depth × n numbers per column.
+        memory_budget: bytes for the bases, which hold depth × n numbers per column. Where that is too little, Lanczos
+            goes on without storing its vectors, orthogonal to the stored and the last three only, and makes them a
+            second time for the result: up to twice the products, and more steps if eigenvalues lie far apart.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
         progress: as in `cg`.
 
     Returns:
-        A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED or ITERATION_LIMIT: the value reached within the
-        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT:
-        rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny compared with
-        max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at an eigenvalue
-        that is zero to working precision; the value is the last approximation that was defined, or zero.
+        A FunctionProduct; ``value`` has the shape of B. RANK_CAPPED (products) or ITERATION_LIMIT: the value reached
+        within the limits. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
+        PRECISION_LIMIT: rounding in A's dtype exceeds the rest of the error, as it does whenever f(A) b is tiny
+        compared with max |f| ‖b‖; with an estimate of inf the value may be rounding alone. SINGULAR: f has no value at
+        an eigenvalue that is zero to working precision; the value is the last approximation that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
@@ -94,7 +96,8 @@ def apply_function(
     once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak, nor an
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
-    Source: Lanczos with full reorthogonalisation; the estimate of the error from Ilić, Turner & Simpson 2010.
+    Source: Lanczos with full reorthogonalisation, or twice with a partial one; the estimate of the error from Ilić,
+    Turner & Simpson 2010.
 
     Examples:
         >>> A = torch.diag(torch.tensor([1.0, 2.0]).double())
@@ -115,7 +118,8 @@ def apply_function(
                 multiply, f, as_columns(B), None if lower_bound is None else float(lower_bound), room, maxiter
             )
             job.solve(float(rtol), max_matvecs, callback)
-        return FunctionProduct(shaped_as(job.value(), B), job.errors, tuple(job.reasons), job.depth, job.matvecs)
+            value = shaped_as(job.value(float(rtol)), B)
+        return FunctionProduct(value, job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
 class FunctionRun:
@@ -137,10 +141,13 @@ class FunctionRun:
         zero = torch.tensor([reason is Reason.ZERO_RIGHT_HAND_SIDE for reason in self.reasons], dtype=torch.bool)
         self.errors = torch.where(zero, 0.0, math.inf).double()
         self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
-        self.wanted = min(B.shape[0], MOST_ITERATIONS if maxiter is None else maxiter)
-        self.given = multiply, memory_budget
         self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
-        self.run = LockStep.within(multiply, self.usable.scale(B), FIRST_CAPACITY, self.wanted, memory_budget)
+        least = (LEAST_CAPACITY + 2) * len(self.live) * column_bytes(B)
+        room = None if memory_budget is None else max(memory_budget, least)
+        limit = MOST_ITERATIONS if maxiter is None else maxiter
+        self.run = LockStep.within(multiply, self.usable.scale(B), FIRST_CAPACITY, limit, room)
+        # A basis that is not stored is not orthogonal, and may need more than n steps.
+        self.wanted = limit if self.run.most < min(B.shape[0], limit) else min(B.shape[0], limit)
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))
@@ -156,20 +163,28 @@ class FunctionRun:
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
-            limit = self.run.most
-            affordable = limit if budget is None else (budget - self.matvecs) // len(self.active)
-            target = min(limit, self.depth + max(1, min(self.depth // 8, affordable)))
-            if target == self.depth or affordable < 1:
+            target = min(self.wanted, self.depth + max(1, self.depth // 8))
+            while budget is not None and target > self.depth and self._cost(target) > budget:
+                target -= 1
+            if target == self.depth:
                 self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
                 return
             if target > self.run.capacity:
-                self.run.reserve(min(limit, 2 * target))
-            self.run.extend(target)
+                self.run.reserve(min(self.run.most, 2 * target))
+            self.run.extend(target, beyond_capacity=True)
             self._assess(rtol, budget)
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
                 callback(self.depth, self.errors.clone())
+
+    def _cost(self, target: int) -> int:
+        """Return the products in total if the active columns go to depth ``target``, with those for the result."""
+        depths = torch.where(self.run.done, self.run.depths, target)
+        steps = int((depths - self.run.depths).sum())
+        if target > self.run.most:
+            steps += int((depths - self.run.most + LEAST_CAPACITY).clamp_min(0).sum())
+        return self.matvecs + steps
 
     def _stop_all(self, reason: Reason) -> None:
         for k in self.active:
@@ -235,16 +250,13 @@ class FunctionRun:
         return few & (threat > torch.maximum(found.rounding, 0.1 * rtol * found.coefficients.norm(dim=1)))
 
     def _search_spectrum(self, budget: int | None) -> bool:
-        """Find Ritz values by a short run from a random start within the budgets; return whether there are any."""
-        store, (multiply, room) = self.run.store, self.given
-        left = None if room is None else room - store.shape[1] * column_bytes(store)
-        depth = depth_within(SEEN_DEPTH, store.shape[0], column_bytes(store), 1, left)
-        depth = depth if budget is None else min(depth, budget - self.matvecs)
+        """Find Ritz values by a short run from a random start within the budget; return whether there are any."""
+        depth = min(SEEN_DEPTH, self.run.n, SEEN_DEPTH if budget is None else budget - self.matvecs)
         if depth < LEAST_DEPTH:
             return False
-        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's generator does not advance
-        run = LockStep(multiply, random_block(self.B, 1, "gaussian", generator), depth)
-        run.extend(depth)
+        generator = torch.Generator(device=self.B.device).manual_seed(0)  # the user's generator does not advance
+        run = LockStep(self.run.multiply, random_block(self.B, 1, "gaussian", generator), LEAST_CAPACITY)
+        run.extend(depth, beyond_capacity=True)
         self.search_matvecs += run.matvecs
         T = run.tridiagonal(0)
         if not bool(torch.isfinite(T).all()):
@@ -257,18 +269,35 @@ class FunctionRun:
         self.stopped[k] = True
         self.run.done[k] = True  # no more products for this column
 
-    def value(self) -> Vectors:
+    def size(self, k: int) -> float:
+        """Return the norm of usable column k."""
+        return float(self.run.sizes[k]) * float(self.usable.heights[self.live[k]])
+
+    def value(self, rtol: float) -> Vectors:
         """Return the approximants in B's scale; overflowed and non-finite columns become NON_FINITE."""
+        empty = torch.zeros(0, dtype=torch.float64)
+        found = [empty if best is None else best for best in self.best]
+        blocks, remade = self.run.combinations([y[:, None] for y in found])
         X = zero_block(self.B, len(self.live))
-        for k, height in enumerate(self.usable.heights[self.live]):
-            found = self.best[k]
-            if found is not None:
-                put(X, k, self.run.expand(k, found * (self.run.sizes[k].cpu() * height)))
+        for k, block in enumerate(blocks):
+            put(X, k, block * self.size(k))
+            self._note_noise(k, remade[k], rtol)
         X, lost = self.usable.place(X)
         for j in lost:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
         self._note_underflow(X)
         return X
+
+    def _note_noise(self, k: int, remade: Tensor, rtol: float) -> None:
+        """Add the error in column k of vectors that came out differently the second time."""
+        y, j = self.best[k], int(self.live[k])
+        if y is None or torch.equal(remade, self.run.tridiagonal(k)):
+            return
+        nodes, V = torch.linalg.eigh(remade[: len(y), : len(y)])
+        change = V @ (self.f.unchecked(nodes) * V[0]) - y
+        self.errors[j] += (change.norm() / y.norm()).nan_to_num(math.inf, math.inf)
+        if self.reasons[j] is Reason.CONVERGED and float(self.errors[j]) > rtol:
+            self.reasons[j] = Reason.PRECISION_LIMIT
 
     def _note_underflow(self, X: Vectors) -> None:
         """Add the error of entries below the smallest normal number, which may have any value."""

@@ -5,23 +5,22 @@
 >>> A = torch.diag(torch.tensor([1.0, 4.0, 16.0]))
 >>> sqrt(A, torch.ones(3)).value.round(decimals=4)
 tensor([1., 2., 4.])
->>> inverse_sqrt(A, torch.ones(3), method="contour").value.round(decimals=4)
+>>> inverse_sqrt(A, torch.ones(3)).value.round(decimals=4)
 tensor([1.0000, 0.5000, 0.2500])
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 
-from curvops.checks import check_callable, check_choice, checked_number
+from curvops.checks import check_callable, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.sharded import on_shards
 from curvops.linalg.core.vectors import Given, Matrix, Vectors, as_matrix
 from curvops.linalg.functions.apply_function import apply_function
-from curvops.linalg.functions.contour import contour
 from curvops.linalg.solvers.verdicts import Callback
 from curvops.progress import Progress, at_work
 
@@ -31,7 +30,6 @@ def inverse_sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
-    method: Literal["lanczos", "contour"] = "lanczos",
     lower_bound: float | int | None = None,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
@@ -45,17 +43,12 @@ def inverse_sqrt(
     Args:
         A: (n, n), symmetric positive definite.
         B: a vector (n,) or a block (n, K).
-        method: "lanczos" keeps a basis of depth × n numbers per column and needs the fewest products. "contour" keeps
-            about ten to forty vectors per column whatever the depth (see `curvops.linalg.functions.contour`), for cheap
-            products, large n and spectra that do not decay, for which Lanczos goes deep: multi-shift conjugate
-            gradients on the quadrature of Hale, Higham & Trefethen.
         lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
             Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
         rtol: the relative error to reach.
-        maxiter: maximum number of iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the
-            contour.
+        maxiter: the largest depth, as in `apply_function`.
         max_matvecs: a limit on products; None is none.
-        memory_budget: bytes, which limit the depth with Lanczos, and the columns that run together with the contour.
+        memory_budget: bytes for the bases; where that is too little, Lanczos runs twice, as in `apply_function`.
         callback: called after each iteration, as in `apply_function`.
         progress: as in `cg`.
 
@@ -66,7 +59,7 @@ def inverse_sqrt(
     Raises:
         NotPositiveSemidefiniteError: a clearly negative direction was found (it is also a ValueError).
 
-    Source: Ilić, Turner & Simpson 2010 (Lanczos); Hale, Higham & Trefethen 2008 and Pleiss et al. 2020 (contour).
+    Source: Ilić, Turner & Simpson 2010.
 
     Examples:
         >>> A = torch.diag(torch.tensor([4.0, 25.0]).double())
@@ -77,7 +70,6 @@ def inverse_sqrt(
     return _root(
         A,
         B,
-        method,
         True,
         lower_bound,
         rtol=rtol,
@@ -94,7 +86,6 @@ def sqrt(
     A: Matrix | Given,
     B: Shaped[Vectors, "n *K"],
     *,
-    method: Literal["lanczos", "contour"] = "lanczos",
     lower_bound: float | int | None = None,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
@@ -108,7 +99,6 @@ def sqrt(
     Args:
         A: (n, n), symmetric positive semidefinite; it may be singular.
         B: a vector (n,) or a block (n, K).
-        method: "lanczos" or "contour", as in `inverse_sqrt`.
         lower_bound: as in `inverse_sqrt`.
         rtol: the relative error to reach.
         maxiter: as in `inverse_sqrt`.
@@ -134,7 +124,6 @@ def sqrt(
     return _root(
         A,
         B,
-        method,
         False,
         lower_bound,
         rtol=rtol,
@@ -149,18 +138,14 @@ def sqrt(
 def _root(
     A: Matrix,
     B: Vectors,
-    method: str,
     inverse: bool,
     lower_bound: float | int | None,
     progress: Progress,
     **options: Any,
 ) -> FunctionProduct:
-    check_choice("method", method, ("lanczos", "contour"))
     check_callable("callback", options["callback"])
     if lower_bound is not None:
         checked_number("lower_bound", lower_bound, "[0, inf)")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)
     with at_work("inverse_sqrt" if inverse else "sqrt", options["max_matvecs"], progress, A):
-        if method == "contour":
-            return contour(A, B, inverse=inverse, lower_bound=bound, **options).product
         return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)

@@ -133,8 +133,8 @@ class LinearOperatorContract(LinearOperator):
     def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
 
-        Differentiable in A, B and L. It is computed densely if A is small, otherwise by the closed form or by contour
-        quadrature (`co.linalg.inverse_sqrt`).
+        Differentiable in A, B and L. It is computed densely if A is small, otherwise by the closed form or by Lanczos
+        (`co.linalg.inverse_sqrt`).
 
         Args:
             rhs: B, (n,) or (n, K).

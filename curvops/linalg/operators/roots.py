@@ -60,7 +60,7 @@ def multiply_inverse_root(operator: LinearOperator, right: Tensor, left: Tensor 
 
 
 def _inverse_root(operator: LinearOperator) -> Callable[[Tensor], Tensor]:
-    """Return the map B -> A^-½ B: dense if A is small, otherwise by its closed form or by contour quadrature."""
+    """Return the map B -> A^-½ B: dense if A is small, otherwise by its closed form or by Lanczos."""
     if operator._is_small:
         root: Callable[[Tensor], Tensor] = inverse_root(operator._dense()).matmul
         return root

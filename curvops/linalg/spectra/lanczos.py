@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_matrix,
+    axpy,
     column_bytes,
     columns,
     combine,
@@ -66,6 +67,8 @@ RESERVED_BYTES = 2**30
 """Bytes of a growing basis that are reserved at once on a CPU; more may be refused although they are never used."""
 LEAST_VECTORS = 6
 """The number of vectors that a run of two steps takes."""
+LEAST_CAPACITY = 3
+"""The least capacity of a run that goes beyond it."""
 
 
 def tridiagonal(diagonal: Float[Tensor, " m"], off: Float[Tensor, " m_less_one"]) -> Float[Tensor, "m m"]:
@@ -173,6 +176,10 @@ class LockStep:
     (K, m) float64 on the CPU; ``depths`` (K,) counts the steps of each vector, ``done`` (K,) marks invariant Krylov
     spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be called again for more depth;
     ``most`` is the depth that memory allows.
+
+    Beyond ``capacity`` steps, which must then be at least ``LEAST_CAPACITY``, the last three places of a basis are used
+    in turn: a new vector is orthogonal to the vectors stored before them and to the last three. ``combinations`` makes
+    the vectors that were overwritten a second time.
     """
 
     def __init__(
@@ -252,14 +259,42 @@ class LockStep:
         m = int(self.depths[k])
         return tridiagonal(self.alphas[k, :m], self.betas[k, : m - 1])
 
+    @property
+    def stored(self) -> int:
+        """The number of vectors of each basis that are in the store: all, or those before the last three places."""
+        depth = self.alphas.shape[1]
+        return depth if depth <= self.capacity else self.capacity - 2
+
+    def place(self, m: int) -> int:
+        """Return the place of vector m in the store of its basis."""
+        first = self.capacity - 2
+        return m if m < first else first + (m - first) % 3
+
     def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
         """Return the first m vectors of start vector k's basis, sharing memory."""
         first = k * (self.capacity + 1)
         return part(self.store, first, first + m)
 
-    def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Vectors, "n 1"]:
-        """Return a combination of the first m vectors of start vector k's basis."""
-        return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
+    def combinations(
+        self, weights: Sequence[Float[Tensor, "_ _"]]
+    ) -> tuple[list[Float[Vectors, "n _"]], list[Float[Tensor, "_ _"]]]:
+        """Return Q C for each basis Q and its weights C, whose rows belong to its first vectors, and QᵀAQ of each.
+
+        Vectors that are not stored are made again, with the same products, so that QᵀAQ differs from ``tridiagonal``
+        only if products of equal blocks differ.
+        """
+        stored = self.stored
+        blocks = [combine(self.vectors(k, min(len(C), stored)), C[:stored]) for k, C in enumerate(weights)]
+        alphas, betas = self.alphas.clone(), self.betas.clone()
+        for m in range(stored - 1, max(map(len, weights), default=0) - 1):
+            live = (self.depths > m).nonzero().squeeze(1)
+            alphas[live, m], betas[live, m] = self._make_vectors(m, live)[:2]
+            for k, C in enumerate(weights):
+                if m + 1 < len(C):
+                    first = k * (self.capacity + 1) + self.place(m + 1)
+                    axpy(blocks[k], part(self.store, first, first + 1), C[m + 1 : m + 2])
+        depths = enumerate(self.depths.tolist())
+        return blocks, [tridiagonal(alphas[k, :m], betas[k, : m - 1]) for k, m in depths]
 
     def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
         """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches, without more products."""
@@ -269,7 +304,7 @@ class LockStep:
             unit = torch.zeros(m, dtype=torch.float64)
             unit[0] = self.sizes[k]
             y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
-            found.append(self.expand(k, y))
+            found.append(combine(self.vectors(k, m), y[:, None]))
         return join(*found)
 
     def reserve(self, capacity: int) -> None:
@@ -287,9 +322,10 @@ class LockStep:
             put(store, k * (capacity + 1), self.vectors(k, done))
         self.store, self.capacity = store, capacity
 
-    def extend(self, depth: int) -> None:
+    def extend(self, depth: int, beyond_capacity: bool = False) -> None:
         """Continue to ``depth`` steps, leaving out the vectors that are done, at one small transfer per step."""
-        while (m := self.alphas.shape[1]) < min(depth, self.capacity):
+        depth = depth if beyond_capacity else min(depth, self.capacity)
+        while (m := self.alphas.shape[1]) < depth:
             live = (~self.done).nonzero().squeeze(1)
             if not len(live):
                 return
@@ -308,32 +344,41 @@ class LockStep:
 
     def step(self, m: int, live: Tensor) -> None:
         """Make one product and one projection for the start vectors ``live``, each with m vectors done."""
-        here = (live * (self.capacity + 1) + m).to(self.store.device, non_blocking=True)
-        V = columns(self.store, here)
-        W = self.multiply(V)
-        self.matvecs += len(live)
-        image = norm(W)
-        alpha, mirrored = inner(V, W), inner(columns(self.store, here - 1), W) if m else image
-        W, along = project_out(W, self.store, self.capacity + 1, m + 1, live)
-        beta = norm(W)
-        put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
-        # For symmetric A, Qᵀ A q has only the last two entries, and the first of them mirrors the last step's beta.
-        stray = along[:, : max(m - 1, 0)].double().square().sum(1)
-        facts = torch.stack([alpha, beta, image, mirrored, stray]).cpu()
-        alpha_host, beta_host, image_host, mirrored_host, stray_host = facts
+        alpha, beta, image, mirrored, stray = self._make_vectors(m, live)
         if m:
-            gaps = 2 * ((mirrored_host - self.betas[live, m - 1]).square() + stray_host)
+            gaps = 2 * ((mirrored - self.betas[live, m - 1]).square() + stray)
             self.gaps[live] += gaps.nan_to_num(0.0, 0.0)
-        self.images[live] += image_host.square().nan_to_num(0.0, 0.0)
-        self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
+        self.images[live] += image.square().nan_to_num(0.0, 0.0)
+        self.scale = max(self.scale, float(image.nan_to_num(0.0, 0.0).amax()))
         # The rest after two passes is rounding once it falls to eps times the largest image so far.
-        ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
-        self.dropped[live] = torch.where(ended, beta_host, 0.0)
-        if m + 1 == self.n:
+        ended = ~(beta > 10 * self.eps * self.scale) | ~torch.isfinite(alpha)
+        self.dropped[live] = torch.where(ended, beta, 0.0)
+        if m + 1 == self.n and m <= self.capacity:
             ended[:] = True  # no direction is left
-        beta_host = torch.where(ended & torch.isfinite(beta_host), 0.0, beta_host)
+        beta = torch.where(ended & torch.isfinite(beta), 0.0, beta)
         alphas, betas = torch.zeros(2, self.K, 1, dtype=torch.float64)
-        alphas[live, 0], betas[live, 0] = alpha_host, beta_host
+        alphas[live, 0], betas[live, 0] = alpha, beta
         self.alphas, self.betas = torch.cat([self.alphas, alphas], 1), torch.cat([self.betas, betas], 1)
         self.depths[live] += 1
         self.done[live] = ended
+
+    def _make_vectors(self, m: int, live: Tensor) -> Float[Tensor, "5 _"]:
+        """Put vector m + 1 of the bases ``live`` in its place.
+
+        Returns qᵀAq, the norm of the rest of A q, ‖A q‖, pᵀAq for the vector p before q, and the sum of squares of the
+        other entries of Qᵀ A q, which are zero for symmetric A.
+        """
+        bases = (live * (self.capacity + 1)).to(self.store.device, non_blocking=True)
+        V = columns(self.store, bases + self.place(m))
+        W = self.multiply(V)
+        self.matvecs += len(live)
+        image = norm(W)
+        alpha = inner(V, W)
+        mirrored = inner(columns(self.store, bases + self.place(m - 1)), W) if m else image
+        W, along = project_out(W, self.store, self.capacity + 1, min(m, self.capacity) + 1, live)
+        beta = norm(W)
+        put_columns(self.store, bases + self.place(m + 1), W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
+        # Beyond the capacity, a q need not be orthogonal to the image of the last vector stored.
+        others = m - 1 if m <= self.capacity else self.capacity - 3
+        stray = along[:, : max(others, 0)].double().square().sum(1)
+        return torch.stack([alpha, beta, image, mirrored, stray]).cpu()

@@ -184,8 +184,8 @@ def _script(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     for mine, theirs in zip(other.modules(), module.modules()):
         for name, parameter in theirs._parameters.items():
             mine._parameters[name] = parameter
-        for name, buffer in theirs._buffers.items():
-            mine._buffers[name] = buffer
+        for name, tensor in theirs._buffers.items():
+            mine._buffers[name] = tensor
     return other
 
 

@@ -31,8 +31,7 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite
 from curvops.linalg.operators.contract import convert
 from curvops.linalg.operators.draws import draw, normal
 from curvops.network import JacobianRows, Passes, read_precision
-from curvops.operators.function_space.gram_graph import gram_with_graph
-from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.function_space.gram_matrix import gram_matrix, gram_with_graph
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized import rows_over_ranks
 from curvops.operators.linearized.jacobian import Jacobian

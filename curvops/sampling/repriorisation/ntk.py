@@ -16,8 +16,7 @@ from curvops.errors import ConvergenceError
 from curvops.linalg import Estimate, Operator, eigsh, logdet, minres
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
-from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
-from curvops.sampling.repriorisation.map import Change, MappedWeights
+from curvops.sampling.repriorisation.readout_map import Change, MappedWeights, factor, solve_triangle
 
 MOST_STEPS = 20
 """The maximum number of Newton steps of the inverse at each λ."""

@@ -15,19 +15,89 @@ from torch.utils import _pytree as pytree
 
 from curvops.argument_types import Data, LikelihoodChoice, Network, PriorPrecision
 from curvops.checks import check_choice, check_generator, check_kind, check_like, check_shape, checked_number
+from curvops.errors import FewDrawsWarning, warn
 from curvops.linalg import Estimate
+from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
-from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
+from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.gaussian import needs_noise
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.terms import Prior, read_prior
-from curvops.sampling.repriorisation.conjugate import DataSpace, FeatureSpace, Identity, condition
-from curvops.sampling.repriorisation.gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
-from curvops.sampling.repriorisation.map import Change, ExactReadoutMap, ReadoutMap
 from curvops.sampling.repriorisation.ntk import TangentMap
-from curvops.sampling.repriorisation.readout import find_readout
-from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_normal
+from curvops.sampling.repriorisation.problem import RepriorProblem, log_normal
+from curvops.sampling.repriorisation.readout_map import (
+    Change,
+    DataSpace,
+    ExactReadoutMap,
+    FeatureSpace,
+    Identity,
+    ReadoutMap,
+    condition,
+    find_readout,
+)
+from curvops.summary import Summarised
+
+FEWEST = 20.0
+"""The smallest number of effective draws; below it, the largest weights e^h dominate and the estimate is too low."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientGap(Summarised):
+    """The gradient gap E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 if p̃ is N(0, I): in total and for the readout.
+
+    `total` is over all weights, `readout` over those of the readout; `readout` is None for a form without one.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> rep = co.sampling.reprior(net, (x, torch.zeros(8, 1)), noise=3.0)
+        >>> float(rep.gradient_gap(samples=100, generator=torch.Generator().manual_seed(0)).total) > 0
+        True
+    """
+
+    total: Estimate
+    readout: Estimate | None
+
+
+def effective_draws(ratios: Float[Tensor, " S"]) -> float:
+    """Return the effective number of draws, (Σ e^h)²/Σ e^2h."""
+    return float((2 * ratios.logsumexp(0) - (2 * ratios).logsumexp(0)).exp())
+
+
+def divergence(ratios: Float[Tensor, " S"]) -> Estimate:
+    """Estimate log E e^h − E h from draws h, with a delta-method standard error; warn if few draws dominate."""
+    S = len(ratios)
+    value = ratios.logsumexp(0) - math.log(S) - ratios.mean()
+    warn_of_few(ratios, "the estimate of KL(prior ‖ p̃) is too low, a lower bound")
+    terms = (ratios - ratios.logsumexp(0) + math.log(S)).exp() - ratios
+    return Estimate(value, terms.std() / math.sqrt(S), S, 0, reason=Reason.BUDGET_SPENT)
+
+
+def weighted_mean(values: Float[Tensor, " S"], ratios: Float[Tensor, " S"]) -> Estimate:
+    """Estimate Σ w g / Σ w with w = e^h, and the standard error of this ratio."""
+    w = ratios.softmax(0)
+    mean = w @ values
+    stderr = (w * (values - mean)).square().sum().sqrt()
+    return Estimate(mean, stderr, len(values), 0, reason=Reason.BUDGET_SPENT)
+
+
+def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
+    """Estimate a mean from independent draws."""
+    stderr = values.std() / math.sqrt(len(values))
+    return Estimate(values.mean(), stderr, len(values), 0, reason=Reason.BUDGET_SPENT)
+
+
+def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
+    """Warn if fewer than `FEWEST` effective draws carry the weights e^h."""
+    effective = effective_draws(ratios)
+    if effective < FEWEST:
+        warn(
+            f"{what}, since {effective:.1f} of {len(ratios)} draws of the prior carry the weights e^h (standard "
+            f"deviation of h {float(ratios.std()):.1f} nats). Use more samples, a wider network, or draws of p̃ from "
+            "a sampler.",
+            FewDrawsWarning,
+        )
+
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
@@ -376,7 +446,7 @@ def _likelihood(given: Any, noise: float | None) -> Any:
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
     """Return σ² for real targets, None for classes."""
-    likelihood: Likelihood = lin.likelihood
+    likelihood: Any = lin.likelihood
     if isinstance(likelihood, Categorical):
         return None
     check_kind("likelihood", likelihood, Gaussian, "Gaussian with one noise variance, or 'classification'")

@@ -1,7 +1,5 @@
 """Algorithms on blocks whose storage is in two pieces (`split`): the same numbers, and no piece ever joined."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -195,8 +193,6 @@ def test_svds(tall):
 FUNCTIONS = {
     "sqrt": sqrt,
     "inverse_sqrt": inverse_sqrt,
-    "sqrt by contour": partial(sqrt, method="contour"),
-    "inverse_sqrt by contour": partial(inverse_sqrt, method="contour"),
     "exp": lambda A, B, **options: apply_function(A, torch.exp, B, **options),
 }
 

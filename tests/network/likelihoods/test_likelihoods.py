@@ -377,12 +377,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "4 class weights": lambda: Categorical(WEIGHT).check_targets(SHARES[:, :3].softmax(-1), 3),
     r"y / y.sum\(-1, keepdim=True\), with the sums as": lambda: Categorical().check_targets(3 * ONE_HOT, C),
     r"noise has shape \(3,\)": lambda: Gaussian(torch.ones(3)).check_targets(torch.zeros(3, C), C),
-    "an even number of": lambda: HeteroscedasticGaussian().check_targets(normal(N, 3), 3),
+    "the model has 3 outputs": lambda: HeteroscedasticGaussian().check_targets(normal(N, 3), 3),
     r"shape \(n, m\)": lambda: HeteroscedasticGaussian().check_targets(normal(N)),
     "0 hyperparameters": lambda: Categorical().with_hyperparameters((torch.tensor(1.0),)),
-    "does not broadcast over outputs": lambda: as_likelihood(
-        nn.BCEWithLogitsLoss(weight=torch.ones(N, 1)), torch.Size([C])
-    ),
+    "does not broadcast over": lambda: as_likelihood(nn.BCEWithLogitsLoss(weight=torch.ones(N, 1)), torch.Size([C])),
 }
 
 
