@@ -422,7 +422,10 @@ def _split_labels(item: Mapping[str, Any], weights: bool) -> list[Any]:
     y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
     alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
-        raise ValueError("the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted.")
+        raise ValueError(
+            "the labels are the input_ids themselves: pass (inputs, targets) with the targets shifted, "
+            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
+        )
     return [inputs, *(item[name] for name in apart)]
 
 
@@ -438,9 +441,15 @@ def _describe_undeclared(third: object) -> str:
 def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
-        raise ValueError(f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}.")
+        raise ValueError(
+            f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
+            "dimension of both counts points."
+        )
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
-        raise ValueError(f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}.")
+        raise ValueError(
+            f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}: give one "
+            "weight per point or per position."
+        )
 
 
 def _require_valid(batch: Batch, index: int) -> None:

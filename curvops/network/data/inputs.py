@@ -76,7 +76,10 @@ def num_points(inputs: Inputs) -> int:
     first, *others = (tensor.shape[:1] for _, tensor in components(inputs))
     if not first or any(other != first for other in others):
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
-        raise ValueError(f"All inputs need the same leading dimension, the number of points; given {shapes}.")
+        raise ValueError(
+            f"All inputs need the same leading dimension, the number of points; given {shapes}. Keep what does not "
+            "vary between points (masks, positions) inside the model."
+        )
     return first[0]
 
 

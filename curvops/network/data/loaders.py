@@ -53,7 +53,8 @@ class LoaderPasses:
             return
         if not bool((prints.unique(return_counts=True)[1] % workers).any()):
             raise ValueError(
-                f"a batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1."
+                f"a batch came {workers} times, once from each of the loader's {workers} workers: pass num_workers=1, "
+                "or let the dataset's __iter__ yield a part for each worker (torch.utils.data.get_worker_info())."
             )
 
 
@@ -65,7 +66,10 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     sampler, dataset = loader.sampler, loader.dataset
     if isinstance(sampler, DistributedSampler) and sampler.total_size != len(dataset):  # type: ignore[arg-type]
         what = "repeats" if sampler.total_size > len(dataset) else "leaves out"  # type: ignore[arg-type]
-        raise ValueError(f"this DistributedSampler {what} points: give each rank a torch.utils.data.Subset of its own.")
+        raise ValueError(
+            f"this DistributedSampler {what} points, and sums over the data need each once: give each rank a "
+            "torch.utils.data.Subset of its own, Subset(dataset, range(rank, len(dataset), size))."
+        )
     shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     if not shuffles and not _leaves_points_out(loader):
         return loader
@@ -79,7 +83,10 @@ def in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
         and len(sampler) == len(dataset)  # type: ignore[arg-type]
     )
     if shuffles and not (once and plain):
-        raise ValueError(f"this {type(loader).__name__} draws its points anew in each pass: pass shuffle=False.")
+        raise ValueError(
+            f"this {type(loader).__name__} draws its points anew in each pass, and sums over the data need each once: "
+            "pass shuffle=False without a sampler, and weights if points count more than once."
+        )
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
     more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
     options = {name: getattr(loader, name) for name in (*names, *more)}

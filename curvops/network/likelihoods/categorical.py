@@ -138,7 +138,8 @@ class Categorical(Likelihood):
             return
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(
-                f"Categorical targets are class indices, or floating-point probabilities (n, C); given {y.dtype}."
+                f"Categorical targets are class indices, or floating-point probabilities (n, C); given {y.dtype}. "
+                "Labels become y.long(), one-hot rows y.float()."
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
@@ -164,7 +165,10 @@ class Categorical(Likelihood):
 
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:
-            raise ValueError(f"A categorical likelihood needs 2 outputs or more, not {num_outputs}: (0, f).")
+            raise ValueError(
+                f"A categorical likelihood needs 2 outputs or more, not {num_outputs}: for two classes from one logit "
+                "f, use the logits (0, f), or co.likelihoods.Bernoulli()."
+            )
         if self.weight is not None and len(self.weight) != num_outputs:
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
 
@@ -223,7 +227,8 @@ def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
     slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
     if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
         raise ValueError(
-            "Categorical targets of floats are class probabilities, whose rows sum to 1; labels: y.long()."
+            "Categorical targets of floats are class probabilities, whose rows sum to 1. Labels become y.long(), "
+            "logits y.softmax(-1)."
         )
 
 

@@ -108,7 +108,8 @@ class Gaussian(Independent):
                 ones = (1,) * (len(shape) - 1)
                 each = " or ".join(dict.fromkeys(str(form) for form in ((shape[0], *ones), (*ones, shape[-1]))))
                 raise ValueError(
-                    f"Gaussian noise {tuple(noise.shape)} fits no dimension alone: pass one variance, or {each}."
+                    f"Gaussian noise {tuple(noise.shape)} does not show along which dimension of the outputs it goes: "
+                    f"pass one variance, or a tensor of shape {each}."
                 )
             class_dim = -1 if fits == [-1] else 1
         new = copy.copy(self)

@@ -480,9 +480,15 @@ def check_deterministic_modules(paths: Mapping[nn.Module, str]) -> None:
     """Raise ValueError if a module is in a mode that makes its outputs random or dependent on the batch."""
     for part, name in paths.items():
         if isinstance(part, STOCHASTIC) and part.training and getattr(part, "p", 1) > 0:
-            raise ValueError(f"{name or 'the model'} ({type(part).__name__}) is in train mode; call model.eval().")
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) is in train mode, and its outputs would be random or "
+                "depend on the other points of a batch; call model.eval()."
+            )
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
-            raise ValueError(f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics.")
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so each point's output "
+                "depends on its batch: use track_running_stats=True, or another normalisation."
+            )
 
 
 def unwrap(model: Any) -> Any:

@@ -277,7 +277,9 @@ def checked_layout(
         try:
             alone = model(model.values, take(few, slice(0, 1)))
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"the model rejects a single point ({error}); call model.eval().") from error
+            raise ValueError(
+                f"the model rejects a single point ({error}): call model.eval(), and accept batches of any size."
+            ) from error
         model.require_points_apart(outputs, alone)
         try:
             turned = model(model.values, take(points, torch.arange(num_points(points) - 1, -1, -1)))
